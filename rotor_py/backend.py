@@ -19,21 +19,20 @@ from rotor_py.capture.variants import compiled_variants
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
-from rotor_py.execute.program import Program, program
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.program import Program, Runners, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
-from rotor_py.plan.inputs.input_spec import reaches, spec_of
-from rotor_py.plan.noticed.forwards import Forwards
-from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
-from rotor_py.plan.room import StepRoom
+from rotor_py.plan.measuring import CompileBudget
+from rotor_py.plan.observers.forwards_in_flight import Forwards, make_room_for_forwards
+from rotor_py.plan.observers.observer import PlannedForward
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import solve
 from rotor_py.plan.sources.layer_source import LayerSource
-from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_spec import reaches, spec_of
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes
 from rotor_solver import Sequence
@@ -144,7 +143,7 @@ class GraphPlanner:
             self._read = sequence, instructions, runners
         _, instructions, runners = self._read
         made = replay(runners, instructions, value, context=context)
-        self._forwards.watch(made, plan, sequence, model)
+        self._forwards.forward_returned(PlannedForward(model, plan, sequence, None, len(flying)), made)
         return graph.leave(made, values)
 
     def _make_ready(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[StepPlan, PlannedGraph]:
@@ -184,7 +183,7 @@ class GraphPlanner:
         budget = model.budget(plain.measurement, (sample, value), device, None)
         variants = []
         if self._compiler is not None:
-            room = StepRoom(budget, model.limit_bytes(device), settings.fresh_grads)
+            room = CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)
             variants = compiled_variants(plain, self._compiler, room=room)
         ways = tuple(MeasuredCut(each.cut, each.measurement) for each in (*variants, plain))
         plan = StepPlan(LayerSource(whole), plain.measurement, budget, spec=None, cut=cut, ways=ways)

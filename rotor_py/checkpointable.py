@@ -19,10 +19,10 @@ from rotor_py.compiled.options import Compile
 from rotor_py.errors import InvalidValueError, UnsupportedModelError, record_fields, what_it_is
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.planned_model import PlannedModel
 from rotor_py.plan.planner import Planner
-from rotor_py.plan.saved.plan import Plan
+from rotor_py.plan.sample import arguments_of
+from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings, refuse_excluded
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence

@@ -136,11 +136,12 @@ class CapturedGraph:
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
         """Whether its stages have the parameters and buffers that are among these arguments."""
-        return self._facts is not None and all(map(operator.is_, self._owned_among(arguments), self._owned.values()))
+        owned = map(arguments.__getitem__, self._owned_at)  # every step looks at all of them
+        return self._facts is not None and all(map(operator.is_, owned, self._owned.values()))
 
     def _owned_among(self, arguments: tuple[Any, ...]) -> Iterable[Any]:
         """The parameters and buffers among the inputs of a call, in the order of `_owned`."""
-        return map(arguments.__getitem__, self._owned_at)  # every step looks at all of them
+        return map(arguments.__getitem__, self._owned_at)
 
     @property
     def answers(self) -> Answers:

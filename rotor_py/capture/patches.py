@@ -64,6 +64,7 @@ class Replacement:
 # Such a layer reads from its buffer how many batches there were, as a number of Python. TorchDynamo would break the
 # graph there. As one operator, the layer counts and reads while it runs.
 
+
 def batch_norm_over_all(
     value: torch.Tensor,
     mean: torch.Tensor,

@@ -42,6 +42,7 @@ from rotor_py.capture.graph.graph_nodes import tensors_of
 
 # Settings of torch, changed for a while.
 
+
 @contextmanager
 def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
     """Have settings of torch in this thread as they are here, as long as this context lasts.

@@ -20,7 +20,7 @@ import torch
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.distributed.gathering import gathered_again
 from rotor_py.errors import InvalidValueError
-from rotor_py.execute.rerun import saved_again
+from rotor_py.execute.recompute import saved_again
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings

@@ -30,18 +30,25 @@
 # 11. A pass may be for inputs alone, and another for parameters follow from the same gradients, node by node (the
 #     backwards of a zero-bubble pipeline). The first computes both; what is wanted later is kept (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
-# 13. A `GuardedTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
+# 13. An `OOMRetryTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
 # 14. A gradient that a collective is still to bring (tensor parallelism) is waited for before stages are run again:
 #     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
 # 15. What stages of rule 1 save may be moved to another tier and back. The tape waits for copies out and begins copies
 #     back right before the operations that the plan names, also where the engine runs these (`Moving`).
 # 16. Stages of rule 1 that follow each other run as one function, if they can: between them, nothing happens, and
 #     nothing is moved. What goes in is handed over in a list, since the arguments of a function live until it returns.
+
+What stages of one forward move out of memory and back, at the operations where the plan says so.
+
+Waits and fetches happen once, in the order of the sequence, whatever runs the operations: the forward, or the engine
+that comes to a stage. A pass that goes another way than the plan finds everything as well: what is read and has not
+been fetched is fetched then (`offload.tier`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Operations
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,17 +57,49 @@ from torch.autograd.graph import Node
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.in_flight import Held, Pass, Passes
-from rotor_py.execute.moving import Moving
 from rotor_py.execute.node import Frame, StageNode
-from rotor_py.execute.program import Program, Step, program
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.program import Program, Runners, Step, program
 from rotor_py.execute.store import ActivationStore
+from rotor_py.offload.offload_saved import LeavingMemory
 from rotor_py.offload.tier import Tier
 from rotor_py.stage.activity import is_watched
+from rotor_py.stage.keepers.leaving import run_leaving
 from rotor_py.stage.restored.other_streams import draws
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardEnable, Sequence
+from rotor_solver.moving import Moves
+
+
+@dataclass(slots=True)
+class Moving:
+    """The moves of one forward and its backward, to `tier`. `position` is the first operation that is yet to come."""
+
+    moves: Moves
+    tier: Tier
+    position: int = 0
+    _away: dict[int, LeavingMemory] = field(default_factory=dict)
+
+    def come_to(self, position: int) -> None:
+        """The operation at this position of the sequence is about to begin. OffloadError if a copy out failed."""
+        while self.position <= position:
+            for stage in self.moves.wait_out[self.position]:
+                if stage in self._away:
+                    self._away[stage].wait_out()
+            for stage in self.moves.fetch[self.position]:
+                if stage in self._away:
+                    self._away[stage].fetch()
+            # Last: after an error, whoever comes here again is to find it again.
+            self.position += 1
+
+    def forward(self, runner: StageRunner, stage: int, value: Any, context: tuple[Any, ...]) -> Any:
+        """Run a stage in the graph of plain training; what it saves begins to leave, if the plan moves it."""
+        if stage not in self.moves.stages:
+            return runner.forward(value, context)
+        output, leaving = run_leaving(runner, value, context)
+        leaving.leave(self.tier)
+        self._away[stage] = leaving
+        return output
 
 
 class CheckpointOptim(StageNode):
@@ -106,6 +145,7 @@ class Tape:
         context: tuple[Any, ...] = (),
     ) -> None:
         self.context = context
+        self._shared = tensors_in(context)
         # By their options from the start: of some stages, runs without a graph differ by option, too.
         self.runners = Runners.of(runners).by(instructions.options)
         self.program = instructions
@@ -169,7 +209,7 @@ class Tape:
             value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1: plain autograd
         if stage in self.program.awaited:
             self._await(stage, value)
-        held.release(step.live)
+        held.inputs.drop_all_but(step.live)
         return value
 
     def _run_in_graph(self, runner: StageRunner, stage: int, value: Any) -> Any:
@@ -213,7 +253,7 @@ class Tape:
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
-            current.held.release(self.program.replay[self.program.backward_at[stage]].live)
+            current.held.inputs.drop_all_but(self.program.replay[self.program.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
             if self._passes.used_up and stage not in self.program.runs_after_backward:
                 self.surroundings.pop(stage, None)  # who holds the output holds the tape
@@ -243,7 +283,7 @@ class Tape:
             if isinstance(step.operation, Backward):
                 # Either the engine ran it, or no gradient reached the stage, and nobody has taken what it holds.
                 current.held.attached.pop(step.operation.stage, None)
-                current.held.release(step.live)
+                current.held.inputs.drop_all_but(step.live)
             else:
                 self._run_again(current.held, step)
         self._come_to_replay(end)
@@ -266,7 +306,7 @@ class Tape:
         if stage + 1 in step.live:
             held.inputs.keep_first(stage + 1, output)
         self._refuse_overwritten(stage, value, before)
-        held.release(step.live)
+        held.inputs.drop_all_but(step.live)
 
     def _without_gradient(self, stage: int, value: Any, output: Any) -> list[torch.Tensor]:
         """The tensors of `output` that the stage passes on as they came, and those that measuring has found."""
@@ -283,7 +323,7 @@ class Tape:
 
     def _versions(self, value: Any) -> list[int]:
         """How often each tensor was written to that a stage reads, its parameters and buffers aside."""
-        return [tensor._version for tensor in tensors_in((value, self.context))]
+        return [tensor._version for tensor in tensors_in(value) + self._shared]
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         """RuntimeError if the run of a stage wrote into its own input, which a later run would read."""

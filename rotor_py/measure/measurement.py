@@ -47,8 +47,6 @@ class Way:
     moved_bytes: int = 0
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """Seconds and bytes of every part of a step. `snapshot_bytes` is what a replay keeps: of buffers that move, and of

@@ -79,34 +79,27 @@ from rotor_py.errors import (
     fields_of,
     record_fields,
 )
-from rotor_py.execute.graph_task import in_backward
+from rotor_py.execute.in_flight import in_backward
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.measuring import measured_plan
-from rotor_py.plan.inputs.input_spec import describe
-from rotor_py.plan.noticed.callers_hooks import anything_around, callers_regions_aside
-from rotor_py.plan.noticed.forwards import Flying, Forwards
-from rotor_py.plan.noticed.kept_gradients import KeptGradients
-from rotor_py.plan.noticed.optimizers import noticed_cost, wait_for_optimizers
-from rotor_py.plan.noticed.predictions import disproved
-from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
-from rotor_py.plan.noticed.second_runs import SecondRuns
-from rotor_py.plan.noticed.watched_steps import WatchedSteps
+from rotor_py.plan.observers.forwards_in_flight import Flying, Forwards, make_room_for_forwards
+from rotor_py.plan.observers.limit_overrun import disproved
+from rotor_py.plan.observers.observer import Observer, PlannedForward
+from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, anything_around, outer_regions_aside
+from rotor_py.plan.observers.undeclared_memory import KeptGradients, noticed_cost, wait_for_optimizers
+from rotor_py.plan.observers.watched_steps import WatchedSteps
 from rotor_py.plan.offloading import prepare_for_file, reserve
-from rotor_py.plan.out_of_memory.guarded_budget import guarded
-from rotor_py.plan.out_of_memory.replanner import Replanner
-from rotor_py.plan.refusals import Refusals
-from rotor_py.plan.saved.compiled_stages import config_beside
-from rotor_py.plan.saved.fingerprint import model_fingerprint
-from rotor_py.plan.saved.plan import Plan
+from rotor_py.plan.oom_replanning import Replanner, guarded
+from rotor_py.plan.plan_file import config_beside
+from rotor_py.plan.saved_plan import Plan, model_fingerprint
 from rotor_py.plan.settings import Settings, one_process_only, refuse_excluded
 from rotor_py.plan.solving import agree, count_optimizer_beside_file, make_room_for_optimizer, solve
 from rotor_py.plan.sources.source import Following
 from rotor_py.plan.sources.source_of import source_of
-from rotor_py.plan.stepping.stepper import Stepper
-from rotor_py.plan.steps.step_plan import PlanState, StepPlan
-from rotor_py.plan.steps.step_plans import StepPlans
-from rotor_py.plan.steps.step_spec import StepSpec
+from rotor_py.plan.step_in_backward import Stepper
+from rotor_py.plan.step_plan import PlanState, Refusals, StepPlan, StepPlans
+from rotor_py.plan.step_spec import StepSpec, describe
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Algorithm, InfeasibleError, Sequence
 
@@ -126,13 +119,14 @@ class Planner:
         self.model = TrainedModel(whole, core, settings)
         self._warned_of_torch_compile = False
         self._alone_only = settings.offload is not None or one_process_only(settings) is not None
+        self._replans = settings.replans
         self._grown = 0
         """how often a plan was made for an input that no plan covered"""
         self._refusals = Refusals()
         self._forwards = Forwards()
-        self._second_runs = SecondRuns()
+        self._second_runs = NestedRecompute()
         self._gradients = KeptGradients(self.model)
-        self._steps = WatchedSteps(self.model)
+        self._observers: list[Observer] = [WatchedSteps(self.model), self._forwards]
         self._stepper: Stepper | None = None
         self._begin_anew()
         self.wait_for_optimizers()
@@ -148,7 +142,9 @@ class Planner:
         if self.settings.optimizer is None:
             wait_for_optimizers(self)
         if self.settings.step_in_backward is not None:
+            self._observers = [each for each in self._observers if each is not self._stepper]
             self._stepper = Stepper(self.model, self.settings.step_in_backward)
+            self._observers.append(self._stepper)
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that an optimizer may train."""
@@ -298,12 +294,13 @@ class Planner:
             agree(plan, self.model)
             return
         # Most steps are as the one before: nothing waits that would serve better than the plan in use.
-        if plan is None or not plan.is_just_for(spec):
+        if plan is None or not plan.matches(spec):
             known = self.plans.turn_to(spec, self._covers(spec.input), self._revive)
             if not known or not self.blank.covers(self.in_use.input_spec, spec.input):
                 self._plan_for(spec, value)
                 return
-        plan = self.in_use
+        plan = self.plans.in_use
+        assert plan is not None
         try:
             agree(plan, self.model)
             if not in_flight:
@@ -316,9 +313,9 @@ class Planner:
                 raise
         else:
             # A late optimizer, or a smaller limit: the graph is compiled for the room that it leaves.
-            if in_flight or not plan.outgrown or plan.sequence is not plan.found:
+            if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
                 return
-            plan.outgrown = False
+            plan.compiled_for_larger_budget = False
         self._plan_for(spec, value)
 
     def _is_disproved(self, plan: StepPlan, spec: StepSpec, in_flight: bool) -> bool:
@@ -337,7 +334,7 @@ class Planner:
             except InfeasibleError as error:
                 self._refusals.remember(replace(spec, answers=self.in_use.source.answers), error)
                 raise
-            self.in_use.outgrown = False  # it was compiled for this very room: there is no other to compile it for
+            self.in_use.compiled_for_larger_budget = False  # it was compiled for this very budget
         self._grown += grows
 
     def _measure_again(self, spec: StepSpec, value: Any) -> None:
@@ -427,17 +424,17 @@ class Planner:
             )
         if not anything_around():  # as in most steps
             return self._run(args, kwargs, second=False)
-        with callers_regions_aside() as second:
+        with outer_regions_aside() as second:
             return self._run(args, kwargs, second=second)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool) -> Any:
         """Run a forward, or the `second` one where a region of the caller runs again, which shows nothing new."""
         model, stepper = self.model, None if second else self._stepper
         if stepper is not None:
-            stepper.take_spent_away()
+            stepper.take_consumed_away()
         value = self.blank.input_of(args, kwargs)
         spec = model.step_on(value)
-        if not spec.model.trains and not any(tensor.requires_grad for tensor in tensors_in(value)):
+        if True not in spec.model.trained and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return model.core.forward(*args, **kwargs)
         if self._alone_only:
             model.refuse_several_processes()
@@ -507,20 +504,22 @@ class Planner:
         return by_plan(value, self._forwards.in_flight())
 
     def _run_planned(self, value: Any, flying: Flying) -> Any:
-        """Run a forward beside those that are `flying`, and observe its step."""
-        plan, number = self.in_use, len(flying) + 1
+        """Run a forward beside those that are `flying`, and have its step observed."""
+        plan = self.plans.in_use
+        assert plan is not None
         assert plan.sequence is not None
         sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
-        step = self._steps.begin(plan, value, in_flight=len(flying))
-        if step is None:
-            output = self._follow(sequence, plan, value, number)
-        else:
-            with step.running():
-                output = self._follow(sequence, plan, value, number)
-            self._steps.forward_returned(step, output)
-        self._forwards.watch(output, plan, sequence, self.model)
-        if self._stepper is not None:
-            self._stepper.watch(output)
+        forward = PlannedForward(self.model, plan, sequence, value, len(flying))
+        for each in self._observers:
+            each.forward_begins(forward)
+        try:
+            output = self._follow(sequence, plan, value, len(flying) + 1)
+        except BaseException:
+            for each in self._observers:
+                each.forward_failed(forward)
+            raise
+        for each in self._observers:
+            each.forward_returned(forward, output)
         return output
 
     def _run_second(self, value: Any, flying: Flying) -> Any:
@@ -531,7 +530,7 @@ class Planner:
 
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int) -> Any:
         """Run the model forward by this sequence for the stages of `plan`, as so many-th forward in flight."""
-        smaller = Replanner(plan, self.model, number) if self.settings.replans else None
+        smaller = Replanner(plan, self.model, number) if self._replans else None
         tier = None if sequence.moves is None or self.model.offload is None else self.model.offload.tier
         rng, ways = self.settings.preserve_rng_state, plan.way_names
         with nullcontext() if smaller is None else smaller.telling_of_the_rest():

@@ -31,10 +31,9 @@ from rotor_py.measure.fixed_memory import trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
 from rotor_py.offload.offload import Offload
-from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.offloading import link_to
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
-from rotor_py.plan.steps.step_spec import ModelState, StepSpec
+from rotor_py.plan.step_spec import ModelState, StepSpec, TensorSpec, spec_of
 from rotor_solver import InfeasibleError
 
 

@@ -63,7 +63,7 @@ class Surroundings:
 
         Without a `graph`, weights that autocast has cast are not cached: a later forward with a graph in the same
         autocast region would find them there without their history, and lose gradients. `alike` makes autograd save as
-        many tensors as the first time, where otherwise it may save fewer: regions (`execute/rerun.py`) count them.
+        many tensors as the first time, where otherwise it may save fewer: regions (`execute/recompute.py`) count them.
         """
         with ExitStack() as stack:
             # What puts a change back is registered before the change: an interrupt between the two does no harm.

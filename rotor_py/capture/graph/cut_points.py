@@ -211,6 +211,7 @@ def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
 
 # Names for the pieces of a graph, after the modules of the model that they come from.
 
+
 def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
     """A name for each piece: the path of the module in which its nodes weigh most.
 

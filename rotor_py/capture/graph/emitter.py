@@ -153,6 +153,7 @@ class Emitter:
 # A mark calls a hook of FSDP, which gathers parameters or lets go of them. Compiled code would not see that happen, so
 # the marks stay outside. Between two marks nothing is gathered and nothing let go of: a piece finds whole parameters.
 
+
 class Piece(nn.Module, StageOffers, HasKind):
     """Nodes of a stage, none of which is a mark: from a tuple of values to a tuple of values."""
 

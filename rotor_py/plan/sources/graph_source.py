@@ -6,17 +6,18 @@ import logging
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.whole_parameters import as_entered
 from rotor_py.errors import record_fields
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.program import Runners
 from rotor_py.measure.cut import Cut, Layer
-from rotor_py.plan.inputs.input_spec import describe, reaches, spec_of
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.sources.running import Replay, measuring_options
+from rotor_py.plan.saved_plan import Plan
+from rotor_py.plan.sources.running import SequenceExecutor, measuring_options
 from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+from rotor_py.plan.step_spec import describe, reaches, spec_of
 
 _log = logging.getLogger("rotor_py")
 
@@ -34,7 +35,7 @@ class GraphSource:
         self._granularity = granularity
         self._compiler = compiler
         self._session = CaptureSession(model, granularity)
-        self._replay = Replay(model)
+        self._replay = SequenceExecutor(model)
 
     @property
     def answers(self) -> tuple[bool, ...] | None:
@@ -44,7 +45,8 @@ class GraphSource:
         return GraphSource(self._model, self._granularity, self._compiler)
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return as_entered(self._model, (arguments, keywords))
+        given = arguments, keywords
+        return as_entered(self._model, given) if dist.is_initialized() else given
 
     def covers(self, planned: Any, value: Any) -> bool:
         """Whether no tensor of `value` is larger in any dimension. Where other sizes change what the model does, Dynamo

@@ -17,13 +17,13 @@ from rotor_profiling.instruments import operators
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.distributed.whole_parameters import is_sharded
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.program import Runners
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
-from rotor_py.plan.inputs.input_spec import covers
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.sources.running import Replay, measuring_options
+from rotor_py.plan.saved_plan import Plan
+from rotor_py.plan.sources.running import SequenceExecutor, measuring_options
 from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+from rotor_py.plan.step_spec import covers
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.names import own_of
@@ -116,7 +116,7 @@ class LayerSource:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._replay = Replay(model)
+        self._replay = SequenceExecutor(model)
         self._parts = LayerParts(sharded=is_sharded(model))
 
     def renewed(self) -> LayerSource:
@@ -146,7 +146,7 @@ class LayerSource:
                 **measuring_options(self._model, how),
             )
         # Only now: after an error, the plan that there was goes on.
-        self._parts, self._replay = parts, Replay(self._model)
+        self._parts, self._replay = parts, SequenceExecutor(self._model)
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:

@@ -12,12 +12,10 @@ from rotor_profiling.instruments import operators, prediction
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions
-from rotor_py.execute.guarded_tape import GuardedTape
-from rotor_py.execute.lone_node import lone_node
-from rotor_py.execute.program import Program, program
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.oom_retry_tape import OOMRetryTape
+from rotor_py.execute.program import NamedStage, Program, Runners, program
+from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.execute.tape import replay
-from rotor_py.execute.whole_runs import NamedStage
 from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.sources.source import Following, Measuring
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
@@ -37,17 +35,8 @@ class _Read(NamedTuple):
     program: Program
     runners: Runners
 
-    def serves(self, stages: Operations[NamedStage], how: Following) -> bool:
-        # Compared as objects: comparing thousands of operations would take longer than small stages do.
-        return (
-            self.sequence is how.sequence
-            and self.stages is stages
-            and self.ways is how.ways
-            and self.preserve_rng_state == how.preserve_rng_state
-        )
 
-
-class Replay:
+class SequenceExecutor:
     """Runs stages by sequences, each of which it reads once while it is in use; its runners serve all forwards."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,7 +53,18 @@ class Replay:
         context: tuple[Any, ...] = (),
     ) -> Any:
         """Run `stages` on `value`; `make` makes their runners, if there are none yet for this sequence."""
-        read = next((each for each in self._read if each.serves(stages, how)), None)
+        # Compared as objects: comparing thousands of operations would take longer than small stages do.
+        read = next(
+            (
+                each
+                for each in self._read
+                if each.sequence is how.sequence
+                and each.stages is stages
+                and each.ways is how.ways
+                and each.preserve_rng_state == how.preserve_rng_state
+            ),
+            None,
+        )
         if read is None:
             instructions = program(len(stages), how.sequence)
             runners = make(how).by(instructions.options)
@@ -77,7 +77,7 @@ class Replay:
                 items = regions.regions(how.sequence)
                 return regions.run(runners, items, value, instructions.options, context)
             if how.smaller is not None:
-                return GuardedTape(runners, instructions, how.smaller, context).forward(value)
+                return OOMRetryTape(runners, instructions, how.smaller, context).forward(value)
             return replay(runners, instructions, value, tier=how.tier, context=context)
 
 
@@ -97,5 +97,5 @@ def measuring_options(model: nn.Module, how: Measuring) -> dict[str, Any]:
         "closely": how.closely,
         "stepped": stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
-        "as_node": lone_node if how.device.type == "cpu" and prediction() is None else None,
+        "as_node": single_stage_node if how.device.type == "cpu" and prediction() is None else None,
     }

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.keepers.handed_over import handing_over_now, tensor_of
 from rotor_py.stage.keepers.keeper import saving_now
-from rotor_py.stage.keepers.saved import Saved
+from rotor_py.stage.keepers.saved import AsItIs, Saved, SavedAsItIs
 from rotor_py.stage.restored.autocast import autocast_now, restored_autocast
 from rotor_py.stage.ways.recipe import Around, Reading, Recipe, nothing_around
 
@@ -34,6 +34,8 @@ class PartialSaving:
         self.recipe = recipe
         self.around = around
         self._saving = saving_now()
+        # Called for every tensor that is saved: without a keeper, by no method in between.
+        self._save: Callable[[torch.Tensor], Saved] = SavedAsItIs if type(self._saving) is AsItIs else self._saving.save
         self.autocast = autocast_now(devices)
         # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
@@ -81,14 +83,15 @@ class PartialSaving:
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         """What autograd is to save in the place of `tensor`."""
         storage, saved = tensor.untyped_storage(), _Saved()
+        view = _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         found = self._storages.get(storage._cdata)
         # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
         if found is not None and found[2] == tensor.dtype:
-            saved.content = self._part(found[1], _view_of(tensor))
+            saved.content = self._part(found[1], view)
         else:
-            saved.content = self._saving.save(tensor)
+            saved.content = self._save(tensor)
             if found is None:
-                early = _Early(ref(saved), _view_of(tensor), tensor.dtype, StorageWeakRef(storage))
+                early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
                 self._saved.setdefault(storage._cdata, []).append(early)
         if self._handing_over is not None:
             self._handing_over.hand_over(saved, tensor)
@@ -201,10 +204,6 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-
-def _view_of(tensor: torch.Tensor) -> _View:
-    return _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True, slots=True)

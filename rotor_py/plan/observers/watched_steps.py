@@ -1,18 +1,26 @@
-"""One step that is watched, from its first forward to the end of its last backward."""
+"""Which steps are watched, and from where to where.
+
+A step begins with our forward, and ends when the backward does that goes through its output. In between, the caller's
+loss runs. Control comes to us when the gradient of the output arrives, and when autograd has let go of its pass. A
+forward that begins while others are in flight joins their step, which ends with the last backward of them all.
+
+One step that is watched, from its first forward to the end of its last backward.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
-from rotor_profiling import Phase, StepWatch
-from rotor_py.plan.noticed.overrun import account_for, tell_of_several_plans
-from rotor_py.plan.noticed.predictions import compare_with_prediction
-from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_profiling import Phase, StepWatch, optimizer_cost, storage_bytes, tensors_in, watch_step
+from rotor_profiling.storage import local
+from rotor_py.plan.observers.limit_overrun import account_for, compare_with_prediction, tell_of_several_plans
+from rotor_py.plan.observers.observer import PlannedForward
+from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 
 _MOST_FORWARDS = 256
@@ -61,15 +69,6 @@ class WatchedStep:
         self._one_plan = self._one_plan and plan is self._plan
         self.watch.mark(f"forward {self.forwards + 1}")
         return True
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """A forward of it runs in this context. After an error, it is not watched any longer."""
-        try:
-            yield
-        except BaseException:
-            self.watch.stop()
-            raise
 
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
         """A forward has returned these tensors, which need gradients."""
@@ -141,3 +140,89 @@ def _gradient_arrived(step: WatchedStep, owned: list[_Token], gradient: torch.Te
 
 def _pass_done(step: WatchedStep, token: _Token) -> None:
     step.end_backward()
+
+
+_MOST_OVERRUNS = 1
+"""Steps over the limit that are planned for; one more is told of, and then there is nothing new to say."""
+
+
+class WatchedSteps:
+    """Watches steps of one model, and has what they show accounted for."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+        self._step: weakref.ref[WatchedStep] | None = None
+        """the last one; its outputs' graphs keep it alive, and the plan that it holds"""
+        self._watch: StepWatch | None = None
+        """that of the last step"""
+        self._running: WatchedStep | None = None
+        """that of the forward that is running"""
+        self._device: tuple[StepPlan, torch.device] | None = None
+        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
+        """of the last step that was watched"""
+
+    def forward_begins(self, forward: PlannedForward) -> None:
+        """Watch the step that begins with a forward, or that it joins, unless there is nothing to watch for.
+
+        It joins the last step if others are in flight.
+        """
+        plan, in_flight = forward.plan, forward.in_flight
+        step = None if self._step is None or not in_flight else self._step()
+        if step is None or not step.joined(plan, in_flight + 1):
+            if self._watch is not None:
+                self._watch.stop()  # it has come to its end long ago, or nobody knows where it will
+            step = None if in_flight else self._begin(plan, forward.value)
+            self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
+        self._running = step
+
+    def forward_failed(self, forward: PlannedForward) -> None:
+        """The step is not watched any longer."""
+        self._running = None
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _begin(self, plan: StepPlan, value: Any) -> WatchedStep | None:
+        asked = self._model.settings.watch
+        if asked is False or plan.unlimited(self._model.settings) or plan.overruns > _MOST_OVERRUNS:
+            return None
+        device, present_bytes = self._device_of(plan), 0
+        gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        if device.type == "cpu":
+            if plan.watched is plan.sequence and not asked:
+                return None
+            there = [each.grad for each in self._model.core.parameters() if each.grad is not None]
+            present_bytes, gradients = self._present_bytes(plan, value, there, device), _weakly(there)
+        limit = self._model.limit_bytes(device)
+        watch = watch_step(device, present_bytes, limit)
+        return None if watch is None else WatchedStep(watch, self._model, plan, limit, gradients)
+
+    def _device_of(self, plan: StepPlan) -> torch.device:
+        # Every step on CUDA asks for it, and looking at all parameters would take longer than watching does.
+        if self._device is None or self._device[0] is not plan:
+            self._device = plan, self._model.device_of(plan.input_spec)
+        return self._device[1]
+
+    def _present_bytes(self, plan: StepPlan, value: Any, gradients: list[torch.Tensor], device: torch.device) -> int:
+        """What a step on the CPU finds when it begins: nobody counts that."""
+        core = self._model.core
+        present = [*core.parameters(), *core.buffers(), *gradients, *tensors_in(value)]
+        # A caller holds the last output until the new one is there. And the first step has no optimizer state yet, but
+        # is to be seen as those that follow.
+        outputs = sum(storage.nbytes() for each in self._outputs if (storage := each()) is not None)
+        here = storage_bytes(tensor for tensor in present if tensor.device == device)
+        if self._model.settings.step_in_backward is not None:
+            return here + outputs + optimizer_cost(self._model.settings.step_in_backward).present_bytes
+        return here + outputs + plan.budget.fixed.optimizer
+
+    def forward_returned(self, forward: PlannedForward, output: Any) -> None:
+        """A forward of the step has returned `output`."""
+        step, self._running = self._running, None
+        if step is None:
+            return
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._outputs = [*(self._outputs if step.forwards else ()), *_weakly(tensors)]
+        step.forward_returned(tensors)
+
+
+def _weakly(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[torch.UntypedStorage]]:
+    return [weakref.ref(local(tensor).untyped_storage()) for tensor in tensors]

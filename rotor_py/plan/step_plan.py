@@ -1,9 +1,24 @@
-"""The plan for one kind of step: what it is for, what it costs, and the sequence, as far as that is found."""
+"""The plans for the kinds of steps that a model takes in turn: each with its costs and its sequence.
+
+A discriminator is trained in one step, and gets gradients for its input in the next; adapters are switched; layers are
+frozen and trained again. Each kind of step has its own graph, costs and sequence. They are found when such a step comes
+for the first time, and kept while others train.
+
+A model may also take another way for some sizes of its input, in a step of the same kind: it has another graph there.
+Which one shows only when the model runs.
+
+Steps that no plan fits are remembered: a later one that is as large is refused at once, and not measured again.
+
+A plan remembers the order in which the backwards of forwards in flight come. A sum of losses goes backward through the
+last forward first. So does whatever autograd is given at once. Plans for that order are faster than those for any order
+(`rotor_solver.solve_in_flight`), and do not hold in another one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -16,16 +31,72 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut
-from rotor_py.plan.noticed.backward_order import BackwardOrder
-from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.plan.saved.plan import Plan
+from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources.source import Source
-from rotor_py.plan.steps.step_spec import StepSpec
+from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
 from rotor_py.stage.undo import undo_bytes
-from rotor_solver import Sequence
+from rotor_solver import InfeasibleError, Sequence
+
+_MOST = 16
+"""Refusals that are remembered, the oldest going first. A guess: a data set has few shapes that are too large."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    spec: StepSpec
+    error: InfeasibleError
+
+
+class Refusals:
+    """Measuring takes seconds. A data set with a few batches that are too large is not to pay them each time."""
+
+    def __init__(self) -> None:
+        self._known: list[_Refusal] = []
+
+    def remember(self, spec: StepSpec, error: InfeasibleError) -> None:
+        """No plan fits for steps like `spec`."""
+        # A copy has no traceback, which would keep the frames of the step, and their tensors.
+        self._known = [*self._known, _Refusal(spec, copy(error))][-_MOST:]
+
+    def raise_if_refused(self, spec: StepSpec, limit_bytes: int, source: Source) -> None:
+        """InfeasibleError for a step that needs at least as much as one that was refused for as large a limit."""
+        for each in self._known:
+            alike = each.spec.model == spec.model and source.covers(spec.input, each.spec.input)
+            if alike and _least(each.spec, spec) and limit_bytes <= each.error.mem_limit:
+                raise copy(each.error)
+
+
+def _least(refused: StepSpec, spec: StepSpec) -> bool:
+    """Whether the data of `spec` need no less than those that were refused. A batch that masks nothing needs least."""
+    return all(refused.answers or ()) or refused.answers == spec.answers
+
+
+_ENOUGH = 3
+"""Steps in reverse, after which those to come are taken to be so, too. A guess: each takes a little longer than it has
+to, and a plan for the wrong order takes more memory than it may."""
+
+
+@dataclass(slots=True)
+class BackwardOrder:
+    """What the steps by one plan have shown."""
+
+    in_reverse: int = 0
+    """steps with as many forwards in flight as were planned for, whose last one went backward first"""
+    otherwise: bool = False
+    """whether a backward has come while a later forward was in flight"""
+
+    def to_plan_for(self, settings: Settings, *, alone: bool) -> str:
+        """The order to plan for, one of `rotor_solver.in_flight.ORDERS`; several processes (not `alone`) are told."""
+        told = settings.backward_order
+        if not alone:
+            return told or "any"
+        if self.otherwise:
+            return "any"
+        seen = "reverse" if self.in_reverse >= _ENOUGH and settings.watch is not False else "any"
+        return told or seen
 
 
 class PlanState(Enum):
@@ -78,7 +149,7 @@ class StepPlan:
     """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
     ways: tuple[MeasuredCut, ...] = ()
     """the ways to run its stages, if there is a choice: some compiled, all compiled, all plain; `cut` is one of them"""
-    outgrown: bool = False
+    compiled_for_larger_budget: bool = False
     """whether the graph was compiled as a whole for more room than there was when it was solved last"""
     guard_bytes: int | None = None
     """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
@@ -165,9 +236,9 @@ class StepPlan:
         """Whether it was measured for such steps. What a plan from a file is for, its file says."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
-    def is_just_for(self, spec: StepSpec) -> bool:
+    def matches(self, spec: StepSpec) -> bool:
         """Whether it was measured for the very same step, as far as that shows at once."""
-        return self.file is None and self.spec is not None and self.spec.equals_at_sight(spec)
+        return self.file is None and self.spec is not None and self.spec.identical(spec)
 
     def is_replaced_by(self, other: StepPlan) -> bool:
         """Whether `other` was measured for such steps, too, and on the same graph."""
@@ -232,3 +303,113 @@ class StepPlan:
 def _guard_bytes(way: MeasuredCut) -> int:
     """Bytes for undoing what runs out of memory where stages run in this way; see `out_of_memory.guarded_budget`."""
     return way.measurement.snapshot_bytes + undo_bytes(function for _, function in way.cut.stages)
+
+
+_MOST_WAITING = 8
+"""Step plans that wait beside the one in use; the one that has waited longest goes first. A guess: a GAN has two or
+three."""
+
+
+class StepPlans:
+    """The step plan in use, and those that wait for their step to come again."""
+
+    def __init__(self) -> None:
+        self.in_use: StepPlan | None = None
+        self._waiting: list[StepPlan] = []
+
+    def take_up(self, plan: StepPlan, present: ModelState) -> None:
+        """Have a new plan in use, and forget others for the same graph in steps of its kind. The one in use may wait.
+
+        A plan from a file does not: it is for whatever its file says, and is given up. `present` says which layers the
+        model has.
+        """
+        before, self.in_use = self.in_use, plan
+        waiting = [each for each in (*self._waiting, before) if each is not None and each.file is None]
+        self._keep([each for each in waiting if not each.is_replaced_by(plan)], present)
+
+    @contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """Have the plans that there are now again after an error: it is about one step, and they are about others."""
+        in_use, waiting = self.in_use, list(self._waiting)
+        try:
+            yield
+        except BaseException:
+            self.in_use, self._waiting = in_use, waiting
+            if in_use is not None:
+                in_use.restore_effects()
+            raise
+
+    def keep_only_in_use(self) -> None:
+        """Forget the plans that wait: what they were made with is not so."""
+        self._waiting = []
+
+    def turn_to(self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]) -> bool:
+        """Have a plan for steps like `spec` in use, one that `covers` its input if possible; False if there is none.
+
+        `revived` is called with a plan that waited: the limit may have been changed in the meantime, and gradients may
+        be left over from other steps.
+        """
+        found = [each for each in self._all() if each.is_for(spec)]
+        if not found:
+            return False
+        if len(found) > 1:  # every step comes here, mostly with one
+            found.sort(key=covers, reverse=True)  # of equals the first: the one in use
+        self._put_in_use(found[0], spec.model, revived)
+        return True
+
+    def for_other_ways(
+        self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]
+    ) -> Iterator[StepPlan]:
+        """Have each of the plans in use, in turn, that the one in use is not, and that may serve a step like `spec`."""
+        for each in [each for each in self._waiting if each.is_for(spec) and covers(each)]:
+            self._put_in_use(each, spec.model, revived)
+            yield each
+
+    def count_optimizer(self, cost: OptimizerCost, limit_bytes: int | None) -> None:
+        """Count an optimizer for the plans that wait; one that leaves no room for it is solved again in its turn.
+
+        Without a limit, because they were made by hand, plans stay as they are.
+        """
+        for each in self._waiting:
+            each.count_optimizer(cost)
+            if each.sequence is None or limit_bytes is None:
+                continue
+            # Agreed plans even where there is room: other processes may have none, and all have to solve together.
+            if each.agreed is not None or each.budget.peak_bytes(each.sequence) > limit_bytes:
+                each.solve_again()
+
+    def copied(self, source: Source) -> StepPlans:
+        """For a copy of the model, whose stages come from `source`: the plan in use, if it can serve there.
+
+        Graphs are bound to the parameters that they were captured with. A copy captures its own, at its first step.
+        """
+        twin = StepPlans()
+        # Layers are copied along with the plan. Its `spec` names those of the original, so the copy's first step is
+        # compared with the file again, or measured; until then the plan can be looked at.
+        if self.in_use is not None and not source.captured:
+            twin.in_use = replace(self.in_use, source=source)
+        elif self.in_use is not None and self.in_use.file is not None:
+            # Optimizers that have come since count in the copy as well.
+            twin.in_use = replace(
+                StepPlan.adopted(self.in_use.file, source),
+                budget=self.in_use.budget,
+                guard_bytes=self.in_use.guard_bytes,
+            )
+        return twin
+
+    def _all(self) -> list[StepPlan]:
+        return self._waiting if self.in_use is None else [self.in_use, *self._waiting]
+
+    def _put_in_use(self, plan: StepPlan, present: ModelState, revived: Callable[[StepPlan], None]) -> None:
+        if plan is self.in_use:
+            return
+        waiting = [*self._waiting, *([] if self.in_use is None else [self.in_use])]
+        self._keep([each for each in waiting if each is not plan], present)
+        plan.restore_effects()
+        self.in_use = plan
+        revived(plan)
+
+    def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
+        """Let these wait, but for layers that the model has no more: nobody else would let go of their memory."""
+        kept = [each for each in waiting if each.spec is not None and each.spec.model.same_layers(present)]
+        self._waiting = kept[-_MOST_WAITING:]

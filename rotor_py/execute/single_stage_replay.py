@@ -19,7 +19,7 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 
 
-def lone_node(runner: StageRunner) -> Callable[[Any], Any]:
+def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
     """Make ready what runs a stage as a node, without a graph at first, and again in the backward.
 
     In a step, another node has run right before it, forward or backward, and its code is in the caches of a core. So

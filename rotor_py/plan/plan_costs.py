@@ -1,19 +1,169 @@
-"""What the model of a plan costs, as data for the plan's file: what was measured, and the memory around the chain."""
+"""What the model of a plan costs, as data for the plan's file: what was measured, and the memory around the chain.
+
+What a plan moves to another tier of memory, as its file has it.
+
+to                     what the tier was called (`offload=`); who loads the plan says anew where things go
+out_bytes_per_second   the bandwidth that was planned with, and `in_bytes_per_second` for the way back
+wait_out, fetch        pairs of a position in the sequence and a stage (`rotor_solver.moving.Moves`), in their order
+
+Readers of numbers in a plan's file, and of lists and records of them.
+
+They return what is there as it is in memory. ValueError for what is no such thing.
+"""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass, fields, replace
+from math import inf
+from typing import Any, TypeVar
 
 from rotor_profiling import LossCost, StageCost
 from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Carried, Measurement, PrefixCost, Way
-from rotor_py.plan.saved.readers import IN_FILES, Reader, many, or_none, record, share, size, sizes
+from rotor_solver import Sequence
+from rotor_solver.chain import LARGEST_SIZE
 from rotor_solver.in_flight import ORDERS
+from rotor_solver.moving import Link, Moves
+
+
+def moves_data(budget: Budget, sequence: Sequence) -> dict[str, Any] | None:
+    """What the file says; None if the plan was made without another tier."""
+    if budget.link is None:
+        return None
+    moves = Moves.none(len(sequence)) if sequence.moves is None else sequence.moves
+    return {
+        "to": budget.link_name,
+        "out_bytes_per_second": float(budget.link.out_bytes_per_second),
+        "in_bytes_per_second": float(budget.link.in_bytes_per_second),
+        "wait_out": _pairs(moves.wait_out),
+        "fetch": _pairs(moves.fetch),
+    }
+
+
+def with_moves(entry: Any, budget: Budget, sequence: Sequence) -> tuple[Budget, Sequence]:
+    """The budget and the sequence with what `entry` says of moves. ValueError if that is nothing that was written."""
+    match entry:
+        case None:
+            return budget, sequence
+        case {
+            "to": str(to),
+            "out_bytes_per_second": float(out),
+            "in_bytes_per_second": float(back),
+            "wait_out": [*waits],
+            "fetch": [*fetches],
+            **rest,
+        } if not rest:
+            moves = Moves(_by_position(waits, len(sequence)), _by_position(fetches, len(sequence)))
+            found = replace(budget, link=Link(out, back), link_name=to)
+            return found, replace(sequence, moves=moves) if moves.stages else sequence
+    raise InvalidValueError(f"what is moved to another tier is {reprlib.repr(entry)}", kind="bad_field", name="moves")
+
+
+def _pairs(by_position: tuple[tuple[int, ...], ...]) -> list[list[int]]:
+    return [[position, stage] for position, stages in enumerate(by_position) for stage in stages]
+
+
+def _by_position(pairs: list[Any], length: int) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(length)]
+    for pair in pairs:
+        match pair:
+            case [int(position), int(stage)] if 0 <= position < length:
+                found[position].append(stage)
+            case _:
+                raise InvalidValueError(
+                    f"a move is {reprlib.repr(pair)}; it has to be a position below {length} and a stage",
+                    kind="bad_field",
+                    name="moves",
+                )
+    return tuple(map(tuple, found))
+
+
+T = TypeVar("T")
+Reader = Callable[[str, Any], T]
+"""Called with the name of a part, and what the file has there."""
+
+_LONGEST = 1e9
+"""Seconds of anything; about thirty years."""
+_BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"})
+"""A backward may free more of its input than it needs, or gradients that later stages have left."""
+IN_FILES = {"skipped_output_seconds": "output_seconds"}
+"""Names of parts that files know by an older name, so that saved plans go on loading."""
+
+
+def size(name: str, value: Any) -> int:
+    """A number of bytes, which is below zero for few parts only."""
+    least = -LARGEST_SIZE if name in _BELOW_ZERO else 0
+    # By type: to `isinstance`, True is a number of bytes.
+    if type(value) is not int or not least <= value <= LARGEST_SIZE:
+        raise InvalidValueError(
+            f"{name} is {reprlib.repr(value)}; it has to be a number of bytes", kind="bad_field", name=name
+        )
+    return value
+
+
+def seconds(name: str, value: Any) -> float:
+    """A number of seconds, zero or more."""
+    if type(value) is not float or not 0 <= value <= _LONGEST:  # which a NaN is not
+        raise InvalidValueError(
+            f"{name} is {reprlib.repr(value)}; it has to be a number of seconds", kind="bad_field", name=name
+        )
+    return value
+
+
+def share(name: str, value: Any) -> float:
+    """A finite number, zero or more."""
+    if type(value) is not float or not 0 <= value < inf:
+        raise InvalidValueError(
+            f"{name} is {reprlib.repr(value)}; it has to be a number from zero on", kind="bad_field", name=name
+        )
+    return value
+
+
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    """A list of numbers of bytes."""
+    return many(size)(name, value)
+
+
+def many(read: Reader[T]) -> Reader[tuple[T, ...]]:
+    """Reads a list of what `read` reads."""
+
+    def read_all(name: str, value: Any) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise InvalidValueError(
+                f"{name} is {reprlib.repr(value)}; it has to be a list", kind="bad_field", name=name
+            )
+        return tuple(read(name, each) for each in value)
+
+    return read_all
+
+
+def or_none(read: Reader[T]) -> Reader[T | None]:
+    """Reads null, or what `read` reads."""
+    return lambda name, value: None if value is None else read(name, value)
+
+
+def record(kind: Callable[..., T]) -> Reader[T]:
+    """Reads a dataclass of seconds and bytes."""
+    names = {IN_FILES.get(field.name, field.name): field for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
+    readers = {name: _READERS[str(field.type)] for name, field in names.items()}
+
+    def read(name: str, value: Any) -> T:
+        if not isinstance(value, dict) or value.keys() != readers.keys():
+            raise InvalidValueError(
+                f"{name} has {reprlib.repr(value)}; it has to have {', '.join(readers)}", kind="bad_field", name=name
+            )
+        return kind(**{names[part].name: reader(part, value[part]) for part, reader in readers.items()})
+
+    return read
+
+
+_READERS: dict[str, Reader[Any]] = {"int": size, "float": seconds, "tuple[int, ...]": sizes}
+
 
 _MOST_CARRIED = 10**6
 """Carried tensors times stages: a chain is made in so many steps. A guess, far above any model."""
@@ -55,7 +205,7 @@ class PlanCosts:
         return {**found, "fixed": asdict(self.budget.fixed), **around}
 
     @classmethod
-    def from_data(cls, data: dict[str, Any], names: Sequence[str], *, fresh_gradients: bool) -> PlanCosts:
+    def from_data(cls, data: dict[str, Any], names: Items[str], *, fresh_gradients: bool) -> PlanCosts:
         """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
         data = {**_IN_FLIGHT, **_STEPPED, "spread": 0.0, **data}  # what earlier versions did not write
         parts = {name: read for name, read in _PARTS.items() if name != ("lean" if "ways" in data else "ways")}

@@ -13,12 +13,21 @@
 #     is refused (`StageRunner`).
 #  4. `optimizer.step()` says that a step is over. It finds no gradients, and does nothing. A second backward before it
 #     is accumulation, and is refused before anything is stepped.
-#  5. Until then, a parameter that was stepped has a `SpentGradient`, which tells whoever reads it. `optimizer.step()`
-#     takes it away, as do `zero_grad()` and the next forward.
+#  5. Until then, a parameter that was stepped has a `ConsumedGradient`, which tells whoever reads it.
+#     `optimizer.step()` takes it away, as do `zero_grad()` and the next forward.
+
+Losses that a `GradScaler` has scaled: their gradients are no gradients to step with until it has unscaled them.
+
+A gradient that is gone: its parameter was stepped with it.
+
+Between the backward and the optimizer's step, a training loop may clip gradients, unscale them, add them up or log
+them. With gradients that are simply None, all of that would do nothing, without a word. So what a parameter has instead
+is a tensor without memory that cannot be read.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from functools import partial
 from typing import Any
@@ -29,12 +38,76 @@ from torch import nn
 
 from rotor_profiling import tensors_in
 from rotor_profiling.step.alone import plain_step
-from rotor_py.errors import InvalidStateError
-from rotor_py.execute.graph_task import current_task
+from rotor_py.errors import DescribedError, InvalidStateError
+from rotor_py.execute.in_flight import current_task
 from rotor_py.plan.settings import refuse_optimizer
-from rotor_py.plan.stepping.scaled_losses import begins_at_scaled_loss, notice_scalers
-from rotor_py.plan.stepping.spent_gradient import SpentGradient
 from rotor_py.plan.trained_model import TrainedModel
+
+_last: list[int] = []
+"""The last backward pass that began at a scaled loss; nothing before the first."""
+
+
+def begins_at_scaled_loss() -> bool:
+    """Whether the backward pass that runs now began at a loss that a `GradScaler` has scaled."""
+    return _last == [current_task()]
+
+
+@functools.cache
+def notice_scalers() -> None:
+    """Have scaled losses noticed from now on."""
+    # A scaler shows nowhere else before the backward, and after it the parameters have been stepped.
+    scaler: Any = torch.amp.GradScaler
+    scale = scaler.scale
+
+    @functools.wraps(scale)
+    def noticed(self: Any, outputs: Any) -> Any:
+        found = scale(self, outputs)
+        for tensor in tensors_in(found):
+            if self.is_enabled() and tensor.requires_grad:
+                tensor.register_hook(_note)
+        return found
+
+    scaler.scale = noticed
+
+
+def _note(gradient: torch.Tensor) -> None:
+    _last[:] = [current_task()]
+
+
+class SpentGradientError(DescribedError, RuntimeError):
+    """A gradient was read after its parameter had been stepped with it."""
+
+
+class ConsumedGradient(torch.Tensor):
+    """Looks like the gradient of a parameter, takes no memory, and raises SpentGradientError when it is read."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, untyped
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> ConsumedGradient:
+        made: ConsumedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]  # torch passes what is never given here
+        return f"ConsumedGradient(shape={tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConsumedGradient:
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch has another signature here than in its documentation
+        cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise SpentGradientError(
+            f"{operator} reads a gradient that is gone: step_in_backward has stepped its parameter with it in the "
+            "backward already, so nothing can clip, log, unscale or add to it afterwards (clip_grad_norm_, "
+            "max_grad_norm, a GradScaler, accumulation); leave that out, or step_in_backward",
+            kind="gradient_spent",
+            name=str(operator),
+        )
+
 
 _NO_TASK = -1
 _one_at_a_time = threading.Lock()
@@ -49,7 +122,7 @@ class Stepper:
         self._groups: dict[int, dict[str, Any]] = {}
         """the group of each parameter that is stepped, by the parameter's id"""
         self._hooked: dict[int, nn.Parameter] = {}
-        self._spent: dict[int, tuple[nn.Parameter, SpentGradient]] = {}
+        self._spent: dict[int, tuple[nn.Parameter, ConsumedGradient]] = {}
         """the spent gradients of parameters; they are made once"""
         self._task = _NO_TASK
         """the backward pass that steps"""
@@ -92,7 +165,13 @@ class Stepper:
                 parameter.register_post_accumulate_grad_hook(partial(_gradient_whole, ref(self)))
         return before != self._has
 
-    def watch(self, output: Any) -> None:
+    def forward_begins(self, forward: Any) -> None:
+        """All is ready (`before_forward`)."""
+
+    def forward_failed(self, forward: Any) -> None:
+        """No backward follows."""
+
+    def forward_returned(self, forward: Any, output: Any) -> None:
         """Have the backward step that goes through `output`, which a planned forward has returned."""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -100,14 +179,14 @@ class Stepper:
 
     def about_to_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """The user calls `optimizer.step()`, with a closure perhaps, whose backward steps; arguments to go on with."""
-        self.take_spent_away()
+        self.take_consumed_away()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             return None
 
         def called() -> Any:
             found = closure()
-            self.take_spent_away()
+            self.take_consumed_away()
             return found
 
         return args[:1], {**kwargs, "closure": called}
@@ -132,7 +211,7 @@ class Stepper:
                 )
             self._stepped_in = self._task
             self._step_alone(parameter, group)
-            parameter.grad = self._spent_of(parameter)
+            parameter.grad = self._consumed_of(parameter)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -167,16 +246,16 @@ class Stepper:
         # Whether they are trained is a matter of the kind of step, which may change and come back.
         return frozenset(key for key in map(id, self._model.core.parameters()) if key in self._groups)
 
-    def _spent_of(self, parameter: nn.Parameter) -> SpentGradient:
+    def _consumed_of(self, parameter: nn.Parameter) -> ConsumedGradient:
         known = self._spent.get(id(parameter))
         if known is None or known[0] is not parameter or known[1].shape != parameter.shape:
-            known = self._spent[id(parameter)] = parameter, SpentGradient(parameter)
+            known = self._spent[id(parameter)] = parameter, ConsumedGradient(parameter)
         return known[1]
 
-    def take_spent_away(self) -> None:
+    def take_consumed_away(self) -> None:
         """Let go of gradients that are gone: from here on nobody is to be told."""
         for parameter, _ in self._spent.values():
-            if isinstance(parameter.grad, SpentGradient):
+            if isinstance(parameter.grad, ConsumedGradient):
                 parameter.grad = None
 
 

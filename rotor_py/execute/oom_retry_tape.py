@@ -55,7 +55,7 @@ class SmallerPlans(Protocol):
         """For the first `stages` stages, where another pass begins after one that failed."""
 
 
-class GuardedTape(Tape):
+class OOMRetryTape(Tape):
     """A tape whose stages are run again after an out-of-memory error, by one of `plans`. All stages are modules."""
 
     hidden_because = 'which on_oom="replan" may have to run again; leave on_oom out'

@@ -3,6 +3,8 @@
 By how much the limit has to be smaller nobody can know: the allocation that failed was the first that found no room,
 and the step was not over. What it asked for was missing at least. And on CUDA, what was allocated at that moment is
 about all that the device has.
+
+The memory of a step whose stages may be run again at any time, and of what is left of it in the backward.
 """
 
 from __future__ import annotations
@@ -10,21 +12,77 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 from rotor_py.errors import record_fields
-from rotor_py.measure.budget import Budget
+from rotor_py.measure.budget import Budget, in_nodes
 from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.out_of_memory.guarded_budget import forward_and_backward, rest_of_backward
-from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.activity import add_note
 from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
+from rotor_py.stage.undo import undo_bytes
 from rotor_py.units import format_bytes
-from rotor_solver import InfeasibleError, Persistent, Sequence
+from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 
 _log = logging.getLogger("rotor_py")
+
+
+def guarded(plan: StepPlan) -> StepPlan:
+    """The plan with the budget of steps on an `OOMRetryTape`, which cost more than those on a `Tape`.
+
+    Every stage is a node, so the backward of a stored stage takes what that of one that was run again takes. And copies
+    of the buffers that move are kept by every plan, not only where it computes something twice, with those that undo
+    the forward of one stage; of all buffers where the stages are not known yet.
+    """
+    budget, fixed = plan.budget, plan.budget.fixed
+    copies = budget.snapshot_bytes + (undo_bytes(plan.functions) if plan.functions else fixed.buffers)
+    fixed = replace(fixed, buffers=fixed.buffers + copies)
+    budget = replace(budget, chain=in_nodes(budget.chain), in_nodes=True, snapshot_bytes=0, fixed=fixed)
+    return replace(plan, budget=budget, guard_bytes=copies)
+
+
+def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
+    """The budget of the same steps on a `Tape`."""
+    if plan.guard_bytes is None:
+        return plan.budget
+    budget, measurement = plan.budget, plan.measurement
+    fixed = replace(budget.fixed, buffers=budget.fixed.buffers - plan.guard_bytes)
+    chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=budget.forwards)
+    snapshot = measurement.snapshot_bytes
+    return replace(budget, chain=chain, in_nodes=False, snapshot_bytes=snapshot, fixed=fixed)
+
+
+def forward_and_backward(budget: Budget) -> Budget:
+    """The budget of forward and backward alone: what the optimizer's step needs is no matter of the plan."""
+    return replace(budget, before_bytes=0, stepping_bytes=0, step_bytes=None)
+
+
+def rest_of_backward(budget: Budget, count: int) -> Budget:
+    """The budget of the first `count` stages, run again from the chain's input while their output's gradient is there.
+
+    An upper bound: that gradient counts from the beginning, and once more where the chain has it.
+    """
+    chain = budget.chain
+    first, later = chain.stages[:count], chain.stages[count:]
+    left = sum(stage.gradient for stage in later)
+    held = chain.activation[-1] if chain.output_held else 0
+    beside = chain.activation[count] + held + left
+    # A stage may free a gradient that a later one has left, and no stage of a chain frees what none has left.
+    missing, lowest = 0, 0
+    for stage in reversed(first):
+        missing += stage.gradient
+        lowest = min(lowest, missing)
+    first = (*first[:-1], replace(first[-1], gradient=first[-1].gradient - lowest))
+    return replace(
+        forward_and_backward(budget),
+        chain=Chain(first, chain.input_bytes),
+        fixed=replace(budget.fixed, other=budget.fixed.other + beside),
+    )
+
+
 _NOT_AGAIN = "on_oom='replan' has not run this again"
 _TRIES = 3
 """How often a step is run again. The last time, by the plan that needs least: a slow step is better than none."""

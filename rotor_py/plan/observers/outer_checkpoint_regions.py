@@ -12,16 +12,31 @@
 #     there is (`second_runs.py`).
 #  3. Of the operators that selective checkpointing counts, none are those of the model, in either run.
 #  4. Of a reentrant region, the first run has no gradients, and is none of ours. The second is an ordinary forward.
+
+Forwards that run again inside of a region of the caller's, beside what their first run has kept for its backward.
+
+Rule 2 of the Note in `callers_hooks.py`: nobody goes backward through them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch._C import _autograd
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from rotor_py.errors import record_fields
+from rotor_py.measure.budget import Budget
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.units import format_bytes
+from rotor_solver import Loss, Sequence, recompute_all, simulate
+
+_log = logging.getLogger("rotor_py")
+
 
 _REGIONS = "torch.utils.checkpoint"
 _Hook = Callable[[Any], Any]
@@ -31,7 +46,7 @@ _innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: No
 
 
 @contextmanager
-def callers_hooks_aside() -> Iterator[None]:
+def outer_hooks_aside() -> Iterator[None]:
     """As long as this lasts, hooks that the caller has on saved tensors see nothing.
 
     Those of `torch.utils.checkpoint` run the model again for the backward of a stage that is measured, which then is
@@ -47,7 +62,7 @@ def anything_around() -> bool:
 
 
 @contextmanager
-def callers_regions_aside() -> Iterator[bool]:
+def outer_regions_aside() -> Iterator[bool]:
     """As long as this lasts, regions of `torch.utils.checkpoint` see nothing; see the Note [Regions of the caller].
 
     Yields whether one of them is run again for its backward. Before torch 2.8, nothing of this is known.
@@ -91,3 +106,41 @@ def _replace(modes: list[Any], others: list[Any]) -> None:
         _pop_mode()
     for mode in others:
         _push_mode(mode)
+
+
+class NestedRecompute:
+    """The sequences of forwards that run again inside of a region of the caller (Rule 2 of the Note)."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Budget, Sequence, int] | None = None
+        self._warned = False
+
+    def sequence(self, plan: StepPlan, held_bytes: int, model: TrainedModel) -> Sequence:
+        """One that keeps as little as there is; `held_bytes` are what forwards in flight hold.
+
+        A warning is logged, once, if that is beyond the limit.
+        """
+        if self._known is None or self._known[0] is not plan.budget:
+            sequence = recompute_all(plan.budget.chain)
+            during = simulate(plan.budget.chain, sequence).during[: list(sequence).index(Loss())]
+            self._known = plan.budget, sequence, max((plan.budget.chain.input_bytes, *during))
+        _, sequence, needed = self._known
+        if not self._warned and not plan.unlimited(model.settings):
+            self._warn_above_limit(plan, held_bytes, needed, model)
+        return sequence
+
+    def _warn_above_limit(self, plan: StepPlan, held_bytes: int, needed: int, model: TrainedModel) -> None:
+        device = model.device_of(plan.input_spec)
+        budget = model.with_forwards(plan.budget, plan.measurement, device, max(2, plan.budget.forwards))
+        peak, limit = budget.fixed.total + held_bytes + needed, model.limit_bytes(device)
+        if peak <= limit:
+            return
+        self._warned = True
+        _log.warning(
+            "%s runs a second time for the backward of a region of torch.utils.checkpoint, beside %s (%d bytes) that "
+            "its plan keeps for backwards to come: the step takes up to %s (%d bytes), and the limit is %s (%d bytes). "
+            "Take the model out of the region, and have the operators around it in regions of their own.",
+            type(model.core).__name__, format_bytes(held_bytes), held_bytes, format_bytes(peak), peak,
+            format_bytes(limit), limit,
+            extra=record_fields("second_run_over_limit", peak_bytes=peak, mem_limit=limit),
+        )  # fmt: skip
