@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from rotor_py.execute.tape import CheckpointOptim
     from rotor_py.partition.memory_budget import memory_budget
-    from rotor_py.plan.saved.plan import Plan
+    from rotor_py.plan.saved_plan import Plan
     from rotor_py.predict.estimate import estimate
     from rotor_py.report import Report
     from rotor_py.report.sweep import Sweep
@@ -101,7 +101,7 @@ _NAMES = {
     "rotor_py.trials.comparison": ("ComparedStrategy", "compare"),
     "rotor_py.trials.best_level": ("LevelChoice", "best_level"),
     "rotor_py.partition.memory_budget": ("memory_budget",),
-    "rotor_py.plan.saved.plan": ("Plan",),
+    "rotor_py.plan.saved_plan": ("Plan",),
     "rotor_solver.memory_timeline": ("PlanMemory", "StageMemory"),
     "rotor_py.report": ("Report",),
     "rotor_py.report.sweep": ("Sweep",),

@@ -13,26 +13,26 @@ from torch.distributed import ProcessGroup
 from rotor_profiling import tensors_in
 from rotor_profiling.isolate import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.graph.graph_stage import in_context
+from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.variants import compiled_variants
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
-from rotor_py.execute.program import Program, program
+from rotor_py.execute.program import Program, Runners, program
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
-from rotor_py.plan.inputs.input_spec import reaches, spec_of
-from rotor_py.plan.noticed.forwards import Forwards
-from rotor_py.plan.noticed.room_for_forwards import make_room_for_forwards
-from rotor_py.plan.room import StepRoom
+from rotor_py.plan.measuring import CompileBudget
+from rotor_py.plan.observers.forwards_in_flight import Forwards, make_room_for_forwards
+from rotor_py.plan.observers.observer import PlannedForward
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import solve
 from rotor_py.plan.sources.layer_source import LayerSource
-from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_spec import reaches, spec_of
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes
 from rotor_solver import Sequence
@@ -117,7 +117,7 @@ class GraphPlanner:
         """The spec of the input that the plan is for."""
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
-        self._read: tuple[Sequence, Program] | None = None
+        self._read: tuple[Sequence, Program, Runners] | None = None
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Run the graph on its inputs, and return its outputs: by the plan if gradients are on."""
@@ -135,12 +135,15 @@ class GraphPlanner:
         sequence = self._forwards.sequence_beside(flying, plan, model) if flying else plan.sequence
         for _, layer in plan.cut.prefix:
             value = layer(value)
-        rng, ways, keepers = self.settings.preserve_rng_state, plan.measurement.way_names, self.settings.keepers
-        runners, value = in_context(plan.cut.stages, value, rng, ways, keepers)
+        value, context = shared_apart(plan.cut.stages, value)
         if self._read is None or self._read[0] is not sequence:
-            self._read = sequence, program(len(runners), sequence)
-        made = replay(runners, self._read[1], value)
-        self._forwards.watch(made, plan, sequence, model)
+            rng, ways, keepers = self.settings.preserve_rng_state, plan.measurement.way_names, self.settings.keepers
+            instructions = program(len(plan.cut.stages), sequence)
+            runners = runners_of(plan.cut.stages, rng, ways, keepers).by(instructions.options)
+            self._read = sequence, instructions, runners
+        _, instructions, runners = self._read
+        made = replay(runners, instructions, value, context=context)
+        self._forwards.forward_returned(PlannedForward(model, plan, sequence, None, len(flying)), made)
         return graph.leave(made, values)
 
     def _make_ready(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[StepPlan, PlannedGraph]:
@@ -178,7 +181,7 @@ class GraphPlanner:
         budget = model.budget(plain.measurement, (sample, value), device, None)
         variants = []
         if self._compiler is not None:
-            room = StepRoom(budget, model.limit_bytes(device), settings.fresh_grads)
+            room = CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)
             variants = compiled_variants(plain, self._compiler, room=room)
         ways = tuple(MeasuredCut(each.cut, each.measurement) for each in (*variants, plain))
         plan = StepPlan(LayerSource(whole), plain.measurement, budget, spec=None, cut=cut, ways=ways)

@@ -19,11 +19,11 @@ from rotor_py.compiled.options import Compile
 from rotor_py.errors import InvalidValueError, UnsupportedModelError, record_fields, what_it_is
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.inputs.sample import arguments_of
 from rotor_py.plan.planned_model import PlannedModel
 from rotor_py.plan.planner import Planner
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.settings import Settings
+from rotor_py.plan.sample import arguments_of
+from rotor_py.plan.saved_plan import Plan
+from rotor_py.plan.settings import Settings, refuse_excluded
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
 from rotor_solver.progress import Progress
@@ -172,10 +172,7 @@ class Checkpointable(PlannedModel):
         if mem_limit is not None:
             self._planner.set_limit(mem_limit)
         if plan is not None:
-            if settings.by_hand is not None:
-                raise InvalidValueError(
-                    f"a plan is given, and {settings.by_hand}; give one of them", kind="excluded_together", name="plan"
-                )
+            refuse_excluded(settings, plan="plan=")
             self._planner.adopt(plan if isinstance(plan, Plan) else Plan.load(plan))
         elif custom_input is not None:
             if mem_limit is not None:

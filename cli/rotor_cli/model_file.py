@@ -29,7 +29,7 @@ from rotor_cli.option_values import (
 from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, dtype_called
 from rotor_profiling import tensors_in
-from rotor_py.plan.inputs.sample import arguments_of
+from rotor_py.plan.sample import arguments_of
 
 DEFAULT_BATCH = 8
 """For a function of the batch size that has no default of its own. A guess."""

@@ -18,7 +18,7 @@ from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, best_batch, 
 from rotor_py.batch_size.choose import choose_elsewhere
 from rotor_py.measure.device import limit_bytes
 from rotor_py.offload.offload import checked_name
-from rotor_py.plan.conflicts.step_in_backward import refuse_optimizer
+from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.predict.operators.autocast import region
 from rotor_py.predict.recurrent import recurrent_layers
 from rotor_py.predict.training_step import TrainingStep

@@ -18,7 +18,7 @@ from rotor_cli.request import Request
 from rotor_py import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.first_step import FirstStep, FirstTrainingStep, NoTrainingStepError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.plan.inputs.input_spec import describe, spec_of
+from rotor_py.plan.step_spec import describe, spec_of
 from rotor_py.report.progress import activities
 from rotor_py.stage.restored.autocast import restored_autocast
 

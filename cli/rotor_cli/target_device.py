@@ -22,7 +22,7 @@ from rotor_py.devices.device import UNANCHORED, Devices
 from rotor_py.devices.device_file import as_toml
 from rotor_py.devices.table import devices_from_file, find_devices
 from rotor_py.measure.device import limit_bytes, total_bytes
-from rotor_py.plan.inputs.sample import arguments_of
+from rotor_py.plan.sample import arguments_of
 from rotor_py.predict.elsewhere import Elsewhere
 from rotor_py.units import format_bytes, parse_bytes
 

@@ -21,11 +21,16 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested structure of tuples, lists, dicts and registered classes, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if type(value) in (tuple, list):  # most are, and this is many times as fast
-        return [tensor for each in value for tensor in tensors_in(each)]
-    if type(value) is dict:  # in the order of pytrees: as its keys came in
-        return [tensor for each in value.values() for tensor in tensors_in(each)]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    kind = type(value)
+    if kind not in (tuple, list, dict):  # most are, and what follows is many times as fast
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for each in value.values() if kind is dict else value:  # a dict in the order of pytrees: as its keys came in
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif each is not None:
+            found += tensors_in(each)
+    return found
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -64,6 +64,8 @@ class CapturedGraph:
         self._marks = marks
         self.layers: list[Layer] = []
         """The stages; none if nothing in the graph has a gradient."""
+        self.trains = False
+        """Whether anything in the graph has a gradient."""
         self._buffers = buffers
         self._granularity = granularity
         self._facts: GraphFacts | None = None
@@ -114,6 +116,7 @@ class CapturedGraph:
             )
         _ask(facts, dict(zip(self._placeholders, arguments, strict=True)))
         self._facts = facts  # only now, so that a graph that was refused is refused again
+        self.trains = any(map(carries_gradient, facts.body))
         self._owned = dict(facts.owned)
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
         if not facts.body:  # all of it is context, so nothing has a gradient
@@ -133,11 +136,12 @@ class CapturedGraph:
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
         """Whether its stages have the parameters and buffers that are among these arguments."""
-        return self._facts is not None and all(map(operator.is_, self._owned_among(arguments), self._owned.values()))
+        owned = map(arguments.__getitem__, self._owned_at)  # every step looks at all of them
+        return self._facts is not None and all(map(operator.is_, owned, self._owned.values()))
 
     def _owned_among(self, arguments: tuple[Any, ...]) -> Iterable[Any]:
         """The parameters and buffers among the inputs of a call, in the order of `_owned`."""
-        return map(arguments.__getitem__, self._owned_at)  # every step looks at all of them
+        return map(arguments.__getitem__, self._owned_at)
 
     @property
     def answers(self) -> Answers:
@@ -149,11 +153,6 @@ class CapturedGraph:
         assert self._facts is not None
         written = [tensor for node, tensor in self._owned.items() if node in self._facts.written]
         remember_moved_elsewhere([function for _, function in cut.stages], written)
-
-    @property
-    def trains(self) -> bool:
-        """Whether anything in the graph has a gradient."""
-        return self._facts is not None and any(map(carries_gradient, self._facts.body))
 
     def same_as(self, other: CapturedGraph) -> bool:
         """Whether both do the same, if for other sizes: numbers may differ, and what computes them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.surroundings import recall_moving, remember_moving
 
 _log = logging.getLogger("rotor_py")
+RunStages = Callable[[Cut, Any], Any]
 
 
 class _MainGraph(NamedTuple):
@@ -44,11 +46,10 @@ class _MainGraph(NamedTuple):
 
 
 class CaptureSession:
-    """The graphs of one model. `run_stages(cut, value)` runs the stages of the main one by the plan."""
+    """The graphs of one model."""
 
-    def __init__(self, model: nn.Module, run_stages: Callable[[Cut, Any], Any], granularity: int) -> None:
+    def __init__(self, model: nn.Module, granularity: int) -> None:
         self.model = model
-        self._run_stages = run_stages
         self._granularity = granularity
         self._forward = CapturedForward(model, granularity)
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
@@ -67,15 +68,23 @@ class CaptureSession:
         """Without the graphs: they are bound to this model, and a copy captures its own."""
         return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set()}
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], recaptured: Callable[[float], None]) -> Any:
-        """Run the model's forward by the plan; `recaptured` is what `CapturedForward.call` says.
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run_stages: RunStages,
+        recaptured: Callable[[float], None],
+    ) -> Any:
+        """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan.
+
+        `recaptured` is what `CapturedForward.call` says.
 
         Raises UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another
         graph than the plan is for: OtherDataError if that is because of the batch's data. An error of the model itself
         is raised as the model raises it.
         """
         self._followed_plan = False
-        output = self._forward.call(args, kwargs, self._run_graph, recaptured)
+        output = self._forward.call(args, kwargs, partial(self._run_graph, run_stages), recaptured)
         # An error, not a warning: without the plan, the step may have taken more memory than the limit allows.
         if not self._followed_plan:
             broken = f". The graph breaks at {self._forward.breaks_at}" if self._forward.breaks_at else ""
@@ -148,7 +157,7 @@ class CaptureSession:
         )
         return found
 
-    def _run_graph(self, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+    def _run_graph(self, run_stages: RunStages, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
         """Run a graph: by the plan if it is the main one, or the same for other shapes."""
         # The model may run a part of itself under `no_grad`, with a graph of its own.
         if graph in self._unplanned or not torch.is_grad_enabled():
@@ -160,7 +169,7 @@ class CaptureSession:
         if not self._follows_plan(graph):
             return graph.run_unplanned(arguments)
         self._followed_plan = True
-        return graph.leave(self._run_stages(self._planned[graph], value), values)
+        return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph) -> bool:
         """Whether the plan is for this graph. Dynamo makes a new graph for new shapes, and it is cut as the first was.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from rotor_profiling.torch_classes import has_fsdp_module, is_fsdp_module
@@ -16,7 +17,7 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to any module of the model."""
-    return has_fsdp_module(model)
+    return dist.is_initialized() and has_fsdp_module(model)  # it needs processes
 
 
 def keeps_gradients(model: nn.Module) -> bool:
@@ -32,7 +33,7 @@ def gathers_in_another_dtype(model: nn.Module) -> bool:
 
 def as_entered(model: nn.Module, arguments: Any) -> Any:
     """The arguments of a call of `model`, cast as the hook of `fully_shard` before its forward casts them."""
-    own = _own_group(model)
+    own = _own_group(model) if dist.is_initialized() else None
     return arguments if own is None else cast(arguments, own.input_dtype)
 
 

@@ -1,22 +1,53 @@
 """What a tape keeps from a forward to its backward, and which backward pass may use it.
 
 Rules are those of the Note in `tape`.
+
+The backward pass that runs now: which it is, whether it retains the graph, and what it goes through.
+
+To be asked inside a node's backward or a hook. These are private functions of torch: nothing public tells one backward
+from the next, nor what it is for. `ctx.needs_input_grad` says what had a gradient in the forward, whatever this pass
+was asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+import torch
 from torch.autograd.graph import Node
 
 from rotor_py.errors import InvalidStateError
-from rotor_py.execute.graph_task import current_task, goes_through, retains_graph
 from rotor_py.execute.program import Program
 from rotor_py.execute.store import ActivationStore
 from rotor_py.stage.attached_stage import AttachedStage
+
+_NO_TASK = -1
+
+
+def current_task() -> int:
+    """The number of the pass: no two of a process have the same."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether a pass runs at all."""
+    return current_task() != _NO_TASK
+
+
+def retains_graph() -> bool:
+    """Whether the pass leaves the graph as it is, so that another can follow."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def goes_through(node: Node) -> bool:
+    """Whether the pass runs `node`, or was asked for the gradient of the leaf that it stands for."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # said of a leaf whose gradient `torch.autograd.grad` was asked for
+        return True
 
 
 @dataclass(slots=True)
@@ -29,10 +60,6 @@ class Held:
     def copy(self) -> Held:
         """Another one, of the same tensors."""
         return Held(self.inputs.copy(), dict(self.attached))
-
-    def release(self, live: Set[int]) -> None:
-        """Let go of every input that no later operation reads (Rule 6)."""
-        self.inputs.drop_all_but(live)
 
     def clear(self) -> None:
         """Let go of everything."""
@@ -129,5 +156,5 @@ class Passes:
         if not (others := set(self._nodes) - self._used):
             return None
         left = held.copy()
-        left.release(self._program.read_before_backward(others))
+        left.inputs.drop_all_but(self._program.read_before_backward(others))
         return left

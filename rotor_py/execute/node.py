@@ -1,4 +1,12 @@
-"""The node that stands in the caller's graph for a stage without one of its own (Rule 2 of the Note in `tape`)."""
+"""The node that stands in the caller's graph for a stage without one of its own (Rule 2 of the Note in `tape`).
+
+Gradients of parameters that a backward for inputs has computed on its way, until one for the parameters asks.
+
+A zero-bubble pipeline splits each backward: first the gradients of a stage's input, which the previous rank waits for,
+later those of its parameters. The engine is then asked for inputs alone, with the graph retained, and later handed the
+same gradients again, node by node, for the parameters. A stage that has to be run again is run for the first pass, and
+gives both at once; to run it twice more would take longer, and to keep its graph would take what was to be saved.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +17,86 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor_py.errors import InvalidStateError
-from rotor_py.execute.graph_task import goes_through, retains_graph
-from rotor_py.execute.unclaimed import Unclaimed
+from rotor_py.execute.in_flight import goes_through, retains_graph
 from rotor_py.stage.runner import StageRunner
+
+Gradients = Sequence[torch.Tensor | None]
+_ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whether `torch.distributed.pipelining` begins the second pass of a node from one tensor of its own: the sum of the
+gradients that arrived at all of its outputs, as the gradient of the first. Seen in torch 2.11, not in 2.13."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    others: tuple[torch.Tensor | None, ...]
+    """the gradients that came along with the one that this is kept for"""
+    versions: tuple[int | None, ...]
+    """of it and of the others"""
+    parameters: Gradients
+
+
+class Unclaimed:
+    """Gradients of the parameters of one stage, by the gradients of its output that they were computed from.
+
+    They are kept as long as somebody holds these, to start the second pass from: the same tensors, unchanged. After an
+    ordinary pass nobody does, and they go at once.
+    """
+
+    def __init__(self) -> None:
+        self._found: Any = None  # made when it is needed: almost no step needs it
+
+    def keep(self, arrived: Gradients, parameters: Gradients) -> None:
+        """Keep gradients of parameters, for the gradients that `arrived` at the output."""
+        if self._found is None:
+            self._found = WeakTensorKeyDictionary()
+        first, others = _split(arrived)
+        self._found[first] = _Found(others, _versions(first, others), parameters)
+
+    def take(self, arrived: Gradients, *, leave: bool) -> Gradients | None:
+        """The gradients of parameters for the gradients that `arrived`, if there are any; `leave` keeps them here."""
+        if not self._found:
+            return None
+        first = self._kept_for(*_split(arrived))
+        if first is None:
+            return None
+        found: _Found = self._found[first]
+        if not leave:
+            del self._found[first]
+        return found.parameters
+
+    def _kept_for(self, first: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+        """The tensor that gradients of parameters are kept for, if these arrived then, and are as they were."""
+        found: _Found | None = self._found.get(first)
+        if found is not None:
+            same = all(a is b for a, b in zip(others, found.others, strict=True))
+            return first if same and found.versions == _versions(first, others) else None
+        if _ADDED_UP and all(other is None for other in others):
+            return next((each for each, found in self._found.items() if _adds_up(each, found, first)), None)
+        return None
+
+
+def _split(arrived: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    """The first gradient that exists, and all others in order."""
+    at = next(i for i, gradient in enumerate(arrived) if gradient is not None)
+    first = arrived[at]
+    assert first is not None
+    return first, (*arrived[:at], *arrived[at + 1 :])
+
+
+def _versions(first: torch.Tensor, others: Gradients) -> tuple[int | None, ...]:
+    return tuple(None if gradient is None else gradient._version for gradient in (first, *others))
+
+
+def _adds_up(first: torch.Tensor, found: _Found, total: torch.Tensor) -> bool:
+    """Whether `total` is the sum of the gradients that arrived, which are as they were."""
+    if found.versions != _versions(first, found.others):
+        return False
+    terms = [first, *(gradient for gradient in found.others if gradient is not None)]
+    return all(term.shape == total.shape for term in terms) and torch.equal(sum(terms[1:], terms[0]), total)
+
 
 _TENSOR = object()
 """Stands in a frame where a tensor belongs. None would not do: a value may have that, too."""
@@ -25,13 +108,16 @@ class Frame:
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
+    tensors: int
+    """how many of its leaves are tensors"""
 
     @classmethod
     def of(cls, value: Any) -> tuple[Frame, list[torch.Tensor]]:
         """The frame of `value`, and the tensors in it, in order."""
         flat, spec = tree_flatten(value)
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
-        return cls(spec, leaves), [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        return cls(spec, leaves, len(tensors)), tensors
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
         """The value with these tensors in it."""
@@ -73,6 +159,7 @@ class StageNode(torch.autograd.Function):
         owner.know(stage, ctx)
         ctx.set_materialize_grads(False)  # a gradient that does not exist is not made, as in plain training
         value = frame.filled(tensors)
+        ctx.input_tensors = frame.tensors
         output, without_gradient = owner.run_first(stage, value)
         ctx.mark_non_differentiable(*without_gradient)
         output_frame, made = Frame.of(output)
@@ -102,13 +189,12 @@ def _gradients(ctx: Any, arrived: tuple[torch.Tensor | None, ...]) -> Sequence[t
     sources = [node for node, _ in ctx.next_functions]
     if all(gradient is None for gradient in arrived):
         return [None] * len(sources)
-    parameters = len(ctx.owner.runners[ctx.stage].parameters())
-    inputs = len(sources) - parameters
+    inputs: int = ctx.input_tensors
     kept = ctx.unclaimed.take(arrived, leave=retains_graph())
     if kept is not None and not _any_wanted(sources[:inputs]):
         return [None] * inputs + list(kept)
     found: list[torch.Tensor | None] = ctx.owner.backward(ctx.stage, arrived)
-    if parameters and retains_graph() and not _any_wanted(sources[inputs:]):
+    if len(sources) > inputs and retains_graph() and not _any_wanted(sources[inputs:]):
         ctx.unclaimed.keep(arrived, found[inputs:])
     return found
 

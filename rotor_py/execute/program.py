@@ -1,15 +1,24 @@
-"""A sequence, read once as instructions for the executor: what runs in the graph, and how long each input is needed."""
+"""A sequence, read once as instructions for the executor, and the runners of a plan's stages, which serve all forwards.
+
+A runner is made when somebody asks for it: stages that follow each other and are stored whole run as one function, and
+need none.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Any, overload
 
+from rotor_profiling.storage import wait_for
 from rotor_py.errors import InvalidValueError
+from rotor_py.stage.protocol import RunThrough, offers_of
+from rotor_py.stage.runner import StageRunner
 from rotor_solver import (
     Backward,
     Chain,
@@ -122,7 +131,7 @@ def program(stages: int, sequence: Sequence) -> Program:
 
 
 def in_nodes(instructions: Program) -> Program:
-    """The same operations, with every stage in a node of its own and any of them run again: see `GuardedTape`."""
+    """The same operations, with every stage in a node of its own and any of them run again: see `OOMRetryTape`."""
     return replace(
         instructions,
         pieces=tuple((step,) for step in instructions.forward),
@@ -234,3 +243,103 @@ def _first_runs(operations: Operations[Operation]) -> dict[int, int]:
 def _unit_chain(stages: int, options: int) -> Chain:
     stage = Stage(1, (Option(1.0, 1.0, 1),) * options)
     return Chain((stage,) * stages, input_bytes=1)
+
+
+NamedStage = tuple[str, Callable[..., Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedRun:
+    """Several stages as one function. `shared` says how many values at the end of its input all stages share."""
+
+    function: RunThrough
+    names: list[str]
+    shared: int
+    last: bool
+    """whether its output is that of the chain"""
+
+    def __call__(self, values: list[Any], context: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Run the stages: what they share is their `context`, or is carried along at the end of what goes in.
+
+        The elements of the first one's input are in a list, which is emptied, so that they are freed as soon as they
+        were used.
+        """
+        carried = 0 if context else self.shared
+        shared = values[len(values) - carried :]
+        values += context
+        made = self.function(values, self.names.__getitem__)
+        wait_for(made)  # as `StageRunner` does: what was sent stays in memory until somebody waits
+        return made if self.last or not carried else (*made, *shared)
+
+
+def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
+    """How to run stages as one; None if they cannot."""
+    parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
+    run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
+    if run is None:
+        return None
+    return JoinedRun(run, [name for _, name in parts], parts[0][0].shared, parts[-1][0].last)
+
+
+_WHOLE: Mapping[int, int] = MappingProxyType({})
+
+
+class Runners(Operations[StageRunner]):
+    """One runner for each of `stages`; `make` is called with the number of a stage, once.
+
+    `options` are those by which they are stored, without those that are stored whole.
+    """
+
+    def __init__(
+        self,
+        stages: Operations[NamedStage],
+        make: Callable[[int], StageRunner],
+        options: Mapping[int, int] = _WHOLE,
+    ) -> None:
+        self.stages = stages
+        self.options = options
+        self._make = make
+        self._made: dict[int, StageRunner] = {}
+        self._joined: dict[tuple[int, int], JoinedRun | None] = {}
+
+    @classmethod
+    def of(cls, runners: Operations[StageRunner]) -> Runners:
+        """Those that are made already, or others that are not."""
+        if isinstance(runners, Runners):
+            return runners
+        return cls([(each.name, each.function) for each in runners], runners.__getitem__)
+
+    def by(self, options: Mapping[int, int]) -> Runners:
+        """The same stages, each by its option in `options`, or by 0. ValueError if a stage has no such option."""
+        if options is self.options:
+            return self
+        found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)
+        for stage in options:  # before anything has run
+            found[stage]
+        return found
+
+    def joined(self, first: int, stop: int) -> JoinedRun | None:
+        """How to run the stages from `first` to before `stop` as one; None if they cannot."""
+        key = first, stop
+        if key not in self._joined:
+            self._joined[key] = joined_run(self.stages[first:stop])
+        return self._joined[key]
+
+    def __len__(self) -> int:
+        return len(self.stages)
+
+    @overload
+    def __getitem__(self, index: int) -> StageRunner: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StageRunner]: ...
+
+    def __getitem__(self, index: int | slice) -> StageRunner | list[StageRunner]:
+        if isinstance(index, slice):
+            return [self[stage] for stage in range(len(self.stages))[index]]
+        found = self._made.get(index)
+        if found is None:
+            stage = range(len(self.stages))[index]  # IndexError at the end, where an iteration stops
+            found = self._made.get(stage) or self._make(stage)
+            self._made[stage] = found
+        return found

@@ -20,7 +20,7 @@ import torch
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.distributed.gathering import gathered_again
 from rotor_py.errors import InvalidValueError
-from rotor_py.execute.rerun import saved_again
+from rotor_py.execute.recompute import saved_again
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
@@ -99,15 +99,16 @@ def run(
     items: tuple[int | Region, ...],
     value: Any,
     options: Mapping[int, int] = MappingProxyType({}),
+    context: tuple[Any, ...] = (),
 ) -> Any:
     """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward.
 
     `items` are those of `regions`, for as many stages as there are runners. `options` are those by which stages are
-    stored, of stages that are not stored whole.
+    stored, of stages that are not stored whole. All stages share `context`.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
     stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
-    return _Chain(runners, stored, again).store(items, value)
+    return _Chain(runners, stored, again, context).store(items, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class _Chain:
     stored: list[StageRunner]
     """the stages by the options by which they are stored"""
     again: frozenset[int]
+    context: tuple[Any, ...]
     known: dict[int, Surroundings] = field(default_factory=dict)
 
     def store(self, items: tuple[int | Region, ...], value: Any) -> Any:
@@ -134,7 +136,7 @@ class _Chain:
             elif item in self.again:
                 value = self._run_again(self.stored[item], self.known[item], value)
             else:
-                value = self.stored[item].forward(value)
+                value = self.stored[item].forward(value, self.context)
         return value
 
     def _leave(self, stages: list[int], value: Any) -> Any:
@@ -146,14 +148,13 @@ class _Chain:
             if stage in self.known:
                 value = self._run_again(runner, self.known[stage], value)
             else:
-                value, self.known[stage] = runner.first(value)
+                value, self.known[stage] = runner.first(value, self.context)
         return value
 
-    @staticmethod
-    def _run_again(runner: StageRunner, surroundings: Surroundings, value: Any) -> Any:
+    def _run_again(self, runner: StageRunner, surroundings: Surroundings, value: Any) -> Any:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
         with restored, gathered_again(function):
             # A module may have begun in an earlier stage, which is not always run again right before this one.
             offers_of(function).gather_begun()
-            return runner.forward(value)
+            return runner.forward(value, self.context)

@@ -12,7 +12,8 @@
 #  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including
 #     the `B` of its stage.
 #  4. The first run of a stage moves buffers and the random state. What it found around it (random state, autocast,
-#     buffers) is recorded; a later run finds the same, and leaves no trace.
+#     buffers) is recorded; a later run finds the same, and leaves no trace. All that is known of one forward is here:
+#     runners are those of the plan, and serve other forwards in flight as well.
 #  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. Nothing that the tape
 #     holds refers to the graph, so there are no cycles, and dropping the output drops everything.
 #  6. The tape lets go of an input as soon as no later operation reads it.
@@ -29,18 +30,25 @@
 # 11. A pass may be for inputs alone, and another for parameters follow from the same gradients, node by node (the
 #     backwards of a zero-bubble pipeline). The first computes both; what is wanted later is kept (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
-# 13. A `GuardedTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
+# 13. An `OOMRetryTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
 # 14. A gradient that a collective is still to bring (tensor parallelism) is waited for before stages are run again:
 #     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
 # 15. What stages of rule 1 save may be moved to another tier and back. The tape waits for copies out and begins copies
 #     back right before the operations that the plan names, also where the engine runs these (`Moving`).
 # 16. Stages of rule 1 that follow each other run as one function, if they can: between them, nothing happens, and
 #     nothing is moved. What goes in is handed over in a list, since the arguments of a function live until it returns.
+
+What stages of one forward move out of memory and back, at the operations where the plan says so.
+
+Waits and fetches happen once, in the order of the sequence, whatever runs the operations: the forward, or the engine
+that comes to a stage. A pass that goes another way than the plan finds everything as well: what is read and has not
+been fetched is fetched then (`offload.tier`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Operations
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,17 +57,49 @@ from torch.autograd.graph import Node
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.in_flight import Held, Pass, Passes
-from rotor_py.execute.moving import Moving
 from rotor_py.execute.node import Frame, StageNode
-from rotor_py.execute.program import Program, Step, program
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.program import Program, Runners, Step, program
 from rotor_py.execute.store import ActivationStore
-from rotor_py.execute.whole_runs import run_through
+from rotor_py.offload.offload_saved import LeavingMemory
 from rotor_py.offload.tier import Tier
+from rotor_py.stage.activity import is_watched
+from rotor_py.stage.keepers.leaving import run_leaving
 from rotor_py.stage.restored.other_streams import draws
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardEnable, Sequence
+from rotor_solver.moving import Moves
+
+
+@dataclass(slots=True)
+class Moving:
+    """The moves of one forward and its backward, to `tier`. `position` is the first operation that is yet to come."""
+
+    moves: Moves
+    tier: Tier
+    position: int = 0
+    _away: dict[int, LeavingMemory] = field(default_factory=dict)
+
+    def come_to(self, position: int) -> None:
+        """The operation at this position of the sequence is about to begin. OffloadError if a copy out failed."""
+        while self.position <= position:
+            for stage in self.moves.wait_out[self.position]:
+                if stage in self._away:
+                    self._away[stage].wait_out()
+            for stage in self.moves.fetch[self.position]:
+                if stage in self._away:
+                    self._away[stage].fetch()
+            # Last: after an error, whoever comes here again is to find it again.
+            self.position += 1
+
+    def forward(self, runner: StageRunner, stage: int, value: Any, context: tuple[Any, ...]) -> Any:
+        """Run a stage in the graph of plain training; what it saves begins to leave, if the plan moves it."""
+        if stage not in self.moves.stages:
+            return runner.forward(value, context)
+        output, leaving = run_leaving(runner, value, context)
+        leaving.leave(self.tier)
+        self._away[stage] = leaving
+        return output
 
 
 class CheckpointOptim(StageNode):
@@ -102,7 +142,10 @@ class Tape:
         instructions: Program,
         store: ActivationStore | None = None,
         tier: Tier | None = None,
+        context: tuple[Any, ...] = (),
     ) -> None:
+        self.context = context
+        self._shared = tensors_in(context)
         # By their options from the start: of some stages, runs without a graph differ by option, too.
         self.runners = Runners.of(runners).by(instructions.options)
         self.program = instructions
@@ -130,23 +173,25 @@ class Tape:
         """the first stage that has not run"""
         position = 0
         for steps in self.program.pieces:
-            stages = slice(frontier, frontier + len(steps))
-            run = run_through(self.runners.stages[stages], self.runners.context) if len(steps) > 1 else None
+            stop = frontier + len(steps)
+            run = self.runners.joined(frontier, stop) if len(steps) > 1 and not is_watched() else None
             if run is not None:  # Rule 16: as one function
                 values = list(value)
                 del value
-                value = run(values)
-                frontier, position = stages.stop, position + len(steps)
+                value = run(values, self.context)
+                frontier, position = stop, position + len(steps)
                 continue
             for step in steps:
-                self._come_to(position)
+                if self._moving is not None:  # Rule 15
+                    self._moving.come_to(position)
                 position += 1
                 if step.operation.stage < frontier:  # type: ignore[union-attr] # no loss here
                     self._run_again(held, step)
                 else:
                     value = self._run_next(held, step, frontier, value)
                     frontier += 1
-        self._come_to(position)
+        if self._moving is not None:
+            self._moving.come_to(position)
         return value
 
     def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
@@ -164,19 +209,18 @@ class Tape:
             value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1: plain autograd
         if stage in self.program.awaited:
             self._await(stage, value)
-        held.release(step.live)
+        held.inputs.drop_all_but(step.live)
         return value
 
     def _run_in_graph(self, runner: StageRunner, stage: int, value: Any) -> Any:
-        return runner.forward(value) if self._moving is None else self._moving.forward(runner, stage, value)
-
-    def _come_to(self, position: int) -> None:
-        """The operation at this position of the sequence is about to begin: something may move first (Rule 15)."""
-        if self._moving is not None:
-            self._moving.come_to(position)
+        if self._moving is None:
+            return runner.forward(value, self.context)
+        return self._moving.forward(runner, stage, value, self.context)
 
     def _come_to_replay(self, position: int) -> None:
-        self._come_to(len(self.program.forward) + 1 + position)  # the loss is between them
+        """The operation at this position after the loss is about to begin: something may move first (Rule 15)."""
+        if self._moving is not None:
+            self._moving.come_to(len(self.program.forward) + 1 + position)
 
     def _add_node(self, stage: int, value: Any) -> Any:
         """Run a stage as a node of the caller's graph."""
@@ -198,8 +242,8 @@ class Tape:
         self._passes.know(stage, node)
 
     def _first(self, runner: StageRunner, stage: int, value: Any, kept: Any) -> Any:
-        before = self._versions(stage, kept)
-        output, self.surroundings[stage] = runner.first(value)
+        before = self._versions(kept)
+        output, self.surroundings[stage] = runner.first(value, self.context)
         self._refuse_overwritten(stage, kept, before)
         return output
 
@@ -209,7 +253,7 @@ class Tape:
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
-            current.held.release(self.program.replay[self.program.backward_at[stage]].live)
+            current.held.inputs.drop_all_but(self.program.replay[self.program.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
             if self._passes.used_up and stage not in self.program.runs_after_backward:
                 self.surroundings.pop(stage, None)  # who holds the output holds the tape
@@ -234,11 +278,12 @@ class Tape:
         """Run the operations before `B` of `stage`."""
         begin, end = current.position, self.program.backward_at[stage]
         for position, step in enumerate(self.program.replay[begin:end], begin):
-            self._come_to_replay(position)
+            if self._moving is not None:
+                self._come_to_replay(position)
             if isinstance(step.operation, Backward):
                 # Either the engine ran it, or no gradient reached the stage, and nobody has taken what it holds.
                 current.held.attached.pop(step.operation.stage, None)
-                current.held.release(step.live)
+                current.held.inputs.drop_all_but(step.live)
             else:
                 self._run_again(current.held, step)
         self._come_to_replay(end)
@@ -248,18 +293,20 @@ class Tape:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
         runner, value = self.runners[stage], held.inputs[stage]
         surroundings = self.surroundings[stage]  # Rule 4: as in the first run
-        before = self._versions(stage, value)
+        before = self._versions(value)
         if isinstance(step.operation, ForwardEnable):
             # What the tape keeps is detached, and has forgotten which gradients are wanted.
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
-            held.attached[stage], output = self._runner(step).attach(value, surroundings, skip_output=step.skips_output)
+            held.attached[stage], output = self._runner(step).attach(
+                value, surroundings, self.context, skip_output=step.skips_output
+            )
         else:
-            output = runner.again(value, surroundings)
+            output = runner.again(value, surroundings, self.context)
         if stage + 1 in step.live:
             held.inputs.keep_first(stage + 1, output)
         self._refuse_overwritten(stage, value, before)
-        held.release(step.live)
+        held.inputs.drop_all_but(step.live)
 
     def _without_gradient(self, stage: int, value: Any, output: Any) -> list[torch.Tensor]:
         """The tensors of `output` that the stage passes on as they came, and those that measuring has found."""
@@ -271,15 +318,16 @@ class Tape:
 
     def _runner(self, step: Step) -> StageRunner:
         assert isinstance(step.operation, ForwardEnable)
-        return self.runners[step.operation.stage].by(step.operation.option)
+        runner = self.runners[step.operation.stage]
+        return runner if runner.option == step.operation.option else runner.by(step.operation.option)
 
-    def _versions(self, stage: int, value: Any) -> list[int]:
-        """How often each tensor that a stage reads was written to."""
-        return [tensor._version for tensor in self.runners[stage].read(value)]
+    def _versions(self, value: Any) -> list[int]:
+        """How often each tensor was written to that a stage reads, its parameters and buffers aside."""
+        return [tensor._version for tensor in tensors_in(value) + self._shared]
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         """RuntimeError if the run of a stage wrote into its own input, which a later run would read."""
-        if self._versions(stage, value) != before:
+        if self._versions(value) != before:
             raise InvalidStateError(
                 f"stage {self.runners[stage].name!r} overwrites its own input, which is needed again; use the layer "
                 "without inplace=True, or make it one stage with the layer before it",
@@ -295,12 +343,15 @@ def replay(
     value: Any,
     store: ActivationStore | None = None,
     tier: Tier | None = None,
+    context: tuple[Any, ...] = (),
 ) -> Any:
     """Run a chain forward on `value`; what it returns is part of the caller's graph.
 
     Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. What the sequence moves
-    goes to `tier`. RuntimeError if a stage overwrites its own input and has to be run again from it, OffloadError if
-    something cannot be moved.
+    goes to `tier`. All stages share `context`.
+
+    RuntimeError if a stage overwrites its own input and has to be run again from it, OffloadError if something cannot
+    be moved.
     """
-    tape = Tape(runners, instructions, store, tier)
+    tape = Tape(runners, instructions, store, tier, context)
     return tape.forward(value)

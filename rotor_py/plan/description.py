@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rotor_profiling.backends import prediction
-from rotor_py.plan.out_of_memory.guarded_budget import unguarded
-from rotor_py.plan.saved.compiled_stages import CompiledStages
-from rotor_py.plan.saved.fingerprint import input_fingerprint, model_fingerprint
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.saved.plan_costs import PlanCosts
-from rotor_py.plan.steps.step_plan import StepPlan
-from rotor_py.plan.steps.step_spec import ModelState
+from rotor_py.errors import InvalidValueError
+from rotor_py.plan.oom_replanning import unguarded
+from rotor_py.plan.plan_costs import PlanCosts
+from rotor_py.plan.plan_file import CompiledStages
+from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
 from rotor_py.stage.graph_effects import recall_effects
 from rotor_py.units import format_bytes
-from rotor_solver import InvalidValueError, Sequence, store_all
+from rotor_solver import Sequence, store_all
 from rotor_solver.memory_timeline import PlanMemory, plan_memory
 
 

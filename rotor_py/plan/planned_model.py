@@ -14,8 +14,8 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.description import file_of, memory_of, report_of, summary_of
 from rotor_py.plan.planner import Planner
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.steps.step_plan import StepPlan
+from rotor_py.plan.saved_plan import Plan
+from rotor_py.plan.step_plan import StepPlan
 from rotor_py.report import Report
 from rotor_py.transparent import Transparent, in_training
 from rotor_solver import Chain, Sequence

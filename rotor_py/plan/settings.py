@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from rotor_profiling.optimizer import steps_per_parameter
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compiled.options import Compile, config_of
 from rotor_py.compiled.stage_code import Config
 from rotor_py.errors import InvalidTypeError, InvalidValueError, what_it_is
-from rotor_py.plan.conflicts.offload import refuse_beside_offload
-from rotor_py.plan.conflicts.step_in_backward import refuse_beside_step_in_backward
+from rotor_py.offload.offload import checked_name
 from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
 from rotor_py.stage.keepers.form_keeper import FormKeeper
 from rotor_py.stage.keepers.packed import Packed
@@ -54,6 +54,8 @@ class Settings:
     keep: str | None = None
     inductor: Config | None = field(init=False, default=None)
     """what Inductor is told; None where nothing is to be compiled"""
+    keepers: tuple[Keeper, ...] = field(init=False, default=())
+    """ways to store a stage, beside its own, that may be planned with"""
 
     def __post_init__(self) -> None:
         """TypeError if `optimizer` or `step_in_backward` is no optimizer: its class, for example.
@@ -82,60 +84,31 @@ class Settings:
                     kind="not_an_optimizer",
                     name=name,
                 )
-        self._refuse_on_oom()
-        self._refuse_keep()
-        refuse_beside_step_in_backward(self)
-        refuse_beside_offload(self)
-        if self.step_in_backward is not None:
-            self.optimizer = self.step_in_backward
-        self.inductor = config_of(self.compile)
-
-    def _refuse_on_oom(self) -> None:
         if self.on_oom not in ("raise", "replan"):
             raise InvalidValueError(
                 f"on_oom is {self.on_oom!r}; it can be 'raise' or 'replan'", kind="unknown_value", name="on_oom"
             )
-        if not self.replans:
-            return
-        if self.by_hand is not None:
-            raise InvalidValueError(
-                f"on_oom='replan' looks for a plan that needs less, and {self.by_hand} leaves no choice",
-                kind="excluded_together",
-                name="on_oom",
-            )
-        if not self.preserve_rng_state:
-            raise InvalidValueError(
-                "on_oom='replan' runs stages again with the same random numbers, and preserve_rng_state=False gives "
-                "that up; leave one of them out",
-                kind="excluded_together",
-                name="preserve_rng_state",
-            )
-
-    def _refuse_keep(self) -> None:
-        if self.keep is None:
-            return
-        if self.keep not in FEWER_BITS:
+        if self.keep is not None and self.keep not in FEWER_BITS:
             raise InvalidValueError(
                 f"keep is {self.keep!r}; it can be {', '.join(map(repr, FEWER_BITS))}, or None for exact",
                 kind="unknown_value",
                 name="keep",
             )
-        if self.by_hand is not None:
-            raise InvalidValueError(
-                f"keep={self.keep!r} lets the plan choose what is kept in fewer bits, and {self.by_hand} leaves no "
-                "choice; leave one of them out",
-                kind="excluded_together",
-                name="keep",
-            )
+        if self.offload is not None:
+            self.offload = checked_name(self.offload)  # a tier is named in full from here on
+        refuse_excluded(self)
+        if self.step_in_backward is not None:
+            refuse_optimizer(self.step_in_backward)
+            self.optimizer = self.step_in_backward
+        self.inductor = config_of(self.compile)
+        self.keepers = self._keepers()
 
     @property
     def replans(self) -> bool:
         """Whether a step that runs out of memory is undone, and runs again by a plan that needs less."""
         return self.on_oom == "replan"
 
-    @property
-    def keepers(self) -> tuple[Keeper, ...]:
-        """Ways to store a stage, beside its own, that may be planned with."""
+    def _keepers(self) -> tuple[Keeper, ...]:
         if self.by_hand is not None:  # what is kept is settled
             return ()
         fewer = () if self.keep is None else (FormKeeper(FEWER_BITS[self.keep]),)
@@ -145,3 +118,96 @@ class Settings:
     def solved_with(self) -> tuple[float | str | None, int]:
         """What a sequence depends on that the user may change after it was found."""
         return self.mem_limit, self.mem_slots
+
+
+SEVERAL_PROCESSES = "several processes"
+SHARDED = "a model of fully_shard"
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusion:
+    """Two settings, by their names, that exclude each other; `why` may name the second as it was `{given}`."""
+
+    first: str
+    second: str
+    why: str
+
+
+EXCLUSIONS = (
+    Exclusion("step_in_backward", "another optimizer", "one optimizer steps; leave optimizer out"),
+    Exclusion("step_in_backward", "forwards_in_flight > 1", "others still need the parameters that the first steps"),
+    Exclusion("step_in_backward", "on_oom='replan'", "it runs a backward again that has stepped parameters"),
+    Exclusion("step_in_backward", SEVERAL_PROCESSES, "gradients are whole only when all processes have sent theirs"),
+    Exclusion("on_oom='replan'", "level or every_n_layers", "{given} leaves no choice of a plan that needs less"),
+    Exclusion("on_oom='replan'", "preserve_rng_state=False", "stages that run again need the same random numbers"),
+    Exclusion("on_oom='replan'", SEVERAL_PROCESSES, "the others would wait while this one runs stages again"),
+    Exclusion("keep", "level or every_n_layers", "{given} leaves no choice of what is kept in low precision"),
+    Exclusion("offload", "level or every_n_layers", "{given} leaves nothing to choose"),
+    Exclusion("offload", "forwards_in_flight > 1", "several forwards share the way"),
+    Exclusion("offload", "on_oom='replan'", "stages that run again have moved what they saved"),
+    Exclusion("offload", "compile", "Inductor decides what a stage saves"),
+    Exclusion("offload", SHARDED, "its stages run in regions, which save their inputs alone"),
+    Exclusion("plan", "level or every_n_layers", "both say what is recomputed; give one of them"),
+)
+"""The table of settings that exclude each other. docs/training.md shows it."""
+
+
+def _given(settings: Settings) -> dict[str, str]:
+    """What is asked for of the names in `EXCLUSIONS`, as the user wrote it."""
+    stepping, optimizer, forwards = settings.step_in_backward, settings.optimizer, settings.forwards_in_flight
+    given = {
+        "another optimizer": ("optimizer=", stepping is not None and optimizer not in (None, stepping)),
+        "compile": ("compile=", bool(settings.compile)),
+        "forwards_in_flight > 1": (f"forwards_in_flight={forwards}", forwards > 1),
+        "keep": (f"keep={settings.keep!r}", settings.keep is not None),
+        "level or every_n_layers": (str(settings.by_hand), settings.by_hand is not None),
+        "offload": ("offload=", settings.offload is not None),
+        "on_oom='replan'": ("on_oom='replan'", settings.replans),
+        "preserve_rng_state=False": ("preserve_rng_state=False", not settings.preserve_rng_state),
+        "step_in_backward": ("step_in_backward", stepping is not None),
+    }
+    return {name: text for name, (text, asked) in given.items() if asked}
+
+
+def refuse_excluded(settings: Settings, **more: str) -> None:
+    """Raise ValueError if two settings exclude each other, by `EXCLUSIONS`.
+
+    Args:
+        settings: the settings to check.
+        more: further names of the table that are asked for, each with the text that an error shows.
+    """
+    given = {**_given(settings), **more}
+    for each in EXCLUSIONS:
+        if each.first in given and each.second in given:
+            first, second = given[each.first], given[each.second]
+            why = each.why.format(given=second)
+            remedy = "" if ";" in why else "; leave one of them out"
+            raise InvalidValueError(
+                f"{first} and {second} exclude each other: {why}{remedy}",
+                kind="excluded_together",
+                name=each.first.partition("=")[0],
+                other=each.second,
+            )
+
+
+def one_process_only(settings: Settings, sharded: str = SEVERAL_PROCESSES) -> Exclusion | None:
+    """Return what excludes a setting from models that `sharded` names: of several processes, or of `fully_shard`."""
+    given = _given(settings)
+    return next((each for each in EXCLUSIONS if each.second == sharded and each.first in given), None)
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that is not known to step each parameter by itself."""
+    if not steps_per_parameter(optimizer):
+        raise InvalidValueError(
+            f"{type(optimizer).__name__} is not known to step each parameter by itself, as step_in_backward has to; "
+            "use SGD, Adam, AdamW or another such optimizer of torch.optim, or leave step_in_backward out",
+            kind="unsupported_optimizer",
+            name=type(optimizer).__name__,
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise InvalidValueError(
+            "step_in_backward takes no gradients of steps; leave differentiable=True out",
+            kind="excluded_together",
+            name="differentiable",
+        )

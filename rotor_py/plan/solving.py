@@ -1,27 +1,130 @@
-"""From costs to a sequence: solving for the limit, alone or with all processes, and making room for an optimizer."""
+"""From costs to a sequence: solving for the limit, alone or with all processes, and making room for an optimizer.
+
+Which way to run the stages: plain, compiled as a whole or one by one, whichever has the faster plan in the limit.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
 
 from rotor_profiling import OptimizerCost
+from rotor_py.compiled.compiled_stage import is_compiled
 from rotor_py.distributed.processes import size_of
 from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
-from rotor_py.plan.agreement import agreed_sequence, gather_objects, refuse_other_plans
+from rotor_py.measure.stages import MeasuredCut
+from rotor_py.plan.agreement import agreed_sequence, gather_objects, refuse_other_plans, slowest
 from rotor_py.plan.description import summary_of
 from rotor_py.plan.offloading import reserve, reserve_in_all, tell_of_several_forwards
-from rotor_py.plan.steps.step_plan import StepPlan
-from rotor_py.plan.steps.step_plans import StepPlans
+from rotor_py.plan.step_plan import StepPlan, StepPlans
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.plan.ways import fastest_way
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
 
 _log = logging.getLogger("rotor_py")
+
+
+Way = TypeVar("Way")
+
+
+def choose_variant(
+    plan: StepPlan,
+    solve: Callable[[Budget], Sequence],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> Sequence:
+    """The fastest sequence that `solve` finds for any way to run the stages; `plan` is turned to that way.
+
+    So compiled stages never make a plan worse: the plain ones are among the ways. InfeasibleError if no way has a
+    sequence: that of the way that needs least.
+    """
+    ways = _alike(plan.ways, group, device)
+    if not ways:
+        return solve(plan.budget)
+
+    def seconds(budget: Budget, sequence: Sequence) -> float:
+        found = budget.makespan(sequence)
+        # With several processes, the slowest counts, so that all choose alike.
+        return slowest(found, group, device) if group is not None and size_of(group) > 1 else found
+
+    # What was compiled as a whole was compiled for the room that there was then.
+    wholes = [budget for way in ways if way.cut.members is not None for budget in [plan.budget_of(way)]]
+    plan.compiled_for_larger_budget = False
+
+    def solved(budget: Budget) -> Sequence:
+        try:
+            return solve(budget)
+        except InfeasibleError:
+            plan.compiled_for_larger_budget |= budget in wholes
+            raise
+
+    # A whole graph is there only if it is not slower than plain. Its time cannot be compared with that of stages, which
+    # were measured one by one.
+    groups = [[way for way in ways if (way.cut.members is not None) == whole] for whole in (True, False)]
+    try:
+        way, sequence = fastest(groups[0] or ways, plan.budget_of, solved, seconds)
+    except InfeasibleError:
+        if not groups[0]:
+            raise
+        way, sequence = fastest(groups[1], plan.budget_of, solved, seconds)
+    plan.turn_to(way)
+    return sequence
+
+
+def fastest_stored(ways: Iterable[MeasuredCut]) -> MeasuredCut:
+    """The way that takes least time where nothing is computed twice: the one to begin with, before there is a limit."""
+    found = list(ways)
+    return min(
+        [way for way in found if way.cut.members is not None] or found,
+        key=lambda way: sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages),
+    )
+
+
+def fastest(
+    ways: Iterable[Way],
+    budget_of: Callable[[Way], Budget],
+    solve: Callable[[Budget], Sequence],
+    seconds: Callable[[Budget, Sequence], float],
+) -> tuple[Way, Sequence]:
+    """The way with the fastest sequence, and that sequence. InfeasibleError as from `choose_variant`."""
+    found: list[tuple[float, Way, Sequence]] = []
+    refused: list[InfeasibleError] = []
+    for way in ways:
+        budget = budget_of(way)
+        try:
+            sequence = solve(budget)
+        except InfeasibleError as error:  # with several processes, it comes in all of them
+            refused.append(error)
+        else:
+            found.append((seconds(budget, sequence), way, sequence))
+    if not found:
+        raise min(refused, key=lambda error: error.min_bytes)
+    _, best, sequence = min(found, key=lambda each: each[0])
+    return best, sequence
+
+
+def _alike(
+    ways: tuple[MeasuredCut, ...], group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[MeasuredCut, ...]:
+    """The ways that all processes have, in one order: which is faster or fits, each has measured for itself."""
+    if group is None or size_of(group) == 1 or not ways:
+        return ways
+    by_kind = {_kind(way): way for way in ways}
+    first, *others = gather_objects(list(by_kind), group, device)
+    return tuple(by_kind[kind] for kind in first if all(kind in other for other in others))
+
+
+def _kind(way: MeasuredCut) -> tuple[tuple[str, bool], ...]:
+    """What tells ways apart, in any process: the stages, and which of them are compiled."""
+    return tuple((name, is_compiled(stage)) for name, stage in way.cut.stages)
 
 
 def solve(
@@ -46,7 +149,8 @@ def solve(
         if algorithm is None and settings.by_hand is not None:
             # Not set, the limit does not exist here; to a solver, it is what the device can give.
             most = None if given is None else limit_bytes(given, device)
-            sequence = fastest_way(plan, partial(settings.by_hand.sequence, model.core, mem_limit=most), group, device)
+            by_hand = partial(settings.by_hand.sequence, model.core, mem_limit=most)
+            sequence = choose_variant(plan, by_hand, group, device)
         else:
             algorithm = algorithm or Persistent(slots=settings.mem_slots if slots is None else slots)
             most = limit_bytes(given, device)
@@ -57,7 +161,7 @@ def solve(
             else:
                 found = partial(Budget.solve, mem_limit=most, algorithm=algorithm)
             try:
-                sequence = fastest_way(plan, found, group, device)
+                sequence = choose_variant(plan, found, group, device)
             except InfeasibleError as error:
                 raise _telling_of_fresh_gradients(error, plan, model, most) from error
     tell_of_several_forwards(plan.budget)
@@ -114,9 +218,10 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
 
     InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
     """
-    group = model.group
+    alone = model.alone
     # As objects: a sequence that was set since is not agreed upon, though it may say the same.
-    open_question = size_of(group) > 1 and plan.agreed is not plan.sequence
+    group = None if alone else model.group
+    open_question = group is not None and size_of(group) > 1 and plan.agreed is not plan.sequence
     if plan.file is not None:
         if group is not None and open_question:
             assert plan.sequence is not None
@@ -124,13 +229,13 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
             refuse_other_plans(text, group, model.device_of(plan.input_spec))
             plan.agreed = plan.sequence
         return
-    grown = model.with_communication(plan.budget)
+    grown = model.with_communication(plan.budget) if dist.is_initialized() else plan.budget
     forwards = model.settings.forwards_in_flight
     if forwards > grown.forwards:  # asked in every step, and finding the device takes longer
         grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
-    if not model.alone:
+    if not alone:
         grown = grown.with_backward_order(plan.order.to_plan_for(model.settings, alone=False))
-    if grown != plan.budget:
+    if grown is not plan.budget and grown != plan.budget:
         plan.budget, plan.sequence = grown, None
     if plan.sequence is None or open_question:
         try:

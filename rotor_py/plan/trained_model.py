@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
@@ -29,10 +30,9 @@ from rotor_py.measure.fixed_memory import static_infeasibility, trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
 from rotor_py.offload.offload import Offload
-from rotor_py.plan.inputs.input_spec import TensorSpec, spec_of
 from rotor_py.plan.offloading import link_to
-from rotor_py.plan.settings import Settings
-from rotor_py.plan.steps.step_spec import ModelState, StepSpec
+from rotor_py.plan.settings import SHARDED, Settings, one_process_only
+from rotor_py.plan.step_spec import ModelState, StepSpec, TensorSpec, spec_of
 from rotor_solver import InfeasibleError
 
 
@@ -57,12 +57,34 @@ class TrainedModel:
     @property
     def alone(self) -> bool:
         """Whether this process trains the model by itself."""
-        return size_of(self.group) == 1
+        return not dist.is_initialized() or size_of(self.group) == 1
 
     @property
     def sharded(self) -> bool:
         """Whether `fully_shard` was applied to it."""
         return is_sharded(self.core)
+
+    def refuse_several_processes(self) -> None:
+        """UnsupportedModelError if a setting is for one process, and several train the model, or it is sharded."""
+        option, offload = one_process_only(self.settings), one_process_only(self.settings, SHARDED)
+        if option is None and offload is None:
+            return
+        name = type(self.core).__name__
+        sharded = self.sharded or any(hasattr(each, "device_mesh") for each in self.core.parameters())
+        if offload is not None and sharded:
+            raise UnsupportedModelError(
+                f"offload= moves what stages of plain training save, and {name} is sharded: {offload.why}; leave "
+                "offload= out",
+                kind="excluded_together",
+                name="offload",
+            )
+        if option is not None and (not self.alone or sharded):
+            raise UnsupportedModelError(
+                f"{option.first} is for one process, and {name} is trained by several or sharded: {option.why}; leave "
+                f"{option.first.partition('=')[0]} out",
+                kind="one_process_only",
+                name=option.first,
+            )
 
     def step_on(self, value: Any) -> StepSpec:
         """A step on `value` with the model as it is now."""
@@ -190,7 +212,7 @@ class TrainedModel:
         It shows late: DistributedDataParallel is known in its first forward, and whole gradients that FSDP keeps are
         asked for from step to step (`set_requires_gradient_sync`).
         """
-        if alone_in_a_prediction():  # there, a step shows it (`predict.communication`)
+        if not dist.is_initialized() or alone_in_a_prediction():  # there, a step shows it (`predict.communication`)
             return budget
         unknown = not budget.fixed.communication and not self.alone
         if not unknown and not keeps_gradients(self.core):

@@ -13,7 +13,7 @@ from rotor_py.checkpointable import Checkpointable
 from rotor_py.devices.device import Device, Devices
 from rotor_py.devices.table import find_devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
-from rotor_py.plan.inputs.sample import arguments_of
+from rotor_py.plan.sample import arguments_of
 from rotor_py.predict.elsewhere import Elsewhere, Shard
 from rotor_py.predict.operators.autocast import region
 from rotor_py.predict.recurrent import recurrent_layers

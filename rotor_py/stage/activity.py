@@ -63,12 +63,14 @@ class During:
         self.name = name
 
     def __enter__(self) -> None:
-        _tell(self.doing, self.name, True)
+        if _watchers:
+            _tell(self.doing, self.name, True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _tell(self.doing, self.name, False)
+        if _watchers:
+            _tell(self.doing, self.name, False)
         if error is not None:
             add_note(error, f"in the {self.doing} of stage {self.name!r}")
 

@@ -11,21 +11,20 @@ from rotor_py.errors import InvalidStateError
 
 
 class EarlierRuns:
-    """Modes and parameters of the stage `function` in its earlier runs; it is called `name` in errors."""
+    """Modes and parameters of the stage `function` in its earlier runs of one forward, the first of which is over.
+
+    It is called `name` in errors.
+    """
+
+    __slots__ = ("_modes", "_module", "_name", "_written")
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self._module = function if isinstance(function, nn.Module) else None
         self._name = name
-        self._modes: list[bool] = []
-        """of its modules in the first run, if more may follow"""
-        self._written: list[int] = []
-        """how often each parameter had been written to when the stage ran last"""
-
-    def note_first(self) -> None:
-        """The stage has run for the first time, and may run again."""
-        # Not when the runner is made, which is in every step: most stages are stored, and run once.
         self._modes = self._modes_now()
-        self.note()
+        """of its modules in the first run"""
+        self._written = self._written_now()
+        """how often each parameter had been written to when the stage ran last"""
 
     def note(self) -> None:
         """The stage has run, and may run again."""
@@ -34,7 +33,7 @@ class EarlierRuns:
     @property
     def switched(self) -> bool:
         """Whether a module of the stage was switched between training and evaluation since its first run."""
-        return bool(self._modes) and self._modes_now() != self._modes
+        return self._modes_now() != self._modes
 
     def refuse_changes(self) -> None:
         """RuntimeError if a module was switched between training and evaluation, or if a parameter was written to."""
@@ -45,7 +44,7 @@ class EarlierRuns:
                 kind="mode_switched",
                 name=self._name,
             )
-        if self._written and self._written != self._written_now():
+        if self._written != self._written_now():
             raise InvalidStateError(
                 f"a parameter of stage {self._name!r} was changed between its forward and its backward, for which the "
                 "stage has to be run again; call optimizer.step() after the backward, and with step_in_backward use no "

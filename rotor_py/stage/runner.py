@@ -21,8 +21,7 @@ from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.errors import InvalidValueError
 from rotor_py.stage.activity import During, tell_of_backward
 from rotor_py.stage.attached_stage import AttachedStage, edges_of, owners_of
-from rotor_py.stage.earlier_runs import EarlierRuns
-from rotor_py.stage.graph_effects import recall_effects, run_with_graph
+from rotor_py.stage.graph_effects import GraphEffects, recall_effects, run_with_graph
 from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.steady import before_first
@@ -32,6 +31,7 @@ from rotor_py.stage.ways.keeper import Keeper, Trial
 from rotor_py.stage.ways.names import both, parted
 
 T = TypeVar("T")
+Context = tuple[Any, ...]
 
 
 class StageRunner:
@@ -41,8 +41,9 @@ class StageRunner:
     names, by default all that are `offered`: those of the stage, of the `keepers` that suit it, and of both together.
     The stage's own are those of its `offers`, by default what it says itself.
     What goes in and what comes out may be tensors or nested structures of them. An `open` module runs functions of the
-    caller's; parameters that it uses and does not own are looked for and refused. What all stages share is their
-    `context`: a function gets it after its own values, all in one tuple, and if it `hands_on`, returns it likewise.
+    caller's; parameters that it uses and does not own are looked for and refused. What all stages share in one forward
+    is their `context`: a function gets it after its own values, all in one tuple, and if it `hands_on`, returns it
+    likewise. Nothing of a forward stays here: a runner serves all of them, also several in flight.
     """
 
     def __init__(
@@ -52,7 +53,6 @@ class StageRunner:
         preserve_rng_state: bool = True,
         *,
         open: bool = False,
-        context: tuple[Any, ...] = (),
         hands_on: bool = True,
         ways: Sequence[str] | None = None,
         keepers: Sequence[Keeper] = (),
@@ -64,12 +64,8 @@ class StageRunner:
         self._keepers = keepers
         self._way: str | None = None
         """the way of this option; None if the stage is stored whole"""
-        self.context = context
         self.hands_on = hands_on
         self.function = function
-        self.effects = recall_effects(function)
-        self.earlier = EarlierRuns(function, name)
-        """other options of the stage know, too"""
         self.name = name
         self.preserve_rng_state = preserve_rng_state
         self.open = open or not isinstance(function, nn.Module)
@@ -133,33 +129,33 @@ class StageRunner:
         for skip_output in (False, self.can_skip_output):
             self._run_of(self._way, skip_output)
 
-    def read(self, value: Any) -> list[torch.Tensor]:
-        """All tensors that the stage may read, its parameters and buffers aside."""
-        return [*tensors_in(value), *tensors_in(self.context)]
+    @property
+    def effects(self) -> GraphEffects:
+        """What measuring has found out about the stage."""
+        return recall_effects(self.function)
 
-    def forward(self, value: Any, *, skip_output: bool = False) -> Any:
+    def forward(self, value: Any, context: Context = (), *, skip_output: bool = False) -> Any:
         """Run the stage in the graph that is being built around it, as plain training does.
 
         With `skip_output`, the run makes the graph that the backward needs, and an output without values.
         """
         with During("forward", self.name):
-            output = self._function(skip_output)(value)
+            output = self._function(context, skip_output)(value)
         tell_of_backward(output, self.name)
         return output
 
-    def first(self, value: Any) -> tuple[Any, Surroundings]:
+    def first(self, value: Any, context: Context = ()) -> tuple[Any, Surroundings]:
         """Run it for the first time; return its output and what surrounded it."""
         # Gradients are on where the stage is `Fe` at first and run again later, and off inside a node.
-        run = self._function() if torch.is_grad_enabled() else self._without_graph()
-        with During("forward", self.name), self.recorded(value) as surroundings:
+        run = self._function(context) if torch.is_grad_enabled() else self._without_graph(context)
+        with During("forward", self.name), self.recorded(value, context) as surroundings:
             output = run(value)
         tell_of_backward(output, self.name)
-        self.earlier.note_first()
         return output, surroundings[0]
 
-    def recorded(self, value: Any) -> AbstractContextManager[list[Surroundings]]:
+    def recorded(self, value: Any, context: Context = ()) -> AbstractContextManager[list[Surroundings]]:
         """A context that records what surrounds a first run of the stage on `value`, which is run inside of it."""
-        return recorded(self.function, self.devices(value), self.preserve_rng_state, self.name)
+        return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name)
 
     def before_first(self, value: Any) -> tuple[Surroundings, int] | None:
         """What surrounds the stage now, for runs like its first one, and the most bytes that this would hold beyond
@@ -167,15 +163,18 @@ class StageRunner:
         """
         return before_first(self.function, self.devices(value))
 
-    def again(self, value: Any, surroundings: Surroundings) -> Any:
+    def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
         """Run it once more without a graph, exactly as the first time.
 
         RuntimeError if the stage was switched between training and evaluation since, or if a parameter has changed.
         """
-        self.earlier.refuse_changes()
+        earlier = surroundings.earlier
+        if earlier is not None:
+            earlier.refuse_changes()
         with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
-            output = self._without_graph()(value)
-        self.earlier.note()
+            output = self._without_graph(context)(value)
+        if earlier is not None:
+            earlier.note()
         return output
 
     @property
@@ -184,16 +183,16 @@ class StageRunner:
         modules = self.function.modules() if isinstance(self.function, nn.Module) else ()
         return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
 
-    def _without_graph(self) -> Callable[[Any], Any]:
-        dependent = self.effects.graph_dependent
-        return partial(run_with_graph, self._function()) if dependent else self._function()
+    def _without_graph(self, context: Context) -> Callable[[Any], Any]:
+        run = self._function(context)
+        return partial(run_with_graph, run) if self.effects.graph_dependent else run
 
-    def _function(self, skip_output: bool = False) -> Callable[[Any], Any]:
+    def _function(self, context: Context, skip_output: bool = False) -> Callable[[Any], Any]:
         # Without a graph nothing is stored, so all options are the same, but for the digits of other code.
         by_way = torch.is_grad_enabled() or offers_of(self.function).ways_are_code
         run = self._run_of(self._way if by_way else None, skip_output)
         run = partial(_run_to_its_end, run)
-        return partial(self._in_context, run) if self.context else run
+        return partial(self._in_context, run, context) if context else run
 
     def _run_of(self, way: str | None, skip_output: bool = False) -> Callable[[Any], Any]:
         """How the stage is run to be stored in a way; None is whole."""
@@ -205,11 +204,13 @@ class StageRunner:
         keeper = next(each for each in self._keepers if each.name == name)
         return keeper.keeping(self._run_of(before, skip_output), self.function)
 
-    def _in_context(self, run: Callable[[Any], Any], value: tuple[Any, ...]) -> tuple[Any, ...]:
-        output: tuple[Any, ...] = run((*value, *self.context))
-        return output[: -len(self.context)] if self.hands_on else output
+    def _in_context(self, run: Callable[[Any], Any], context: Context, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        output: tuple[Any, ...] = run((*value, *context))
+        return output[: -len(context)] if self.hands_on else output
 
-    def attach(self, value: Any, surroundings: Surroundings, *, skip_output: bool = False) -> tuple[AttachedStage, Any]:
+    def attach(
+        self, value: Any, surroundings: Surroundings, context: Context = (), *, skip_output: bool = False
+    ) -> tuple[AttachedStage, Any]:
         """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.
 
         With `skip_output`, the output has no values. The graph ends at aliases of the parameters. Gradients are handed
@@ -217,23 +218,30 @@ class StageRunner:
         once. RuntimeError if the stage was switched between training and evaluation since, if a parameter of it has
         changed, or if an `open` stage uses a parameter that it does not own.
         """
-        self.earlier.refuse_changes()
+        earlier = surroundings.earlier
+        if earlier is not None:
+            earlier.refuse_changes()
         restored = surroundings.restored(self.function, graph=True)
-        attached, output, _ = self._attach("recomputation", restored, value, skip_output)
-        self.earlier.note()
+        attached, output, _ = self._attach("recomputation", restored, value, context, skip_output)
+        if earlier is not None:
+            earlier.note()
         return attached, output
 
-    def attach_first(self, value: Any) -> tuple[AttachedStage, Any, Surroundings]:
+    def attach_first(self, value: Any, context: Context = ()) -> tuple[AttachedStage, Any, Surroundings]:
         """Run it for the first time with a graph of its own; return that, the output, and what surrounded it.
 
         RuntimeError if an `open` stage uses a parameter that it does not own.
         """
-        attached, output, found = self._attach("forward", self.recorded(value), value)
-        self.earlier.note_first()
+        attached, output, found = self._attach("forward", self.recorded(value, context), value, context)
         return attached, output, found[0]
 
     def _attach(
-        self, doing: str, around: AbstractContextManager[T], value: Any, skip_output: bool = False
+        self,
+        doing: str,
+        around: AbstractContextManager[T],
+        value: Any,
+        context: Context,
+        skip_output: bool = False,
     ) -> tuple[AttachedStage, Any, T]:
         """Run it with a graph of its own inside of `around`; return that graph, the output, and what `around` gave."""
         slots = parameter_slots(self.function)
@@ -244,16 +252,16 @@ class StageRunner:
         inputs, owners = edges_of(entered), owners_of(entered)
         # `around` inside of `enable_grad`: it keeps weights that autocast has cast only where there is a graph.
         with During(doing, self.name), torch.enable_grad(), around as found, substituted(slots, aliases):
-            output = self._function(skip_output)(entered)
+            output = self._function(context, skip_output)(entered)
         owners += owners_of(output)
         attached = AttachedStage(edges_of(output), inputs, list(aliases.values()), owners, self.name)
         if self.open:  # a walk through the whole graph, which a layer that owns all it uses is spared
             attached.refuse_other_leaves(origin)
         return attached, output, found
 
-    def undo(self, value: Any) -> Undo:
+    def undo(self, value: Any, context: Context = ()) -> Undo:
         """What undoes a first run on `value`, which is about to begin."""
-        return Undo(self.function, self.devices(value))
+        return Undo(self.function, self.devices(value, context))
 
     def parameters(self) -> list[torch.Tensor]:
         """The trained parameters, each once, in the order of the gradients of `AttachedStage.backward`."""
@@ -263,8 +271,9 @@ class StageRunner:
         """The parameters, those that are frozen as well."""
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
-    def devices(self, value: Any) -> tuple[torch.device, ...]:
-        return accelerators(tensor.device for tensor in [*self.read(value), *self.parameters()])
+    def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:
+        given = tensors_in(value) + tensors_in(context)
+        return accelerators(tensor.device for tensor in [*given, *self.parameters()])
 
 
 def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:

@@ -20,11 +20,12 @@ from torch import nn
 from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.storage import equal
+from rotor_py.errors import InvalidStateError
+from rotor_py.stage.earlier_runs import EarlierRuns
 from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
 from rotor_py.stage.restored.decisions import Decisions, decisions_recorded, decisions_repeated
 from rotor_py.stage.restored.other_streams import Drawn, other_draws
 from rotor_py.stage.restored.running_statistics import WrittenStatistics
-from rotor_solver.errors import InvalidStateError
 
 # Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
 # switched off instead. A derived class may read its statistics, so types have to be equal.
@@ -53,6 +54,8 @@ class Surroundings:
     drawn: Drawn = ()
     changes: Callable[[], Sequence[Change]] = tuple
     """Finds the attributes that are not as they were any more, and what they were."""
+    earlier: EarlierRuns | None = None
+    """What must not change until a later run; None if there has been no run."""
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
@@ -60,7 +63,7 @@ class Surroundings:
 
         Without a `graph`, weights that autocast has cast are not cached: a later forward with a graph in the same
         autocast region would find them there without their history, and lose gradients. `alike` makes autograd save as
-        many tensors as the first time, where otherwise it may save fewer: regions (`execute/rerun.py`) count them.
+        many tensors as the first time, where otherwise it may save fewer: regions (`execute/recompute.py`) count them.
         """
         with ExitStack() as stack:
             # What puts a change back is registered before the change: an interrupt between the two does no harm.
@@ -132,6 +135,7 @@ def recorded(
             tuple(slots),
             drawn[0],
             (lambda: changes) if changes else tuple,
+            EarlierRuns(function, name),
         )
     )
 

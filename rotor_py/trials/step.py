@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import RandomState, leaves_of, measured_peak, tensors_in
 from rotor_profiling.attributes import attributes_kept
-from rotor_py.plan.inputs.sample import arguments_of
+from rotor_py.plan.sample import arguments_of
 from rotor_py.trials.operations import TimedOperation, measured_operations
 from rotor_py.trials.restore import put_back, same_state
 from rotor_solver import Sequence

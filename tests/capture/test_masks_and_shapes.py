@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.plan.inputs.input_spec import spec_of
-from rotor_py.plan.refusals import Refusals
 from rotor_py.plan.sources.graph_source import GraphSource
-from rotor_py.plan.steps.step_spec import ModelState, StepSpec
+from rotor_py.plan.step_plan import Refusals
+from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from tests.capture.test_masks import assert_same_gradients, attentions, llama, words
 from tests.fields import logged
 

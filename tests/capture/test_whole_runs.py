@@ -16,10 +16,9 @@ from torch import nn
 from rotor_py import Checkpointable
 from rotor_py.capture import tracing
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.execute.whole_runs import run_through
-from rotor_py.plan.inputs.input_spec import equal_at_sight, spec_of
-from rotor_py.plan.steps.step_plans import StepPlans
-from rotor_py.plan.steps.step_spec import StepSpec
+from rotor_py.execute.program import joined_run
+from rotor_py.plan.step_plan import StepPlans
+from rotor_py.plan.step_spec import StepSpec, identical_specs, spec_of
 from rotor_py.stage.activity import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -69,9 +68,9 @@ def stages_called(monkeypatch: Any) -> list[str]:
     found: list[str] = []
     run = StageRunner.forward
 
-    def noted(self: StageRunner, value: Any, **options: Any) -> Any:
+    def noted(self: StageRunner, *given: Any, **options: Any) -> Any:
         found.append(self.name)
-        return run(self, value, **options)
+        return run(self, *given, **options)
 
     monkeypatch.setattr(StageRunner, "forward", noted)
     return found
@@ -128,7 +127,7 @@ def test_torchdynamo_has_settings_of_ours_only_while_it_makes_a_graph(monkeypatc
 
 def test_layers_that_do_nothing_are_run_too() -> None:
     network = Checkpointable(nn.Sequential(nn.Sequential(), nn.Sequential(), nn.Linear(4, 4)), mem_limit="1GB")
-    assert run_through([("nothing", nn.Sequential()), ("nothing", nn.Sequential())], ()) is None
+    assert joined_run([("nothing", nn.Sequential()), ("nothing", nn.Sequential())]) is None
     network(torch.randn(2, 4)).sum().backward()
 
 
@@ -228,7 +227,7 @@ def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:
         return spec_of(((value, 2, [None, "a"]), {"mask": torch.ones(3), **others}))
 
     known = spec(torch.ones(4, 5))
-    assert equal_at_sight(known, spec(torch.zeros(4, 5)))
+    assert identical_specs(known, spec(torch.zeros(4, 5)))
     for other in (
         spec(torch.ones(4, 6)),
         spec(torch.ones(4, 5, dtype=torch.float64)),
@@ -238,9 +237,9 @@ def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:
         spec_of(((torch.ones(4, 5), True, [None, "a"]), {"mask": torch.ones(3)})),
         spec_of(((torch.ones(4, 5), 2, (None, "a")), {"mask": torch.ones(3)})),
     ):
-        assert not equal_at_sight(known, other)
+        assert not identical_specs(known, other)
     array = spec_of((np.ones(3),))  # whose elements would be compared
-    assert not equal_at_sight(array, spec_of((np.ones(3),)))
+    assert not identical_specs(array, spec_of((np.ones(3),)))
 
 
 def test_a_step_like_the_last_one_looks_for_no_other_plan(monkeypatch: Any) -> None:

@@ -12,7 +12,7 @@ from rotor_py import Checkpointable
 from rotor_py.capture.whole_graph import slower
 from rotor_py.compiled import stage_compiler
 from rotor_py.compiled.stage_code import NotCompilableError
-from rotor_py.plan.ways import fastest
+from rotor_py.plan.solving import fastest
 from rotor_solver import InfeasibleError, Persistent, Sequence, simulate, store_all
 from tests.compiled.network import Net, batch, gradients, loss, network, same, stage_by_stage
 from tests.fields import logged, raises

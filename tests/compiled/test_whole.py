@@ -20,7 +20,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.partition import partitioner
 from rotor_py.partition.costs.operator_costs import Cost
 from rotor_py.partition.joint_graph import JointGraph
-from rotor_py.plan.room import StepRoom
+from rotor_py.plan.measuring import CompileBudget
 from rotor_solver import store_all
 from tests.compiled.network import Net, Wide, batch, gradients, loss, results, same
 from tests.compiled.test_choice import Compilations
@@ -203,9 +203,9 @@ def test_what_takes_more_than_foreseen_is_compiled_once_more_with_less(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable
 ) -> None:
     compilations = Compilations(monkeypatch)
-    honest = StepRoom.peak
+    honest = CompileBudget.peak
     # A compiler that takes a seventh more than what its graphs show, at the second look as at the first.
-    monkeypatch.setattr(StepRoom, "peak", lambda room, found: honest(room, found) * 23 // 20)
+    monkeypatch.setattr(CompileBudget, "peak", lambda room, found: honest(room, found) * 23 // 20)
     limit = peak(free) * 11 // 10
     found = whole(limit)
     assert len(found.names) == 1
@@ -221,23 +221,23 @@ def test_what_takes_less_than_foreseen_is_compiled_once_more_with_more(
     """A compiler that fuses much, so that more can be saved than the graph shows, and one that fuses nothing."""
     foreseen: list[int] = []
 
-    def peak_of(room: StepRoom, found: Measurement) -> int:
+    def peak_of(room: CompileBudget, found: Measurement) -> int:
         if len(found.stages) == 1:
             foreseen.append(partitioners[-1].peak)
             return room.fixed + int(needs * (foreseen[-1] - given))
         return room.limit + 1  # plain, nothing fits
 
     partitioners: list[Any] = []
-    honest = StepRoom.partitioner
+    honest = CompileBudget.partitioner
 
-    def partitioner(room: StepRoom, limit: int) -> Any:
+    def partitioner(room: CompileBudget, limit: int) -> Any:
         partitioners.append(honest(room, limit))
         return partitioners[-1]
 
     assert free.budget is not None
     given = storage_bytes([*free.model.parameters(), *free.model.buffers(), batch(ROWS)])
-    monkeypatch.setattr(StepRoom, "peak", peak_of)
-    monkeypatch.setattr(StepRoom, "partitioner", partitioner)
+    monkeypatch.setattr(CompileBudget, "peak", peak_of)
+    monkeypatch.setattr(CompileBudget, "partitioner", partitioner)
     whole(peak(free) * 19 // 20)
     assert len(foreseen) == (2 if needs == 0.85 else 1)
     assert foreseen == sorted(set(foreseen))
@@ -266,21 +266,21 @@ def test_where_the_least_partition_takes_too_much_none_is_compiled_twice(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable
 ) -> None:
     shown: list[int] = []
-    honest, partitioner = StepRoom.peak, StepRoom.partitioner
+    honest, partitioner = CompileBudget.peak, CompileBudget.partitioner
     given: list[Any] = []
 
-    def partitioner_of(room: StepRoom, limit: int) -> Any:
+    def partitioner_of(room: CompileBudget, limit: int) -> Any:
         given.append(partitioner(room, limit))
         return given[-1]
 
-    def peak_of(room: StepRoom, found: Measurement) -> int:
+    def peak_of(room: CompileBudget, found: Measurement) -> int:
         if len(found.stages) > 1:
             return honest(room, found)
         shown.append(given[-1].peak)
         return room.limit + room.limit // 100
 
-    monkeypatch.setattr(StepRoom, "partitioner", partitioner_of)
-    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    monkeypatch.setattr(CompileBudget, "partitioner", partitioner_of)
+    monkeypatch.setattr(CompileBudget, "peak", peak_of)
     found = whole(peak(free) * 19 // 20)
     assert len(found.names) > 1
     assert len(shown) > 1
@@ -292,15 +292,15 @@ def test_as_long_as_no_partition_fits_others_are_compiled(monkeypatch: pytest.Mo
     """As a U-Net's were: what is foreseen to fit takes a little too much, three times."""
     limit = peak(whole("1GB", blocks=6)) * 19 // 20
     compiled: list[int] = []
-    honest = StepRoom.peak
+    honest = CompileBudget.peak
 
-    def peak_of(room: StepRoom, found: Measurement) -> int:
+    def peak_of(room: CompileBudget, found: Measurement) -> int:
         if len(found.stages) > 1:
             return honest(room, found)
         compiled.append(honest(room, found))
         return max(room.limit + room.limit // 100, compiled[-1]) if len(compiled) <= 3 else compiled[-1]
 
-    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    monkeypatch.setattr(CompileBudget, "peak", peak_of)
     found = whole(limit, blocks=6)
     assert len(found.names) == 1
     assert compiled[:4] == sorted(compiled[:4], reverse=True)
@@ -317,7 +317,7 @@ def test_a_limit_between_the_peaks_of_two_partitions_has_a_third_compiled(
     shares = [0.6, 1.04, 0.97]
     saved: list[int] = []
 
-    def peak_of(room: StepRoom, found: Measurement) -> int:
+    def peak_of(room: CompileBudget, found: Measurement) -> int:
         if len(found.stages) > 1:
             return room.limit + 1  # plain, nothing fits
         saved.append(found.stages[0].saved_bytes)
@@ -325,8 +325,9 @@ def test_a_limit_between_the_peaks_of_two_partitions_has_a_third_compiled(
 
     fixed = free.budget.fixed.total
     tight = fixed + (peak(free) - fixed) * 8 // 10
-    monkeypatch.setattr("rotor_py.plan.plan_maker.StepRoom", lambda budget, _, fresh: StepRoom(budget, tight, fresh))
-    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    made = CompileBudget
+    monkeypatch.setattr("rotor_py.plan.measuring.CompileBudget", lambda budget, _, fresh: made(budget, tight, fresh))
+    monkeypatch.setattr(CompileBudget, "peak", peak_of)
     found = whole(peak(free))
     assert compilations.count == 3
     assert saved[0] < saved[2] < saved[1]
@@ -342,13 +343,13 @@ def test_a_faster_one_is_tried_that_shows_a_little_more_than_the_limit(
     monkeypatch.setattr("rotor_py.capture.whole_graph._SHOWN_TOO_MUCH", 0.15)
     compilations, saved, shares = Compilations(monkeypatch), list[int](), [0.99, taken, 2.0]
 
-    def peak_of(room: StepRoom, found: Measurement) -> int:
+    def peak_of(room: CompileBudget, found: Measurement) -> int:
         if len(found.stages) > 1:
             return room.limit + 1  # plain, nothing fits
         saved.append(found.stages[0].saved_bytes)
         return room.fixed + int(shares[len(saved) - 1] * (room.limit - room.fixed))
 
-    monkeypatch.setattr(StepRoom, "peak", peak_of)
+    monkeypatch.setattr(CompileBudget, "peak", peak_of)
     found = whole(peak(free) * 19 // 20)
     assert compilations.count >= 2
     assert saved[0] < saved[1]
@@ -405,7 +406,7 @@ def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(
 def test_where_no_partition_fits_the_stages_are_compiled(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(StepRoom, "fixed", property(lambda room: room.limit - 1))
+    monkeypatch.setattr(CompileBudget, "fixed", property(lambda room: room.limit - 1))
     found = whole(peak(free))
     assert len(found.names) == 2
     assert found.compiled
@@ -428,9 +429,9 @@ def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(
     assert free.budget is not None
     fixed = free.budget.fixed.total
     limit = fixed + (peak(free) - fixed) * 9 // 10
-    roomy = StepRoom.partitioner
-    monkeypatch.setattr(StepRoom, "partitioner", lambda room, _: roomy(room, 10**12))
-    monkeypatch.setattr(StepRoom, "peak", lambda *_: 0)  # as if it were overlooked what the step takes beside the graph
+    roomy = CompileBudget.partitioner
+    monkeypatch.setattr(CompileBudget, "partitioner", lambda room, _: roomy(room, 10**12))
+    monkeypatch.setattr(CompileBudget, "peak", lambda *_: 0)  # as if all beside the graph were overlooked
     torch.manual_seed(0)
     found = Checkpointable(Net(2), mem_limit=limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
     for _ in range(3):

@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from rotor_py import CheckpointOptim
+from rotor_py.execute.program import program
+from rotor_py.execute.tape import replay
+from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from tests.execute.training import assert_same
 from tests.fields import raises
@@ -289,3 +292,43 @@ def test_a_parameter_that_changes_before_its_stage_runs_again_is_refused() -> No
         layers[1].bias.add_(1.0)  # which plain training does not need for its backward, and a recomputation does
     with raises(RuntimeError, "parameter_changed", name="b"):
         output.sum().backward()
+
+
+def runners_of(model: nn.Sequential) -> list[StageRunner]:
+    return [StageRunner(layer, f"stage {number}") for number, layer in enumerate(model)]
+
+
+def test_runners_serve_two_forwards_in_flight_and_a_parameter_written_between_them_is_refused_to_the_first_alone():
+    model = network()
+    runners, instructions = runners_of(model), program(4, NESTED)
+    first = seeded(lambda: replay(runners, instructions, value()))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    plain = copy.deepcopy(model)
+    second = seeded(lambda: replay(runners, instructions, value()))
+    second.sum().backward()
+    seeded(lambda: plain(value()).sum().backward())
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    with pytest.raises(RuntimeError, match="a parameter of stage 'stage 0' was changed"):
+        first.sum().backward()
+
+
+def test_runners_serve_two_forwards_in_flight_and_a_switch_between_them_is_refused_to_the_first_alone():
+    model = network()
+    runners, instructions = runners_of(model), program(4, NESTED)
+    first = seeded(lambda: replay(runners, instructions, value()))
+    model[1].eval()
+    replay(runners, instructions, value()).sum().backward()
+    with pytest.raises(RuntimeError, match="stage 'stage 1' was switched between training and evaluation"):
+        first.sum().backward()
+
+
+def test_runners_hold_nothing_of_a_forward():
+    model, x = network(), value()
+    runners = runners_of(model)
+    held = weakref.ref(x.untyped_storage())
+    output = replay(runners, program(4, NESTED), x)
+    del x
+    assert held() is not None  # the tape has it, for the backward
+    del output
+    assert held() is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.program import Runners
 from rotor_py.stage.runner import StageRunner
 from tests.fields import raises
 
@@ -17,7 +17,7 @@ def runners(count: int = 3) -> tuple[Runners, list[int]]:
         made.append(stage)
         return StageRunner(nn.Identity(), str(stage))
 
-    return Runners([(str(stage), nn.Identity()) for stage in range(count)], (), make), made
+    return Runners([(str(stage), nn.Identity()) for stage in range(count)], make), made
 
 
 def test_a_runner_is_made_once_and_when_it_is_asked_for() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.plan.stepping.spent_gradient import SpentGradientError
+from rotor_py.plan.step_in_backward import SpentGradientError
 from tests.fields import raises
 from tests.integrations.runs import assert_same_weights
 from tests.training.stepping import chain, square

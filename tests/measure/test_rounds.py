@@ -14,7 +14,7 @@ from torch import nn
 from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.execute.lone_node import lone_node
+from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.rounds import (
     FEWEST_ROUNDS,
@@ -177,7 +177,7 @@ def test_a_stage_that_is_a_node_takes_more_than_its_two_runs(monkeypatch: pytest
     """Half a millisecond, as in a step; on a device that works meanwhile, it takes its runs."""
 
     def waits(runner: Any) -> Callable[[Any], Any]:
-        run = lone_node(runner)
+        run = single_stage_node(runner)
 
         def running(value: Any) -> Any:
             time.sleep(0.05)
@@ -185,7 +185,7 @@ def test_a_stage_that_is_a_node_takes_more_than_its_two_runs(monkeypatch: pytest
 
         return running
 
-    monkeypatch.setattr("rotor_py.plan.sources.running.lone_node", waits)
+    monkeypatch.setattr("rotor_py.plan.sources.running.single_stage_node", waits)
     model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=torch.sum, cache=False)
     model.measure(torch.randn(2, 4))
     assert model.budget is not None

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from rotor_py import Checkpointable
-from rotor_py.plan.noticed.callers_hooks import callers_hooks_aside
+from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
 
 
 class Captured(nn.Module):
@@ -54,11 +54,11 @@ def test_hooks_see_nothing_of_planning_and_all_that_comes_after_it() -> None:
 
     value = torch.ones(2, requires_grad=True)
     with hooks("outer"), hooks("inner"):
-        with callers_hooks_aside():
+        with outer_hooks_aside():
             value.exp()
         assert seen == []
         value.exp()
-        with pytest.raises(ZeroDivisionError), callers_hooks_aside():
+        with pytest.raises(ZeroDivisionError), outer_hooks_aside():
             1 / 0  # noqa: B018  # an error in the middle of planning
         value.exp()
     assert seen == ["inner", "inner"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
-from rotor_py.plan.out_of_memory import replanner
+from rotor_py.plan import oom_replanning
 from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
 from tests.checkpointable.steps import Residual, between, blocks, images, square, step_peak
 from tests.execute.starved import AtOperators, Capacity, out_of_cpu_memory, out_of_memory
@@ -333,7 +333,7 @@ def test_the_limit_is_smaller_by_what_was_asked_for_or_a_share(make: Any, caplog
 def test_on_cuda_the_limit_is_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     network = planned(dropping())
     enough = between(network, 0.3)
-    monkeypatch.setattr(replanner, "allocated_bytes", lambda device: enough)
+    monkeypatch.setattr(oom_replanning, "allocated_bytes", lambda device: enough)
     with AtOperators(1).inside_stages():
         step(network)
     assert network.budget.peak_bytes(network.sequence) <= enough
@@ -429,7 +429,7 @@ class TestSettings:
         ("given", "kind", "name"),
         [
             ({"on_oom": "retry"}, "unknown_value", "on_oom"),
-            ({"on_oom": "replan", "preserve_rng_state": False}, "excluded_together", "preserve_rng_state"),
+            ({"on_oom": "replan", "preserve_rng_state": False}, "excluded_together", "on_oom"),
             ({"on_oom": "replan", "level": 1}, "excluded_together", "on_oom"),
             ({"on_oom": "replan", "every_n_layers": 2}, "excluded_together", "on_oom"),
         ],
@@ -441,7 +441,7 @@ class TestSettings:
 
     def test_several_processes_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         network = planned(dropping())
-        monkeypatch.setattr("rotor_py.plan.trained_model.size_of", lambda group: 2)
+        monkeypatch.setattr("rotor_py.plan.trained_model.TrainedModel.alone", False)
         with raises(UnsupportedModelError, "one_process_only", name="on_oom='replan'"):
             step(network)
         monkeypatch.undo()

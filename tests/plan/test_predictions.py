@@ -123,7 +123,7 @@ def test_a_plan_for_cuda_is_none_for_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
-    from rotor_py.plan.saved import plan_file
+    from rotor_py.plan import plan_file
 
     saved(tmp_path / "plan", blocks())
     data = json.loads((tmp_path / "plan").read_text())

@@ -13,7 +13,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import PlanMismatchError
-from rotor_py.plan.stepping.spent_gradient import SpentGradientError
+from rotor_py.plan.step_in_backward import SpentGradientError
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Sequence, store_all
 from tests.fields import raises
@@ -62,9 +62,9 @@ class Own(torch.optim.SGD):
             "excluded_together",
             "differentiable",
         ),
-        (sgd, {"forwards_in_flight": 2}, "excluded_together", "forwards_in_flight"),
-        (sgd, {"on_oom": "replan"}, "excluded_together", "on_oom"),
-        (sgd, {"optimizer": torch.optim.SGD([nn.Parameter(BATCH)])}, "excluded_together", "optimizer"),
+        (sgd, {"forwards_in_flight": 2}, "excluded_together", "step_in_backward"),
+        (sgd, {"on_oom": "replan"}, "excluded_together", "step_in_backward"),
+        (sgd, {"optimizer": torch.optim.SGD([nn.Parameter(BATCH)])}, "excluded_together", "step_in_backward"),
     ],
 )
 def test_settings_that_exclude_each_other(make: Any, options: dict[str, Any], kind: str, name: str) -> None:
@@ -180,7 +180,7 @@ def test_gradients_that_are_gone_take_no_memory_and_go_with_the_step(planned: Ch
     parameters = list(planned.parameters())
     square(planned(BATCH)).backward()
     assert [each.grad.shape for each in parameters if each.grad is not None] == [each.shape for each in parameters]
-    assert "SpentGradient" in repr(parameters[0].grad)
+    assert "ConsumedGradient" in repr(parameters[0].grad)
     optimizer_of(planned).step()
     assert all(each.grad is None for each in parameters)
     square(planned(BATCH)).backward()

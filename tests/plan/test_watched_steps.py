@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from rotor_py.plan.noticed import watched_step
+from rotor_py.plan.observers import watched_steps
 from rotor_py.trials.verification import verify
 from tests.checkpointable.steps import CPU, between
 from tests.execute.training import assert_same
@@ -513,7 +513,7 @@ def test_forwards_that_nobody_told_of_are_told_of_once(caplog: pytest.LogCapture
 
 
 def test_a_step_whose_forwards_never_come_to_an_end_is_not_watched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_step, "_MOST_FORWARDS", 3)
+    monkeypatch.setattr(watched_steps, "_MOST_FORWARDS", 3)
     planned = planned_for(share=0.5, forwards_in_flight=2, loss=loss)
     before = planned(WORDS)
     for _ in range(2):

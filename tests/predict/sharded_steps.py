@@ -21,7 +21,7 @@ from rotor_profiling.memory import Phase
 from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, InfeasibleError, Plan
 from rotor_py.devices.table import find_device
-from rotor_py.plan.noticed import watched_steps
+from rotor_py.plan.observers import watched_steps
 from rotor_py.predict.communication import Communication
 from rotor_py.predict.sharding import shard_blocks
 from rotor_py.predict.training_step import TrainingStep

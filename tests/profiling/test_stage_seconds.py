@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from rotor_py.execute.single_stage_replay import single_stage_node
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,6 @@ from rotor_profiling.stage.cost import measure_ways
 from rotor_profiling.stage.seconds import StageRun, estimate, spread_of, time_stage
 from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile
-from rotor_py.execute.lone_node import lone_node
 from rotor_py.stage.runner import StageRunner
 
 pytestmark = pytest.mark.timed
@@ -101,7 +101,7 @@ class Scripted:
 @pytest.mark.parametrize(
     ("as_node", "laps", "expected"),
     [
-        (lone_node, (2.0, 5.0, 2.5, 7.5), (2.5, 7.5)),
+        (single_stage_node, (2.0, 5.0, 2.5, 7.5), (2.5, 7.5)),
         (None, (2.0, 5.0, 2.5, 1.5), (2.5, 6.5)),  # the second run, and the backward of the first way
     ],
 )
@@ -135,7 +135,7 @@ def test_a_node_runs_its_stage_once_in_the_forward_and_once_in_the_backward() ->
 
     runs: list[bool] = []
     layer, value = Noting(4, 4), torch.randn(2, 4, requires_grad=True)
-    run_node = lone_node(StageRunner(layer, "layer"))
+    run_node = single_stage_node(StageRunner(layer, "layer"))
     assert runs == []
     output = run_node(value)
     assert runs == [False]
@@ -151,7 +151,7 @@ def test_a_node_runs_its_stage_once_in_the_forward_and_once_in_the_backward() ->
 def test_a_stage_that_overwrites_its_input_is_timed_as_a_node_too() -> None:
     stage = StageRunner(nn.ReLU(inplace=True), "relu")
     value = torch.randn(4, requires_grad=True)
-    lone_node(stage)(value * 1).sum().backward()
+    single_stage_node(stage)(value * 1).sum().backward()
     assert value.grad is not None
 
 
@@ -166,7 +166,7 @@ def test_a_gradient_in_another_layout_than_the_input_is_not_copied() -> None:
     value = torch.randn(3, 5, requires_grad=True)
     with cpu_stopwatch() as watch, Calls() as calls:
         runner = StageRunner(layer, "layer")
-        time_stage([runner], value, [*layer.parameters()], watch, fresh_gradients=True, as_node=lone_node)
+        time_stage([runner], value, [*layer.parameters()], watch, fresh_gradients=True, as_node=single_stage_node)
     assert (3, 5) not in [shape for name, shape in calls.found if name in ("clone", "copy_")]
     assert value.grad is None
 

@@ -17,7 +17,7 @@ from rotor_profiling import StageCost
 from rotor_py import Checkpointable
 from rotor_py.measure.measurement import Way, costliest
 from rotor_py.measure.stage_ways import worth_choosing
-from rotor_py.plan.saved.plan_costs import PlanCosts
+from rotor_py.plan.plan_costs import PlanCosts
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.protocol import Run
 from rotor_py.stage.ways.keeper import Known

@@ -502,7 +502,7 @@ def test_a_plan_file_that_moves_nothing_says_so_to_whoever_wants_it(
 
 def test_compiling_later_is_refused(tmp_path: Path) -> None:
     model = planned(chain(), 10**9, tmp_path)
-    with raises(ValueError, "excluded_together", name="compile"):
+    with raises(ValueError, "excluded_together", name="offload"):
         model.compile()
 
 

@@ -22,7 +22,7 @@ from rotor_py.capture.graph.saved_values import SavedPart
 from rotor_py.capture.graph.stage_graph import node_of, run_graph
 from rotor_py.capture.graph.stage_parts import Known, StageParts
 from rotor_py.distributed.shard_groups import ShardGroup
-from rotor_py.execute.runners import Runners
+from rotor_py.execute.program import Runners
 from rotor_py.stage.activity import add_note
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
@@ -253,29 +253,30 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return values[:count], values[count:]
 
 
-def in_context(
+def runners_of(
     stages: Sequence[tuple[str, nn.Module]],
-    value: tuple[Any, ...],
     preserve_rng_state: bool,
     ways: Sequence[Sequence[str]],
     keepers: Sequence[Keeper],
-) -> tuple[Runners, tuple[Any, ...]]:
-    """Runners of a graph's stages, to which the shared values are bound, and what else goes into the first stage.
+) -> Runners:
+    """Runners of a graph's stages; `ways` are the names of each stage's options."""
+    return Runners(stages, partial(_runner, stages, preserve_rng_state, ways, keepers))
 
-    `ways` are the names of each stage's options.
-    """
+
+def shared_apart(
+    stages: Sequence[tuple[str, nn.Module]], value: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What goes from stage to stage, and what all of them share as their context, of what goes into the first."""
     own = len(value) - _end(stages[0][1]).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
         # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
         # everything shared goes from stage to stage there.
         own = len(value)
-    context = value[own:]
-    return Runners(stages, context, partial(_runner, stages, context, preserve_rng_state, ways, keepers)), value[:own]
+    return value[:own], value[own:]
 
 
 def _runner(
     stages: Sequence[tuple[str, nn.Module]],
-    context: tuple[Any, ...],
     preserve_rng_state: bool,
     ways: Sequence[Sequence[str]],
     keepers: Sequence[Keeper],
@@ -283,9 +284,7 @@ def _runner(
 ) -> StageRunner:
     name, stage = stages[number]
     hands_on = not _end(stage).last
-    return StageRunner(
-        stage, name, preserve_rng_state, context=context, hands_on=hands_on, ways=ways[number], keepers=keepers
-    )
+    return StageRunner(stage, name, preserve_rng_state, hands_on=hands_on, ways=ways[number], keepers=keepers)
 
 
 def _end(stage: nn.Module) -> GraphStage:

@@ -6,16 +6,18 @@ import logging
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from rotor_py.compiled.stage_compiler import StageCompiler
 from rotor_py.distributed.whole_parameters import as_entered
 from rotor_py.errors import record_fields
+from rotor_py.execute.program import Runners
 from rotor_py.measure.cut import Cut, Layer
-from rotor_py.plan.inputs.input_spec import describe, reaches, spec_of
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.sources.running import Replay, measuring_options
+from rotor_py.plan.saved_plan import Plan
+from rotor_py.plan.sources.running import SequenceExecutor, measuring_options
 from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+from rotor_py.plan.step_spec import describe, reaches, spec_of
 
 _log = logging.getLogger("rotor_py")
 
@@ -32,9 +34,8 @@ class GraphSource:
         self._model = model
         self._granularity = granularity
         self._compiler = compiler
-        self._session = CaptureSession(model, self._run_stages, granularity)
-        self._replay = Replay(model)
-        self._following: Following | None = None
+        self._session = CaptureSession(model, granularity)
+        self._replay = SequenceExecutor(model)
 
     @property
     def answers(self) -> tuple[bool, ...] | None:
@@ -44,7 +45,8 @@ class GraphSource:
         return GraphSource(self._model, self._granularity, self._compiler)
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        return as_entered(self._model, (arguments, keywords))
+        given = arguments, keywords
+        return as_entered(self._model, given) if dist.is_initialized() else given
 
     def covers(self, planned: Any, value: Any) -> bool:
         """Whether no tensor of `value` is larger in any dimension. Where other sizes change what the model does, Dynamo
@@ -77,20 +79,22 @@ class GraphSource:
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
         arguments, keywords = value
-        # Dynamo calls `_run_stages` in the course of the forward, and hands over nothing of ours.
-        self._following = how
-        return self._session.run(arguments, keywords, partial(_tell_of_capture, value))
+        # Dynamo calls `_run_stages` in the course of the forward.
+        by_plan = partial(self._run_stages, how)
+        return self._session.run(arguments, keywords, by_plan, partial(_tell_of_capture, value))
 
-    def _run_stages(self, cut: Cut, value: Any) -> Any:
+    def _run_stages(self, how: Following, cut: Cut, value: Any) -> Any:
         """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
-        from rotor_py.capture.graph.graph_stage import in_context
+        from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 
-        how = self._following
-        assert how is not None
         for _, layer in cut.prefix:
             value = layer(value)
-        runners, value = in_context(cut.stages, value, how.preserve_rng_state, how.ways, how.keepers)
-        return self._replay(runners, value, how)
+        value, context = shared_apart(cut.stages, value)
+
+        def make(how: Following) -> Runners:
+            return runners_of(cut.stages, how.preserve_rng_state, how.ways, how.keepers)
+
+        return self._replay(cut.stages, make, value, how, context)
 
 
 def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, layers: list[Layer]) -> Cut:

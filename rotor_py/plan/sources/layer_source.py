@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Container, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +17,13 @@ from rotor_profiling.backends import operators
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_py.distributed.whole_parameters import is_sharded
+from rotor_py.execute.program import Runners
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
-from rotor_py.plan.inputs.input_spec import covers
-from rotor_py.plan.saved.plan import Plan
-from rotor_py.plan.sources.running import Replay, measuring_options
+from rotor_py.plan.saved_plan import Plan
+from rotor_py.plan.sources.running import SequenceExecutor, measuring_options
 from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+from rotor_py.plan.step_spec import covers
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.names import own_of
@@ -114,7 +116,7 @@ class LayerSource:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._replay = Replay(model)
+        self._replay = SequenceExecutor(model)
         self._parts = LayerParts(sharded=is_sharded(model))
 
     def renewed(self) -> LayerSource:
@@ -137,7 +139,8 @@ class LayerSource:
         with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, how.device)
             measurement = measure(found, value, how.device, measuring_options(self._model, how), parts)
-        self._parts = parts  # only now: after an error, the plan that there was goes on
+        # Only now: after an error, the plan that there was goes on.
+        self._parts, self._replay = parts, SequenceExecutor(self._model)
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:
@@ -153,8 +156,11 @@ class LayerSource:
         assert cut is not None
         for _, layer in cut.prefix:
             value = layer(value)
+        return self._replay(cut.stages, partial(self._runners, cut), value, how)
+
+    def _runners(self, cut: Cut, how: Following) -> Runners:
         kept = [keeper.name for keeper in how.keepers]
-        runners = [
+        made = [
             StageRunner(
                 function,
                 name,
@@ -165,4 +171,4 @@ class LayerSource:
             )
             for (name, function), ways in zip(cut.stages, how.ways, strict=True)
         ]
-        return self._replay(runners, value, how)
+        return Runners.of(made)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Operations
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -11,14 +12,13 @@ from rotor_profiling.backends import operators, prediction
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.whole_parameters import is_sharded
 from rotor_py.execute import regions
-from rotor_py.execute.guarded_tape import GuardedTape
-from rotor_py.execute.lone_node import lone_node
-from rotor_py.execute.program import Program, program
+from rotor_py.execute.oom_retry_tape import OOMRetryTape
+from rotor_py.execute.program import NamedStage, Program, Runners, program
+from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.execute.tape import replay
 from rotor_py.measure.stage_measurer import MeasuringOptions
 from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.sources.source import Following, Measuring
-from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.ways.elsewhere import ELSEWHERE
 from rotor_solver import Sequence
 
@@ -26,28 +26,60 @@ _MOST_READ = 8
 """Sequences that are remembered as they were read. A guess: each forward in flight may follow one of its own."""
 
 
-class Replay:
-    """Runs stages by sequences, each of which it reads once while it is in use."""
+class _Read(NamedTuple):
+    """A sequence as it was read, for stages that are stored in these ways."""
+
+    sequence: Sequence
+    stages: Operations[NamedStage]
+    ways: tuple[tuple[str, ...], ...]
+    preserve_rng_state: bool
+    program: Program
+    runners: Runners
+
+
+class SequenceExecutor:
+    """Runs stages by sequences, each of which it reads once while it is in use; its runners serve all forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._read: list[tuple[Sequence, Program]] = []
+        self._read: list[_Read] = []
         """those that were followed last, the latest at the end"""
 
-    def __call__(self, runners: Operations[StageRunner], value: Any, how: Following) -> Any:
-        sequence = how.sequence
-        # Sequences are compared as objects: comparing thousands of operations would take longer than small stages do.
-        read = next((each for each in self._read if each[0] is sequence), None)
+    def __call__(
+        self,
+        stages: Operations[NamedStage],
+        make: Callable[[Following], Runners],
+        value: Any,
+        how: Following,
+        context: tuple[Any, ...] = (),
+    ) -> Any:
+        """Run `stages` on `value`; `make` makes their runners, if there are none yet for this sequence."""
+        # Compared as objects: comparing thousands of operations would take longer than small stages do.
+        read = next(
+            (
+                each
+                for each in self._read
+                if each.sequence is how.sequence
+                and each.stages is stages
+                and each.ways is how.ways
+                and each.preserve_rng_state == how.preserve_rng_state
+            ),
+            None,
+        )
         if read is None:
-            read = sequence, program(len(runners), sequence)
+            instructions = program(len(stages), how.sequence)
+            runners = make(how).by(instructions.options)
+            read = _Read(how.sequence, stages, how.ways, how.preserve_rng_state, instructions, runners)
             self._read = [*self._read[1 - _MOST_READ :], read]
+        instructions, runners = read.program, read.runners
         with operators():
             if is_sharded(self._model):
                 # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
-                return regions.run(runners, regions.regions(sequence), value, read[1].options)
+                items = regions.regions(how.sequence)
+                return regions.run(runners, items, value, instructions.options, context)
             if how.smaller is not None:
-                return GuardedTape(runners, read[1], how.smaller).forward(value)
-            return replay(runners, read[1], value, tier=how.tier)
+                return OOMRetryTape(runners, instructions, how.smaller, context).forward(value)
+            return replay(runners, instructions, value, tier=how.tier, context=context)
 
 
 def measuring_options(model: nn.Module, how: Measuring) -> MeasuringOptions:
@@ -66,5 +98,5 @@ def measuring_options(model: nn.Module, how: Measuring) -> MeasuringOptions:
         closely=how.closely,
         stepped=stepped_parameters(model, settings.step_in_backward),
         # Elsewhere the device works meanwhile, also where it is predicted.
-        as_node=lone_node if how.device.type == "cpu" and prediction() is None else None,
+        as_node=single_stage_node if how.device.type == "cpu" and prediction() is None else None,
     )

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from rotor_py.execute.guarded_tape import SmallerPlans
+from rotor_py.execute.oom_retry_tape import SmallerPlans
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut
 from rotor_py.offload.tier import Tier
-from rotor_py.plan.saved.plan import Plan
+from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.ways.keeper import Keeper
 from rotor_solver import Sequence

@@ -6,7 +6,9 @@ order, be it as they are or in part. Autograd calls the innermost hooks alone, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
+from operator import methodcaller
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -95,6 +97,5 @@ class NobodyWaits:
         _innermost.reset(self._outside)
 
 
-def tensor_of(saved: Saved) -> torch.Tensor:
-    """The hook by which autograd gets back a saved tensor."""
-    return saved.tensor()
+tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")
+"""The hook by which autograd gets back a saved tensor."""

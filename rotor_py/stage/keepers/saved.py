@@ -46,7 +46,7 @@ class SavedAsItIs:
         return self._tensor._version != self._writes
 
     def tensor(self) -> torch.Tensor:
-        if self.overwritten:
+        if self._tensor._version != self._writes:  # overwritten
             raise InvalidStateError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
                 "an in-place operation since the forward; change it after the backward",

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.keepers.handed_over import handing_over_now, tensor_of
 from rotor_py.stage.keepers.keeper import saving_now
-from rotor_py.stage.keepers.saved import Saved
+from rotor_py.stage.keepers.saved import AsItIs, Saved, SavedAsItIs
 from rotor_py.stage.restored.autocast import autocast_now, restored_autocast
 from rotor_py.stage.ways.recipe import Around, Reading, Recipe, nothing_around
 
@@ -34,6 +34,8 @@ class PartialSaving:
         self.recipe = recipe
         self.around = around
         self._saving = saving_now()
+        # Called for every tensor that is saved: without a keeper, by no method in between.
+        self._save: Callable[[torch.Tensor], Saved] = SavedAsItIs if type(self._saving) is AsItIs else self._saving.save
         self.autocast = autocast_now(devices)
         # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
@@ -80,7 +82,17 @@ class PartialSaving:
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         """What autograd is to save in the place of `tensor`."""
-        saved = self._save_in_part(tensor)
+        storage, saved = tensor.untyped_storage(), _Saved()
+        view = _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        found = self._storages.get(storage._cdata)
+        # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
+        if found is not None and found[2] == tensor.dtype:
+            saved.content = self._part(found[1], view)
+        else:
+            saved.content = self._save(tensor)
+            if found is None:
+                early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
+                self._saved.setdefault(storage._cdata, []).append(early)
         if self._handing_over is not None:
             self._handing_over.hand_over(saved, tensor)
             self._end_if_complete()
@@ -90,18 +102,6 @@ class PartialSaving:
         # Before the last value is dropped, something is held of it that was saved before.
         if self._handing_over is not None and not self._to_drop and not self._saving.undecided:
             self._handing_over.end_if_complete()
-
-    def _save_in_part(self, tensor: torch.Tensor) -> _Saved:
-        storage, view = tensor.untyped_storage(), _View.of(tensor)
-        found = self._storages.get(storage._cdata)
-        # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
-        if found is not None and found[2] == tensor.dtype:
-            return _Saved(self._part(found[1], view))
-        saved = _Saved(self._saving.save(tensor))
-        if found is None:
-            early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
-            self._saved.setdefault(storage._cdata, []).append(early)
-        return saved
 
     def _part(self, number: int, view: _View) -> _Part:
         handle = self.dropped.get(number)
@@ -179,10 +179,9 @@ class _Dropped:
 class _Saved:
     """What autograd holds of a tensor that it has saved."""
 
+    # Without an `__init__`: one of these is made for every tensor that is saved.
     __slots__ = ("__weakref__", "content")
-
-    def __init__(self, content: Saved | _Part) -> None:
-        self.content = content
+    content: Saved | _Part
 
     def tensor(self) -> torch.Tensor:
         """The tensor, made again if it was dropped. RuntimeError where a gradient of gradients is asked for then."""
@@ -205,10 +204,6 @@ class _View:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _View:
-        return cls(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 @dataclass(frozen=True, slots=True)

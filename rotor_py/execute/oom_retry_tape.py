@@ -1,0 +1,178 @@
+"""A tape that undoes what runs out of memory, and runs it again by a plan that needs less.
+
+# Note [Running again after an out-of-memory error]
+#
+#  1. Every stage is a node of ours, also one that is stored: what the engine runs by itself, nobody can run again. A
+#     stored stage has its graph in the tape, like one that is run again.
+#  2. The tape keeps the input of the chain until the backward of stage 0: everything else can be made from it. What
+#     surrounded the first run of a stage is recorded for all of them.
+#  3. A forward that fails has left one thing behind that counts: the stage in progress may have moved buffers and the
+#     random state. They are put back. Then the whole forward runs again, in nodes of its own. Stages that had come to
+#     their end find what surrounded them the first time, and leave no trace; the others run for the first time.
+#  4. A backward that fails has left nothing behind. Stages after the one in progress have handed their gradients to the
+#     engine, and stay as they are. The stage in progress has handed over none: they go to the engine all at once, when
+#     it is done. So what is left to do is stages 0 … i, whose gradient is at hand. Everything that is held for them is
+#     let go of, and they are run again from the input of the chain.
+#  5. Memory is free before anything runs again: an error's traceback keeps the tensors of all frames that it went
+#     through. So the second run begins when the `except` has been left, and nothing refers to the error.
+#  6. What cannot be exact is not tried, and a note on the error says why: if the chain's input or a parameter was
+#     written to since the forward, if a stage was switched between training and evaluation, if hooks on gradients may
+#     have been called by the stage in progress, or if a buffer has changed of which there is no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Operations
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from rotor_profiling.isolate import RandomState
+from rotor_profiling.storage import tensors_in
+from rotor_py.execute.in_flight import Held, Passes
+from rotor_py.execute.program import Program, from_input, in_nodes, program
+from rotor_py.execute.tape import Tape
+from rotor_py.stage.out_of_memory import is_out_of_memory
+from rotor_py.stage.runner import StageRunner
+from rotor_solver import ForwardEnable, Sequence
+
+
+class SmallerPlans(Protocol):
+    """Plans that need less memory than the last one did.
+
+    After an error there may be none, or enough has been tried, or `inexact` says why nothing can be run again. Then the
+    answer is None, and a note on the error says why.
+    """
+
+    def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
+        """For the whole chain, after `error` in its forward."""
+
+    def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
+        """For the first `stages` stages, after `error` in the backward: the gradient of their output is there."""
+
+    def rest_as_before(self, stages: int) -> Sequence:
+        """For the first `stages` stages, where another pass begins after one that failed."""
+
+
+class OOMRetryTape(Tape):
+    """A tape whose stages are run again after an out-of-memory error, by one of `plans`. All stages are modules."""
+
+    hidden_because = 'which on_oom="replan" may have to run again; leave on_oom out'
+
+    def __init__(
+        self,
+        runners: Operations[StageRunner],
+        instructions: Program,
+        plans: SmallerPlans,
+        context: tuple[Any, ...] = (),
+    ) -> None:
+        super().__init__(runners, instructions, context=context)
+        self._plans = plans
+        self._stored = _stored(instructions)
+        self._begin_anew(in_nodes(instructions))
+        self._input: Any = None
+        self._devices: tuple[torch.device, ...] = ()
+        self._then: list[list[int]] = []
+        """How often the chain's input, and the parameters of every stage, were written to before the forward."""
+        self._not_undone: str | None = None
+
+    def forward(self, value: Any) -> Any:
+        """Run the operations before the loss; return the output, in the caller's graph."""
+        self._input = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        self._devices = self.runners[0].devices(value, self.context)
+        self._then = self._written(len(self.runners))
+        while True:
+            try:
+                return super().forward(value)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or (sequence := self._plans.whole(error, self._not_undone)) is None:
+                    raise
+            instructions = program(len(self.runners), sequence)
+            self._stored = _stored(instructions)
+            self._begin_anew(in_nodes(instructions))
+
+    def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
+        """Run a stage inside its node: for the first time, or once more if it has come to its end before."""
+        before = self._versions(value)
+        made = self._run_stored(stage, value) if stage in self._stored else self._run_without_graph(stage, value)
+        self._refuse_overwritten(stage, value, before)
+        return made
+
+    def _run_stored(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
+        runner = self.runners[stage].by(self._stored[stage])
+        if stage in self.surroundings:
+            attached, output = runner.attach(value, self.surroundings[stage], self.context)
+        else:
+            attached, output, self.surroundings[stage] = self._undone_on_error(runner, runner.attach_first, value)
+        self._held.attached[stage] = attached
+        needed = [tensor.requires_grad for tensor in tensors_in(output)]
+        output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+        return output, [tensor for tensor, need in zip(tensors_in(output), needed, strict=True) if not need]
+
+    def _run_without_graph(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
+        runner = self.runners[stage]
+        if stage in self.surroundings:
+            output = runner.again(value, self.surroundings[stage], self.context)
+        else:
+            output, self.surroundings[stage] = self._undone_on_error(runner, runner.first, value)
+        return output, self._without_gradient(stage, value, output)
+
+    def _undone_on_error(self, runner: StageRunner, run: Any, value: Any) -> Any:
+        undo = runner.undo(value, self.context)
+        try:
+            return run(value, self.context)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._not_undone = undo.restore()
+            raise
+
+    def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Run the operations up to and including `B` of `stage`."""
+        if stage not in self.program.backward_at and not self._passes.used_up:
+            # A pass before this one failed when it had come further, and left nothing but the input of the chain.
+            self._begin_anew(from_input(stage + 1, self._plans.rest_as_before(stage + 1)), self._input)
+        random = RandomState.now(self._devices)
+        while True:
+            try:
+                found = super().backward(stage, gradients)
+                break
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if (sequence := self._plans.rest(error, self._inexact(stage), stage + 1)) is None:
+                    raise
+            random.restore()
+            self._begin_anew(from_input(stage + 1, sequence), self._input)
+        if stage == 0 and self._passes.used_up:
+            self._input = None
+        return found
+
+    def _begin_anew(self, instructions: Program, value: Any = None) -> None:
+        """Let go of everything but `value`, the input of the chain, and follow other instructions from now on."""
+        held = Held()
+        if value is not None:
+            held.inputs.keep(0, value)
+        self._held, self._passes, self.program = held, Passes(held, instructions), instructions
+
+    def _inexact(self, stage: int) -> str | None:
+        """Why stages 0 … `stage` cannot be run again as if nothing had happened; None if they can."""
+        if self._written(stage + 1) != self._then[: stage + 2]:
+            return "the input or a parameter was written to after the forward"
+        for number, runner in enumerate(self.runners[: stage + 1]):
+            found = self.surroundings.get(number)
+            if found is not None and found.earlier is not None and found.earlier.switched:
+                return f"stage {runner.name!r} was switched between training and evaluation after the forward"
+        if self.runners[stage].hooks_gradients:
+            return f"stage {self.runners[stage].name!r} has hooks on gradients, which may have been called"
+        return None
+
+    def _written(self, stages: int) -> list[list[int]]:
+        parameters = [runner.all_parameters() for runner in self.runners[:stages]]
+        return [self._versions(self._input), *([each._version for each in found] for found in parameters)]
+
+
+def _stored(instructions: Program) -> dict[int, int]:
+    """The stages that the forward stores, with the options by which it does."""
+    operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
+    return {each.stage: each.option for each in operations if each.stage in instructions.in_graph}

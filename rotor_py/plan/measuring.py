@@ -1,0 +1,207 @@
+"""From a model and an input to a plan with costs: stages are cut and measured, and the limit is divided.
+
+A log line says that a model is measured: it takes a while, in the first step of a training that has said nothing yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rotor_profiling import OptimizerCost
+from rotor_profiling.backends import allocate_workspaces, prediction
+from rotor_profiling.step import give_way
+from rotor_py.errors import record_fields
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.planning_lock import freeze_gc, planning
+from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
+from rotor_py.plan.settings import Settings
+from rotor_py.plan.solving import fastest_stored
+from rotor_py.plan.sources.source import Measuring, Rooms, Source
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_spec import ModelState, StepSpec
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.report.progress import progress_bar
+from rotor_py.stage.restored.other_streams import streams_kept
+from rotor_py.units import format_seconds
+from rotor_solver import store_all
+from rotor_solver.progress import Progress
+
+if TYPE_CHECKING:
+    from rotor_py.capture.whole_graph import Partitioner
+    from rotor_py.partition.partitioner import BudgetPartitioner
+
+_log = logging.getLogger("rotor_py")
+
+
+@dataclass(frozen=True, slots=True)
+class CompileBudget:
+    """The room beside the `budget` of a plain step within `limit`; gradients may be `fresh` in every step."""
+
+    budget: Budget
+    limit: int
+    fresh: bool
+
+    @property
+    def fixed(self) -> int:
+        return self.budget.fixed.total
+
+    def peak(self, measurement: Measurement) -> int:
+        budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
+        # Of the graph alone: what follows it, down to the loss, is that of the plain step.
+        plain = self.budget.chain
+        chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
+        return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain))
+
+    def partitioner(self, limit: int) -> Partitioner:
+        from rotor_py.partition.partitioner import whole_partitioner
+
+        return _Partitioner(whole_partitioner(limit, self.budget.chain))
+
+
+@dataclass(frozen=True, slots=True)
+class _Partitioner:
+    function: BudgetPartitioner
+
+    @property
+    def peak(self) -> int:
+        return 0 if self.function.weight is None else self.function.weight.peak
+
+    def gain(self, limit: int) -> float:
+        now, then = self.function.weight, self.function.weight_within(limit)
+        return 0.0 if now is None or then is None else 1 - then.seconds / max(now.seconds, 1e-12)
+
+    def rival(self) -> Partitioner | None:
+        found = self.function.rival
+        return None if found is None else _Partitioner(found)
+
+
+_LONGER = 3.0
+"""How much longer all walks through a model take than the first one. A guess: the first has one run for a walk's."""
+
+
+@contextmanager
+def telling(settings: Settings, model: str) -> Iterator[Progress]:
+    """Something to be called with (stages done, all stages, name of the next) while the class `model` is measured.
+
+    The lines of the log are information, and for who asked to be told, with `verbosity` or `progress=True`, warnings:
+    these are shown where logging is not set up.
+    """
+    given = settings.progress
+    around = progress_bar() if given is None or given is True else nullcontext(given or None)
+    level = logging.WARNING if settings.verbosity or given is True else logging.INFO
+    _log.log(level, "planning for a step of %s", model, extra=record_fields("planning", name=model))
+    with around as shown:
+        lines = _Lines(level, shown)
+        yield lines
+        lines.end()
+
+
+class _Lines:
+    """One line of the log when measuring begins, and one when it is done."""
+
+    def __init__(self, level: int, shown: Progress | None) -> None:
+        self._level, self._shown = level, shown
+        self._created = time.monotonic()
+        self._began: float | None = None
+        self._stages = 0
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        now = time.monotonic()
+        if self._began is None:
+            self._began = now
+        if done == 1 and not self._stages:  # by now, every stage has run
+            self._stages = total
+            _log.log(
+                self._level, "measuring %d stages, about %s", total, format_seconds(_LONGER * (now - self._began)),
+                extra=record_fields("measuring", stages=total),
+            )  # fmt: skip
+        if self._shown is not None:
+            self._shown(done, total, name)
+
+    def end(self) -> None:
+        """All is measured."""
+        if self._began is not None:
+            now = time.monotonic()
+            took, whole = format_seconds(now - self._began), format_seconds(now - self._created)
+            _log.log(
+                self._level, "measured %d stages in %s, %s in all", self._stages, took, whole,
+                extra=record_fields("measured", stages=self._stages, seconds=now - self._began),
+            )  # fmt: skip
+
+
+def measured_plan(
+    model: TrainedModel,
+    blank: Source,
+    spec: StepSpec,
+    value: Any,
+    noticed: Callable[[], OptimizerCost | None],
+    *,
+    closely: bool = False,
+) -> StepPlan:
+    """Cut the model into stages and measure them on `value`. UnsupportedModelError if it cannot be cut.
+
+    The plan has no sequence yet. Times are measured more `closely` for a limit that is read off the curve of all plans.
+    `noticed` says what optimizers cost that nobody named.
+    """
+    settings, core = model.settings, model.core
+    # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
+    source = blank.renewed()
+    device = model.device_of(spec.input)
+    if device.type == "cpu":
+        _tell_of_a_profiler()
+    with (
+        planning,
+        freeze_gc(),
+        outer_hooks_aside(),
+        streams_kept(core),
+        torch.enable_grad(),
+        telling(settings, type(core).__name__) as progress,
+    ):
+        rooms = None if settings.inductor is None else _rooms(model, device, noticed)
+        allocate_workspaces(core, device)
+        measured = source.measure(value, Measuring(device, settings, progress, rooms, closely))
+    budget = model.budget(measured.plain.measurement, measured.sample, device, noticed())
+    plan = StepPlan(
+        source,
+        measured.plain.measurement,
+        budget,
+        # Capturing may have changed the model: buffers and modules that its first forward makes.
+        spec=replace(spec, model=ModelState.of(core), answers=source.answers),
+        cut=measured.plain.cut,
+        ways=() if settings.inductor is None else tuple(measured.ways),
+        fresh_gradients=settings.fresh_grads,
+    )
+    if plan.ways:
+        plan.turn_to(fastest_stored(plan.ways))
+    return plan
+
+
+def _rooms(model: TrainedModel, device: torch.device, noticed: Callable[[], OptimizerCost | None]) -> Rooms | None:
+    """What steps leave for a graph that is compiled whole. None for a strategy by hand, which is about stages."""
+    if model.settings.by_hand is not None:
+        return None
+
+    def room(measurement: Measurement, sample: Any) -> CompileBudget:
+        budget = model.with_communication(model.budget(measurement, sample, device, noticed()))
+        return CompileBudget(budget, model.limit_bytes(device), model.settings.fresh_grads)
+
+    return room
+
+
+def _tell_of_a_profiler() -> None:
+    """A warning if the user's profiler is on: measuring bytes on the CPU needs PyTorch's only one, and ends it."""
+    give_way()  # else it may be our own
+    if prediction() is None and torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # private
+        _log.warning(
+            "a profiler is on while the model is measured, which takes PyTorch's profiler for itself: what it has seen "
+            "so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts.",
+            extra=record_fields("profiler_lost"),
+        )

@@ -1,0 +1,283 @@
+"""Forwards in flight: those whose backward is still to come while another forward of the model begins.
+
+Losses that are added up, siamese networks, a discriminator on real and fake, the microbatches of a pipeline have
+several. A plan leaves room for as many as were told or seen before (`StepPlan.most_in_flight`). Where it leaves none
+for the one that is about to begin, that one gets a sequence of its own, if there is one that still fits.
+
+Another sequence for forwards in flight: more of them were seen than there is room for, or in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from rotor_profiling import tensors_in
+from rotor_py.errors import record_fields
+from rotor_py.execute.in_flight import goes_through, retains_graph
+from rotor_py.measure.budget import Budget
+from rotor_py.plan.observers.observer import PlannedForward
+from rotor_py.plan.solving import solve
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.units import format_bytes
+from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
+from rotor_solver.in_flight import Footprint, with_room_at_loss
+
+_log = logging.getLogger("rotor_py")
+
+
+_MOST_KNOWN = 64
+"""Loads and sequences that are remembered; a guess, more than the kinds of steps that a model takes in turn."""
+
+
+class _Forward:
+    """One forward, as long as somebody can still go backward through it. Its graph keeps it alive, and nothing else."""
+
+    __slots__ = ("__weakref__", "counted", "plan", "sequence", "used")
+
+    def __init__(self, plan: StepPlan, sequence: Sequence) -> None:
+        self.plan, self.sequence = plan, sequence
+        self.used = False
+        self.counted = False
+        """whether its backward has been looked at"""
+
+
+Flying = list[_Forward]
+
+
+class Forwards:
+    """The forwards of one model that are in flight."""
+
+    def __init__(self) -> None:
+        self._flying: list[ref[_Forward]] = []
+        self._remembered: dict[Hashable, tuple[object, Any]] = {}
+        self._warned = 0
+        """the most forwards at once that were warned of"""
+        self._knows_split = False
+        """whether a backward for inputs alone has come, with another to follow for parameters"""
+
+    def in_flight(self) -> list[_Forward]:
+        """Those whose backward has not begun, and whose graph somebody still has."""
+        found = [forward for each in self._flying if (forward := each()) is not None and not forward.used]
+        self._flying = [ref(each) for each in found]
+        return found
+
+    def forward_begins(self, forward: PlannedForward) -> None:
+        """Nothing shows yet."""
+
+    def forward_failed(self, forward: PlannedForward) -> None:
+        """It is not in flight."""
+
+    def forward_returned(self, forward: PlannedForward, output: Any) -> None:
+        """A forward has returned `output`. It is in flight until its last backward begins or its graph is gone."""
+        flying = _Forward(forward.plan, forward.sequence)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                # The hook belongs to the graph: where the output is dropped, it goes, and the forward with it.
+                tensor.register_hook(partial(self._begin_backward, flying, forward.model))
+        self._flying.append(ref(flying))
+
+    def _begin_backward(self, forward: _Forward, model: TrainedModel, gradient: torch.Tensor) -> None:
+        self._notice_order(forward, model)
+        forward.used = not retains_graph()  # with the graph, all that it holds stays
+        if not (forward.used or self._knows_split) and _is_for_inputs_alone(model):
+            self._knows_split = True
+            self._warn_of_split_backwards(forward, model)
+
+    def _notice_order(self, forward: _Forward, model: TrainedModel) -> None:
+        """See whether the backward of `forward`, which begins, comes in reverse of the forwards that are in flight."""
+        if forward.used or forward.counted:
+            return
+        forward.counted, flying = True, self.in_flight()
+        if flying[-1] is forward:
+            forward.plan.order.in_reverse += len(flying) == forward.plan.budget.forwards > 1
+            return
+        for each in flying:
+            if each.plan.budget.backward_order == "reverse" and not each.plan.order.otherwise:
+                self._warn_of_order(flying, each.plan, model)
+            each.plan.order.otherwise = True
+
+    def _warn_of_order(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> None:
+        """Log a warning if the limit has no room for what is held in another order than `plan` was made for."""
+        if plan.unlimited(model.settings):
+            return
+        budget = self._budget(plan, model, len(flying)).with_backward_order("any")
+        peak = budget.bytes_together([self._footprint(each.plan, each.sequence, model) for each in flying])
+        limit = model.limit_bytes(model.device_of(plan.input_spec))
+        if peak <= limit:
+            return
+        stays = plan.file is not None or not model.alone
+        _log.warning(
+            "a backward of %s comes while %d forwards are in flight, and not through the last of them, although the "
+            "plan is for backwards in reverse of the forwards. The step takes up to %s (%d bytes), and the limit is %s "
+            "(%d bytes). %s Say backward_order='any' (--backward-order any).",
+            type(model.core).__name__, len(flying), format_bytes(peak), peak, format_bytes(limit), limit,
+            "The plan stays as it is." if stays else "From the next step on, the plan is for any order.",
+            extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
+        )  # fmt: skip
+
+    def _warn_of_split_backwards(self, forward: _Forward, model: TrainedModel) -> None:
+        """Log a warning if the limit has no room for what is held from a backward for inputs to one for parameters."""
+        plan = forward.plan
+        if plan.unlimited(model.settings):
+            return
+        held = self._footprint(plan, forward.sequence, model).waiting
+        limit = model.limit_bytes(model.device_of(plan.input_spec))
+        peak = plan.budget.peak_bytes(plan.sequence or forward.sequence)
+        between = sum(plan.budget.chain.activation[1:])  # a gradient for the output of each stage
+        if peak + held + between <= limit:
+            return
+        _log.warning(
+            "%s has one backward for inputs and a later one for weights (as zero-bubble schedules and penalties on "
+            "gradients have). Until the later one, what the forward kept stays, %s (%d bytes), and so does a gradient "
+            "for every stage, up to %s (%d bytes): the step may need %s (%d bytes), and the limit is %s (%d bytes). "
+            "Give a smaller batch; in a pipeline, pass dw_builder=rotor_py.distributed.pipelining.whole_backward to "
+            "PipelineStage: then nothing is held.",
+            type(model.core).__name__, format_bytes(held), held, format_bytes(between), between,
+            format_bytes(peak + held + between), peak + held + between, format_bytes(limit), limit,
+            extra=record_fields("split_backwards", peak_bytes=peak + held + between, mem_limit=limit),
+        )  # fmt: skip
+
+    def held_bytes(self, model: TrainedModel) -> int:
+        """What those in flight hold until their backwards."""
+        return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
+
+    def sequence_beside(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> Sequence:
+        """The sequence for a forward by `plan` that begins while those of `flying` wait.
+
+        It is that which the plan has for so many if there is room for it; else one that fits into what is left, if
+        there is any. Else a warning is logged, once, and it is that of the plan, beyond the limit.
+        """
+        assert plan.sequence is not None
+        count = len(flying) + 1
+        planned = plan.sequence.of_forwards(count)[-1]
+        for each in (plan, *(forward.plan for forward in flying)):
+            each.most_in_flight = max(each.most_in_flight, count)
+        if plan.unlimited(model.settings):
+            return planned
+        limit = model.limit_bytes(model.device_of(plan.input_spec))
+        budget = self._budget(plan, model, count)
+        others = [self._footprint(forward.plan, forward.sequence, model) for forward in flying]
+        held, working = sum(each.waiting for each in others), max(each.working for each in others)
+        running = budget.bytes_together([*others, self._footprint(plan, planned, model)])
+        peak = max(running, budget.optimizer_peak_bytes)
+        if peak <= limit:
+            return planned
+        # Not where processes follow the same sequences: what is in flight in the others is not known here.
+        if running > limit and model.alone and plan.found_for(model.settings):
+            rest = limit - budget.fixed.total - held - budget.held_beside - budget.snapshot_bytes
+            squeezed = self._squeezed(budget.chain, rest, working)
+            if squeezed is not None:
+                return squeezed
+        if count > max(self._warned, plan.budget.forwards):  # else it was told of when the plan was made
+            self._warned = count
+            _warn(count, held, peak, limit, model)
+        return planned
+
+    def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
+        """The budget of the plan for `count` forwards at least."""
+        device = model.device_of(plan.input_spec)
+        make = partial(model.with_forwards, plan.budget, plan.measurement, device, count)
+        found: Budget = self._remember(("budget", id(plan.budget), count), plan.budget, make)
+        return found
+
+    def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
+        # A budget for one forward does not say what it holds beside its chain.
+        budget = self._budget(plan, model, 2)
+        make = partial(budget.footprint, sequence)
+        found: Footprint = self._remember(("footprint", id(budget), id(sequence)), (budget, sequence), make)
+        return found
+
+    def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
+        """The best sequence within `rest` bytes that leaves `working` of them while it waits; None if there is none."""
+
+        def solve() -> Sequence | None:
+            try:
+                return Persistent().solve(with_room_at_loss(chain, working), max(0, rest))
+            except InfeasibleError:
+                return None
+
+        found: Sequence | None = self._remember(("squeezed", id(chain), rest, working), chain, solve)
+        return found
+
+    def _remember(self, key: Hashable, of: object, make: Callable[[], Any]) -> Any:
+        """What `make` returns, made once for each key; `of` are the objects whose ids are in the key."""
+        if key not in self._remembered:
+            if len(self._remembered) == _MOST_KNOWN:
+                self._remembered.clear()
+            self._remembered[key] = of, make()  # as long as `of` is here, no other object has its id
+        return self._remembered[key][1]
+
+
+def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> None:
+    _log.warning(
+        "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their backwards, "
+        "so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Say forwards_in_flight=%d "
+        "(--forwards-in-flight %d), and the plan leaves room for them. Or call backward() after each forward: the "
+        "gradients add up to the same.",
+        count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
+        format_bytes(limit), limit, count, count,
+        extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
+    )  # fmt: skip
+
+
+def _is_for_inputs_alone(model: TrainedModel) -> bool:
+    """Whether the backward that is running goes through none of the model's parameters."""
+    trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
+    with torch.enable_grad():  # older releases of torch find the edge of a leaf by making a view of it
+        return bool(trained) and not any(goes_through(get_gradient_edge(each).node) for each in trained)
+
+
+def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
+    """Have a sequence for as many forwards in flight as were seen, and for the order in which their backwards come.
+
+    None of them may be in flight at this moment. A line in the log says so if another sequence is found. A warning is
+    logged if there is none: training then goes on with the sequence in use, beyond the limit. Where several processes
+    have to plan together, they do so for what they were told, and sequences by hand or from a file stay.
+    """
+    if not model.alone:
+        return
+    order = plan.order.to_plan_for(model.settings, alone=True)
+    more = plan.most_in_flight > plan.budget.forwards
+    if not (more or order != plan.budget.backward_order) or not plan.found_for(model.settings):
+        return
+    device = model.device_of(plan.input_spec)
+    plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)
+    sooner = order == "reverse" and plan.budget.forwards > 1 and plan.budget.backward_order != order
+    plan.budget = plan.budget.with_backward_order(order)
+    assert plan.sequence is not None
+    # A plan for any order holds in reverse, too, but a faster one may be found.
+    if plan.budget.peak_bytes(plan.sequence) <= model.limit_bytes(device) and not sooner:
+        return
+    forwards, before, name = plan.budget.forwards, plan.sequence, type(model.core).__name__
+    if more:
+        _log.warning(
+            "planning again: %d forwards of %s are in flight at once. With forwards_in_flight=%d, they have room from "
+            "the first step on.",
+            forwards, name, forwards,
+            extra=record_fields("planning_again", cause="forwards", forwards=forwards),
+        )  # fmt: skip
+    try:
+        solve(plan, model)
+    except InfeasibleError as error:
+        _log.warning(
+            "with %d forwards in flight, training goes on beyond the limit: %s",
+            forwards,
+            error,
+            extra=record_fields("forwards_over_limit", forwards=forwards),
+        )
+        return
+    if sooner and not more and model.settings.backward_order is None and plan.sequence != before:
+        _log.warning(
+            "planned again: the backwards of %s come in reverse of its %d forwards in flight, for which there is a "
+            "faster plan. With backward_order='reverse', it is there from the first step on.",
+            name, forwards,
+            extra=record_fields("planned_again", forwards=forwards),
+        )  # fmt: skip

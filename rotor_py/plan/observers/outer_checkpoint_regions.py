@@ -1,0 +1,146 @@
+"""What the caller has around the model that sees what autograd saves; neither measuring nor a plan is its business.
+
+# Note [Regions of the caller]
+#
+# `torch.utils.checkpoint` saves nothing of a region, and runs it again when its backward asks for what it would have
+# saved, which it finds by counting. A plan saves another number of tensors in each of its ways, and may change between
+# the two runs. So the region sees nothing of a planned forward:
+#
+#  1. What the plan keeps is kept, as if the region ended before the model and began anew after it. If nothing else in
+#     the region needs it, the model is not run again.
+#  2. If something else does, the model runs a second time. Nobody goes backward through that: it keeps as little as
+#     there is (`second_runs.py`).
+#  3. Of the operators that selective checkpointing counts, none are those of the model, in either run.
+#  4. Of a reentrant region, the first run has no gradients, and is none of ours. The second is an ordinary forward.
+
+Forwards that run again inside of a region of the caller's, beside what their first run has kept for its backward.
+
+Rule 2 of the Note in `callers_hooks.py`: nobody goes backward through them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch._C import _autograd
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from rotor_py.errors import record_fields
+from rotor_py.measure.budget import Budget
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.units import format_bytes
+from rotor_solver import Loss, Sequence, recompute_all, simulate
+
+_log = logging.getLogger("rotor_py")
+
+
+_REGIONS = "torch.utils.checkpoint"
+_Hook = Callable[[Any], Any]
+_innermost: Callable[[bool], tuple[_Hook, _Hook] | None]
+_innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+"""The hooks that were put there last, those too that are off. Before torch 2.8, nobody can tell."""
+
+
+@contextmanager
+def outer_hooks_aside() -> Iterator[None]:
+    """As long as this lasts, hooks that the caller has on saved tensors see nothing.
+
+    Those of `torch.utils.checkpoint` run the model again for the backward of a stage that is measured, which then is
+    measured inside of measuring, without end. Before torch 2.8 nobody can tell which hooks there are, and they stay.
+    """
+    with _hooks_aside(lambda pack: True):
+        yield
+
+
+def anything_around() -> bool:
+    """Whether there are saved-tensor hooks or modes of the caller; if not, there is nothing to put aside."""
+    return _innermost(True) is not None or bool(_get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def outer_regions_aside() -> Iterator[bool]:
+    """As long as this lasts, regions of `torch.utils.checkpoint` see nothing; see the Note [Regions of the caller].
+
+    Yields whether one of them is run again for its backward. Before torch 2.8, nothing of this is known.
+    """
+    with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
+        yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
+
+
+@contextmanager
+def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
+    """Without the innermost hooks, as far as `which` says so of the function that packs; yields those functions."""
+    hooks: list[tuple[_Hook, _Hook]] = []
+    # Those too that are off while something is traced.
+    while (found := _innermost(True)) is not None and which(found[0]):
+        _autograd._pop_saved_tensors_default_hooks()
+        hooks.append(found)
+    try:
+        yield [pack for pack, _ in hooks]
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def _modes_aside() -> Iterator[None]:
+    """Without the modes of selective checkpointing, which count operators."""
+    modes = _get_current_dispatch_mode_stack()
+    if not any(type(mode).__module__ == _REGIONS for mode in modes):
+        yield
+        return
+    others = [mode for mode in modes if type(mode).__module__ != _REGIONS]
+    _replace(modes, others)
+    try:
+        yield
+    finally:
+        _replace(others, modes)
+
+
+def _replace(modes: list[Any], others: list[Any]) -> None:
+    for _ in modes:
+        _pop_mode()
+    for mode in others:
+        _push_mode(mode)
+
+
+class NestedRecompute:
+    """The sequences of forwards that run again inside of a region of the caller (Rule 2 of the Note)."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Budget, Sequence, int] | None = None
+        self._warned = False
+
+    def sequence(self, plan: StepPlan, held_bytes: int, model: TrainedModel) -> Sequence:
+        """One that keeps as little as there is; `held_bytes` are what forwards in flight hold.
+
+        A warning is logged, once, if that is beyond the limit.
+        """
+        if self._known is None or self._known[0] is not plan.budget:
+            sequence = recompute_all(plan.budget.chain)
+            during = simulate(plan.budget.chain, sequence).during[: list(sequence).index(Loss())]
+            self._known = plan.budget, sequence, max((plan.budget.chain.input_bytes, *during))
+        _, sequence, needed = self._known
+        if not self._warned and not plan.unlimited(model.settings):
+            self._warn_above_limit(plan, held_bytes, needed, model)
+        return sequence
+
+    def _warn_above_limit(self, plan: StepPlan, held_bytes: int, needed: int, model: TrainedModel) -> None:
+        device = model.device_of(plan.input_spec)
+        budget = model.with_forwards(plan.budget, plan.measurement, device, max(2, plan.budget.forwards))
+        peak, limit = budget.fixed.total + held_bytes + needed, model.limit_bytes(device)
+        if peak <= limit:
+            return
+        self._warned = True
+        _log.warning(
+            "%s runs a second time for the backward of a region of torch.utils.checkpoint, beside %s (%d bytes) that "
+            "its plan keeps for backwards to come: the step takes up to %s (%d bytes), and the limit is %s (%d bytes). "
+            "Take the model out of the region, and have the operators around it in regions of their own.",
+            type(model.core).__name__, format_bytes(held_bytes), held_bytes, format_bytes(peak), peak,
+            format_bytes(limit), limit,
+            extra=record_fields("second_run_over_limit", peak_bytes=peak, mem_limit=limit),
+        )  # fmt: skip

@@ -1,0 +1,228 @@
+"""Which steps are watched, and from where to where.
+
+A step begins with our forward, and ends when the backward does that goes through its output. In between, the caller's
+loss runs. Control comes to us when the gradient of the output arrives, and when autograd has let go of its pass. A
+forward that begins while others are in flight joins their step, which ends with the last backward of them all.
+
+One step that is watched, from its first forward to the end of its last backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from rotor_profiling import Phase, StepWatch, optimizer_cost, storage_bytes, tensors_in, watch_step
+from rotor_profiling.storage import local
+from rotor_py.plan.observers.limit_overrun import account_for, compare_with_prediction, tell_of_several_plans
+from rotor_py.plan.observers.observer import PlannedForward
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+
+_MOST_FORWARDS = 256
+"""In one step. A guess, far above the microbatches of a pipeline: a step with more may never come to its end."""
+
+
+class _Token:
+    """Lives as long as a step may go on: the graphs of its outputs hold it, and then the backward passes."""
+
+    __slots__ = ("__weakref__",)
+
+
+class WatchedStep:
+    """Its phases are forwards and what follows them, then backwards and what follows them, numbered in their order."""
+
+    def __init__(
+        self,
+        watch: StepWatch,
+        model: TrainedModel,
+        plan: StepPlan,
+        limit_bytes: int,
+        gradients: list[weakref.ref[torch.UntypedStorage]],
+    ) -> None:
+        self.watch = watch
+        self.forwards = 0
+        """that have returned"""
+        self._model, self._plan, self._sequence, self._limit_bytes = model, plan, plan.sequence, limit_bytes
+        self._gradients = gradients
+        """those that were there when it began"""
+        self._token: weakref.ref[_Token] | None = None
+        self._most, self._one_plan = 1, True
+        self._losses: list[str] = []
+        """the phases that follow a forward, as long as no gradient has come"""
+        self._backwards, self._done = 0, 0
+        """gradients that have come, and those whose pass is over"""
+        self._in_first_pass = 0
+
+    def joined(self, plan: StepPlan, in_flight: int) -> bool:
+        """Let a forward by `plan` join the step, one of so many in flight; False if it is over, or has no end."""
+        if self._token is None or self._token() is None:
+            return False
+        if self.forwards == _MOST_FORWARDS:
+            self._plan.watched = self._sequence  # the next one would not end, either
+            return False
+        self._most = max(self._most, in_flight)
+        self._one_plan = self._one_plan and plan is self._plan
+        self.watch.mark(f"forward {self.forwards + 1}")
+        return True
+
+    def forward_returned(self, outputs: list[torch.Tensor]) -> None:
+        """A forward has returned these tensors, which need gradients."""
+        token = None if self._token is None else self._token()
+        if token is None:
+            if self.forwards:
+                return  # its other forwards were dropped while this one ran, so it is over
+            token = _Token()
+            self._token = weakref.ref(token)
+            # When the last owner of the token lets go of it, the step is over: with its last backward pass, or without
+            # one where the outputs were dropped.
+            weakref.finalize(token, self._over).atexit = False
+        self.forwards += 1
+        loss = f"loss {self.forwards}"
+        self.watch.mark(loss)
+        if not self._backwards:
+            self._losses.append(loss)
+        owned = [token]
+        for tensor in outputs:
+            # The hook belongs to the graph: where the output is dropped, it goes, and the token with it.
+            tensor.register_hook(partial(_gradient_arrived, self, owned))
+
+    def begin_backward(self) -> None:
+        """The gradient of an output has come."""
+        self._backwards += 1
+        self.watch.mark(f"backward {self._backwards}")
+
+    def end_backward(self) -> None:
+        """The pass is over that brought the gradient of an output."""
+        self._done += 1
+        self._in_first_pass = self._in_first_pass or self._backwards
+        self.watch.mark(f"after {self._done}")
+
+    def _over(self) -> None:
+        phases = self.watch.stop()
+        # Gradients that were freed on the way would count beside the new ones (Rule 4 of the Note in
+        # `rotor_profiling/step.py`).
+        if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
+            return
+        plan, peak_bytes = self._plan, max(phase.peak for phase in phases.values())
+        plan.watched = self._sequence
+        if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
+            return  # another one was found meanwhile, or will be: more forwards are noticed by themselves
+        if self._one_plan:
+            compare_with_prediction(peak_bytes, plan, self._model)
+            if plan.prediction_holds is False:
+                return  # it is measured, so nothing of it has to be made good
+            account_for(self._loss(phases), peak_bytes, self._limit_bytes, plan, self._model)
+        elif peak_bytes > self._limit_bytes:
+            tell_of_several_plans(peak_bytes, self._limit_bytes, plan, self._model)
+
+    def _loss(self, phases: dict[str, Phase]) -> Phase:
+        """What one loss takes. Losses of forwards that go backward together share what follows the last forward."""
+        *before, last = (phases[name] for name in self._losses)
+        rise = sum(phase.kept for phase in before) + last.rise
+        kept = sum(phase.kept for phase in (*before, last))
+        alone = max((phase.rise for phase in before), default=0)
+        return Phase(0, max(alone, -(-rise // self._in_first_pass)), -(-kept // self._in_first_pass))
+
+
+def _gradient_arrived(step: WatchedStep, owned: list[_Token], gradient: torch.Tensor) -> None:
+    if not owned:  # another output's gradient came first, or this is a second backward
+        return
+    step.begin_backward()
+    # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of the
+    # Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_pass_done, step, owned.pop()))
+
+
+def _pass_done(step: WatchedStep, token: _Token) -> None:
+    step.end_backward()
+
+
+_MOST_OVERRUNS = 1
+"""Steps over the limit that are planned for; one more is told of, and then there is nothing new to say."""
+
+
+class WatchedSteps:
+    """Watches steps of one model, and has what they show accounted for."""
+
+    def __init__(self, model: TrainedModel) -> None:
+        self._model = model
+        self._step: weakref.ref[WatchedStep] | None = None
+        """the last one; its outputs' graphs keep it alive, and the plan that it holds"""
+        self._watch: StepWatch | None = None
+        """that of the last step"""
+        self._running: WatchedStep | None = None
+        """that of the forward that is running"""
+        self._device: tuple[StepPlan, torch.device] | None = None
+        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
+        """of the last step that was watched"""
+
+    def forward_begins(self, forward: PlannedForward) -> None:
+        """Watch the step that begins with a forward, or that it joins, unless there is nothing to watch for.
+
+        It joins the last step if others are in flight.
+        """
+        plan, in_flight = forward.plan, forward.in_flight
+        step = None if self._step is None or not in_flight else self._step()
+        if step is None or not step.joined(plan, in_flight + 1):
+            if self._watch is not None:
+                self._watch.stop()  # it has come to its end long ago, or nobody knows where it will
+            step = None if in_flight else self._begin(plan, forward.value)
+            self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
+        self._running = step
+
+    def forward_failed(self, forward: PlannedForward) -> None:
+        """The step is not watched any longer."""
+        self._running = None
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _begin(self, plan: StepPlan, value: Any) -> WatchedStep | None:
+        asked = self._model.settings.watch
+        if asked is False or plan.unlimited(self._model.settings) or plan.overruns > _MOST_OVERRUNS:
+            return None
+        device, present_bytes = self._device_of(plan), 0
+        gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        if device.type == "cpu":
+            if plan.watched is plan.sequence and not asked:
+                return None
+            there = [each.grad for each in self._model.core.parameters() if each.grad is not None]
+            present_bytes, gradients = self._present_bytes(plan, value, there, device), _weakly(there)
+        limit = self._model.limit_bytes(device)
+        watch = watch_step(device, present_bytes, limit)
+        return None if watch is None else WatchedStep(watch, self._model, plan, limit, gradients)
+
+    def _device_of(self, plan: StepPlan) -> torch.device:
+        # Every step on CUDA asks for it, and looking at all parameters would take longer than watching does.
+        if self._device is None or self._device[0] is not plan:
+            self._device = plan, self._model.device_of(plan.input_spec)
+        return self._device[1]
+
+    def _present_bytes(self, plan: StepPlan, value: Any, gradients: list[torch.Tensor], device: torch.device) -> int:
+        """What a step on the CPU finds when it begins: nobody counts that."""
+        core = self._model.core
+        present = [*core.parameters(), *core.buffers(), *gradients, *tensors_in(value)]
+        # A caller holds the last output until the new one is there. And the first step has no optimizer state yet, but
+        # is to be seen as those that follow.
+        outputs = sum(storage.nbytes() for each in self._outputs if (storage := each()) is not None)
+        here = storage_bytes(tensor for tensor in present if tensor.device == device)
+        if self._model.settings.step_in_backward is not None:
+            return here + outputs + optimizer_cost(self._model.settings.step_in_backward).present_bytes
+        return here + outputs + plan.budget.fixed.optimizer
+
+    def forward_returned(self, forward: PlannedForward, output: Any) -> None:
+        """A forward of the step has returned `output`."""
+        step, self._running = self._running, None
+        if step is None:
+            return
+        tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._outputs = [*(self._outputs if step.forwards else ()), *_weakly(tensors)]
+        step.forward_returned(tensors)
+
+
+def _weakly(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[torch.UntypedStorage]]:
+    return [weakref.ref(local(tensor).untyped_storage()) for tensor in tensors]

@@ -1,0 +1,186 @@
+"""After an out-of-memory error: plans within smaller limits, three times in a step at most.
+
+By how much the limit has to be smaller nobody can know: the allocation that failed was the first that found no room,
+and the step was not over. What it asked for was missing at least. And on CUDA, what was allocated at that moment is
+about all that the device has.
+
+The memory of a step whose stages may be run again at any time, and of what is left of it in the backward.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+
+from rotor_py.errors import record_fields
+from rotor_py.measure.budget import Budget, in_nodes
+from rotor_py.measure.device import allocated_bytes
+from rotor_py.measure.planning_lock import planning
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.stage.activity import add_note
+from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
+from rotor_py.stage.undo import undo_bytes
+from rotor_py.units import format_bytes
+from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
+
+_log = logging.getLogger("rotor_py")
+
+
+def guarded(plan: StepPlan) -> StepPlan:
+    """The plan with the budget of steps on an `OOMRetryTape`, which cost more than those on a `Tape`.
+
+    Every stage is a node, so the backward of a stored stage takes what that of one that was run again takes. And copies
+    of the buffers that move are kept by every plan, not only where it computes something twice, with those that undo
+    the forward of one stage; of all buffers where the stages are not known yet.
+    """
+    budget, fixed = plan.budget, plan.budget.fixed
+    copies = budget.snapshot_bytes + (undo_bytes(plan.functions) if plan.functions else fixed.buffers)
+    fixed = replace(fixed, buffers=fixed.buffers + copies)
+    budget = replace(budget, chain=in_nodes(budget.chain), in_nodes=True, snapshot_bytes=0, fixed=fixed)
+    return replace(plan, budget=budget, guard_bytes=copies)
+
+
+def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
+    """The budget of the same steps on a `Tape`."""
+    if plan.guard_bytes is None:
+        return plan.budget
+    budget, measurement = plan.budget, plan.measurement
+    fixed = replace(budget.fixed, buffers=budget.fixed.buffers - plan.guard_bytes)
+    chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=budget.forwards)
+    snapshot = measurement.snapshot_bytes
+    return replace(budget, chain=chain, in_nodes=False, snapshot_bytes=snapshot, fixed=fixed)
+
+
+def forward_and_backward(budget: Budget) -> Budget:
+    """The budget of forward and backward alone: what the optimizer's step needs is no matter of the plan."""
+    return replace(budget, before_bytes=0, stepping_bytes=0, step_bytes=None)
+
+
+def rest_of_backward(budget: Budget, count: int) -> Budget:
+    """The budget of the first `count` stages, run again from the chain's input while their output's gradient is there.
+
+    An upper bound: that gradient counts from the beginning, and once more where the chain has it.
+    """
+    chain = budget.chain
+    first, later = chain.stages[:count], chain.stages[count:]
+    left = sum(stage.gradient for stage in later)
+    held = chain.activation[-1] if chain.output_held else 0
+    beside = chain.activation[count] + held + left
+    # A stage may free a gradient that a later one has left, and no stage of a chain frees what none has left.
+    missing, lowest = 0, 0
+    for stage in reversed(first):
+        missing += stage.gradient
+        lowest = min(lowest, missing)
+    first = (*first[:-1], replace(first[-1], gradient=first[-1].gradient - lowest))
+    return replace(
+        forward_and_backward(budget),
+        chain=Chain(first, chain.input_bytes),
+        fixed=replace(budget.fixed, other=budget.fixed.other + beside),
+    )
+
+
+_NOT_AGAIN = "on_oom='replan' has not run this again"
+_TRIES = 3
+"""How often a step is run again. The last time, by the plan that needs least: a slow step is better than none."""
+_SHARE = 1 / 8
+"""The least part of a limit that is taken off. A guess: what was asked for may have been the last straw of a few
+kilobytes, and each further try costs time."""
+
+
+class Replanner:
+    """The plans for one forward by `plan` and its backward. Plans for later steps of this kind become smaller too.
+
+    It is the forward of this `number` among those in flight, from one on.
+    """
+
+    def __init__(self, plan: StepPlan, model: TrainedModel, number: int = 1) -> None:
+        self._plan = plan
+        self._model = model
+        self._number = number
+        self._sequence = plan.sequence
+        self._cut = plan.cut
+        self._whole_step = plan.budget
+        """of the stages as this forward runs them: later ones may have others compiled"""
+        self._budget = forward_and_backward(plan.budget)
+        self._tries = 0
+        self._final = False
+        """whether an error has got its note"""
+
+    @cached_property
+    def _limit(self) -> int:
+        """What the sequence in use needs, or the smaller limit that the last one was made for."""
+        assert self._sequence is not None
+        return self._budget.peak_bytes(self._sequence)  # most steps never ask
+
+    def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
+        """A sequence for the whole chain; None if `error`, which gets a note, is final."""
+        return self._own(self._sequence) if self._reduce(error, "forward", inexact) else None
+
+    def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
+        """A sequence for the first `stages` stages in the backward; None if `error`, which gets a note, is final."""
+        doing = f"backward of stage {self._plan.names[stages - 1]!r}"
+        return self.rest_as_before(stages) if self._reduce(error, doing, inexact) else None
+
+    def rest_as_before(self, stages: int) -> Sequence:
+        """A sequence for the first `stages` stages within the limit as it is, or else the one that needs least."""
+        budget = rest_of_backward(self._whole_step, stages)
+        try:
+            return self._own(self._solve(budget, self._limit))
+        except InfeasibleError as error:
+            return self._own(self._solve(budget, error.min_bytes))
+
+    def _own(self, sequence: Sequence | None) -> Sequence:
+        assert sequence is not None
+        return sequence.of_forwards(self._number)[-1]
+
+    @contextmanager
+    def telling_of_the_rest(self) -> Iterator[None]:
+        """Note on an out-of-memory error from outside of the stages that nothing was run again."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error) and not self._final:
+                add_note(error, f"{_NOT_AGAIN}: it came from outside of the planned stages, where no plan needs less")
+            raise
+
+    def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
+        """Make the limit smaller, with a line in the log; False if that cannot be, or nothing could be run again."""
+        least, before = self._budget.least_bytes(), self._limit
+        if why := inexact or self._no_smaller_plan(least):
+            add_note(error, f"{_NOT_AGAIN}: {why}")
+            self._final = True
+            return False
+        self._tries += 1
+        asked, allocated = asked_bytes(error), allocated_bytes(self._model.device_of(self._plan.input_spec))
+        smaller = before - max(asked, int(before * _SHARE))
+        if allocated is not None:  # the error's traceback still keeps all that was there
+            smaller = min(smaller, allocated)
+        self._limit = least if self._tries == _TRIES else max(least, smaller)
+        self._sequence = self._solve(self._budget, self._limit)
+        # If the plan has turned to stages of another kind since, it finds a sequence for them within the limit.
+        self._plan.sequence = self._sequence if self._plan.cut is self._cut else None
+        self._plan.reduced = self._model.settings.mem_limit, self._limit
+        _log.warning(
+            "out of memory in the %s of %s%s: it is undone and runs again within %s (%d bytes), where it needed %s (%d "
+            "bytes); try %d of %d",
+            doing, type(self._model.core).__name__, f", which asked for {format_bytes(asked)}" if asked else "",
+            format_bytes(self._limit), self._limit, format_bytes(before), before, self._tries, _TRIES,
+            extra=record_fields("out_of_memory", name=doing, limit=self._limit, needed=before, tries=self._tries),
+        )  # fmt: skip
+        return True
+
+    def _no_smaller_plan(self, least: int) -> str | None:
+        within = f"{format_bytes(self._limit)} ({self._limit} bytes)"
+        if self._limit <= least:
+            return f"no plan needs less memory than the one in use, {within}"
+        if self._tries == _TRIES:
+            return f"it has been {_TRIES} times in this step, the last time within {within}"
+        return None
+
+    def _solve(self, budget: Budget, limit: int) -> Sequence:
+        with planning:
+            return budget.solve(limit, Persistent(slots=self._model.settings.mem_slots))

@@ -1,0 +1,274 @@
+"""Stepping parameters in the backward, each as soon as its gradient is whole.
+
+# Note [Stepping in the backward]
+#
+#  1. The user's own optimizer steps. For the moment it has one group with one parameter, with the settings of the group
+#     that has it: so its state, its schedulers and its state dict are those of plain training. Hooks of the optimizer
+#     are called by the user's own `optimizer.step()` alone, once in each step.
+#  2. Only a backward through the output of a planned forward steps. It is known by its graph task: the hook on the
+#     output notes its number, and hooks on parameters do nothing in another pass. A pass for other losses, or of the
+#     model itself, leaves gradients in `grad`, as ever. So do parameters that the optimizer does not have.
+#  3. A parameter's hook is called once in a pass, when all that uses it has gone backward. So no stage can be run again
+#     that reads the parameter, unless it reads it detached; a stage that finds another parameter than in its first run
+#     is refused (`StageRunner`).
+#  4. `optimizer.step()` says that a step is over. It finds no gradients, and does nothing. A second backward before it
+#     is accumulation, and is refused before anything is stepped.
+#  5. Until then, a parameter that was stepped has a `ConsumedGradient`, which tells whoever reads it.
+#     `optimizer.step()` takes it away, as do `zero_grad()` and the next forward.
+
+Losses that a `GradScaler` has scaled: their gradients are no gradients to step with until it has unscaled them.
+
+A gradient that is gone: its parameter was stepped with it.
+
+Between the backward and the optimizer's step, a training loop may clip gradients, unscale them, add them up or log
+them. With gradients that are simply None, all of that would do nothing, without a word. So what a parameter has instead
+is a tensor without memory that cannot be read.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from rotor_profiling import tensors_in
+from rotor_profiling.optimizer import plain_step
+from rotor_py.errors import DescribedError, InvalidStateError
+from rotor_py.execute.in_flight import current_task
+from rotor_py.plan.settings import refuse_optimizer
+from rotor_py.plan.trained_model import TrainedModel
+
+_last: list[int] = []
+"""The last backward pass that began at a scaled loss; nothing before the first."""
+
+
+def begins_at_scaled_loss() -> bool:
+    """Whether the backward pass that runs now began at a loss that a `GradScaler` has scaled."""
+    return _last == [current_task()]
+
+
+@functools.cache
+def notice_scalers() -> None:
+    """Have scaled losses noticed from now on."""
+    # A scaler shows nowhere else before the backward, and after it the parameters have been stepped.
+    scaler: Any = torch.amp.GradScaler
+    scale = scaler.scale
+
+    @functools.wraps(scale)
+    def noticed(self: Any, outputs: Any) -> Any:
+        found = scale(self, outputs)
+        for tensor in tensors_in(found):
+            if self.is_enabled() and tensor.requires_grad:
+                tensor.register_hook(_note)
+        return found
+
+    scaler.scale = noticed
+
+
+def _note(gradient: torch.Tensor) -> None:
+    _last[:] = [current_task()]
+
+
+class SpentGradientError(DescribedError, RuntimeError):
+    """A gradient was read after its parameter had been stepped with it."""
+
+
+class ConsumedGradient(torch.Tensor):
+    """Looks like the gradient of a parameter, takes no memory, and raises SpentGradientError when it is read."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, untyped
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> ConsumedGradient:
+        made: ConsumedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        return made
+
+    def __repr__(self, **unused: Any) -> str:  # type: ignore[override]  # torch passes what is never given here
+        return f"ConsumedGradient(shape={tuple(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ConsumedGradient:
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch has another signature here than in its documentation
+        cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise SpentGradientError(
+            f"{operator} reads a gradient that is gone: step_in_backward has stepped its parameter with it in the "
+            "backward already, so nothing can clip, log, unscale or add to it afterwards (clip_grad_norm_, "
+            "max_grad_norm, a GradScaler, accumulation); leave that out, or step_in_backward",
+            kind="gradient_spent",
+            name=str(operator),
+        )
+
+
+_NO_TASK = -1
+_one_at_a_time = threading.Lock()
+"""A backward on several devices has a thread for each."""
+
+
+class Stepper:
+    """Steps the parameters of `model` that `optimizer` has, in backwards through outputs of its planned forwards."""
+
+    def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._groups: dict[int, dict[str, Any]] = {}
+        """the group of each parameter that is stepped, by the parameter's id"""
+        self._hooked: dict[int, nn.Parameter] = {}
+        self._spent: dict[int, tuple[nn.Parameter, ConsumedGradient]] = {}
+        """the spent gradients of parameters; they are made once"""
+        self._task = _NO_TASK
+        """the backward pass that steps"""
+        self._stepped_in = _NO_TASK
+        """the last pass that has stepped a parameter, until the user's `optimizer.step()`"""
+        self._has = self._ids_of_both()
+        """the ids of the model's parameters that the optimizer had when the last forward came"""
+        notice_scalers()
+        # Weakly: the optimizer may live on when this has been given up.
+        optimizer.register_step_pre_hook(partial(_about_to_step, ref(self)))
+        optimizer.register_step_post_hook(partial(_has_stepped, ref(self)))
+
+    def before_forward(self, *, in_flight: bool) -> bool:
+        """Make ready for a forward whose backward steps; other forwards may be `in_flight`. Spent gradients are gone.
+
+        Returns whether the optimizer has got other parameters since the last forward, which no plan knows.
+
+        RuntimeError where other forwards are in flight, or where there are gradients already. ValueError for an
+        optimizer that has come to be of another kind.
+        """
+        refuse_optimizer(self._optimizer)
+        if in_flight:
+            raise InvalidStateError(
+                "a forward begins before the backward of another one, whose parameters step_in_backward would step in "
+                "between; call backward() and optimizer.step() after each forward, or leave step_in_backward out",
+                kind="forwards_in_flight",
+            )
+        before, self._has = self._has, self._ids_of_both()
+        mine = [each for each in self._model.core.parameters() if id(each) in self._groups and each.requires_grad]
+        if any(each.grad is not None for each in mine):
+            raise InvalidStateError(
+                "parameters have gradients when a forward begins, and step_in_backward would step with their sum; call "
+                "optimizer.zero_grad() first, and for accumulation leave step_in_backward out",
+                kind="gradients_left",
+            )
+        for parameter in mine:
+            if self._hooked.get(id(parameter)) is not parameter:
+                self._hooked[id(parameter)] = parameter
+                # Weakly: a hook lives as long as its parameter, and this may have been given up before.
+                parameter.register_post_accumulate_grad_hook(partial(_gradient_whole, ref(self)))
+        return before != self._has
+
+    def forward_begins(self, forward: Any) -> None:
+        """All is ready (`before_forward`)."""
+
+    def forward_failed(self, forward: Any) -> None:
+        """No backward follows."""
+
+    def forward_returned(self, forward: Any, output: Any) -> None:
+        """Have the backward step that goes through `output`, which a planned forward has returned."""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin)  # the hook belongs to the graph, and goes with it
+
+    def about_to_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """The user calls `optimizer.step()`, with a closure perhaps, whose backward steps; arguments to go on with."""
+        self.take_consumed_away()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            return None
+
+        def called() -> Any:
+            found = closure()
+            self.take_consumed_away()
+            return found
+
+        return args[:1], {**kwargs, "closure": called}
+
+    def has_stepped(self) -> None:
+        """The user's `optimizer.step()` is over."""
+        self._stepped_in = _NO_TASK
+
+    def gradient_whole(self, parameter: nn.Parameter) -> None:
+        """The gradient of `parameter` is whole: step it, if the pass that runs is one that steps."""
+        group = self._groups.get(id(parameter))
+        if group is None or current_task() != self._task:
+            return
+        with _one_at_a_time:
+            if self._stepped_in not in (_NO_TASK, self._task):
+                parameter.grad = None
+                raise InvalidStateError(
+                    "a second backward comes before optimizer.step(), and step_in_backward has stepped with the first: "
+                    "gradients cannot add up. Call optimizer.step() after each backward, where it only says that the "
+                    "step is over, or leave step_in_backward out",
+                    kind="second_backward",
+                )
+            self._stepped_in = self._task
+            self._step_alone(parameter, group)
+            parameter.grad = self._consumed_of(parameter)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise InvalidStateError(
+                "create_graph=True asks for a graph of the gradients, and step_in_backward changes the parameters that "
+                "it would read; leave one of them out",
+                kind="create_graph",
+            )
+        if begins_at_scaled_loss():
+            raise InvalidStateError(
+                "a GradScaler has scaled the loss, and step_in_backward would step with gradients that are scaled; use "
+                "bfloat16, which needs no scaler, or leave step_in_backward out",
+                kind="scaled_loss",
+            )
+        self._task = current_task()
+
+    def _step_alone(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        optimizer = self._optimizer
+        groups = optimizer.param_groups
+        optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1: the user's own optimizer
+        try:
+            plain_step(type(optimizer))(optimizer)
+        finally:
+            optimizer.param_groups = groups
+
+    def _find_groups(self) -> None:
+        """Groups may be added, and are made anew by `load_state_dict`."""
+        self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
+
+    def _ids_of_both(self) -> frozenset[int]:
+        self._find_groups()
+        # Whether they are trained is a matter of the kind of step, which may change and come back.
+        return frozenset(key for key in map(id, self._model.core.parameters()) if key in self._groups)
+
+    def _consumed_of(self, parameter: nn.Parameter) -> ConsumedGradient:
+        known = self._spent.get(id(parameter))
+        if known is None or known[0] is not parameter or known[1].shape != parameter.shape:
+            known = self._spent[id(parameter)] = parameter, ConsumedGradient(parameter)
+        return known[1]
+
+    def take_consumed_away(self) -> None:
+        """Let go of gradients that are gone: from here on nobody is to be told."""
+        for parameter, _ in self._spent.values():
+            if isinstance(parameter.grad, ConsumedGradient):
+                parameter.grad = None
+
+
+def _gradient_whole(stepper: ref[Stepper], parameter: nn.Parameter) -> None:
+    if (found := stepper()) is not None:
+        found.gradient_whole(parameter)
+
+
+def _about_to_step(stepper: ref[Stepper], optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    found = stepper()
+    return None if found is None else found.about_to_step(args, kwargs)
+
+
+def _has_stepped(stepper: ref[Stepper], optimizer: Any, args: Any, kwargs: Any) -> None:
+    if (found := stepper()) is not None:
+        found.has_stepped()

@@ -1,0 +1,240 @@
+"""Specify steps without their memory: the input, and the state of the model, which is cheap to read in every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from rotor_profiling.storage import layout_of
+from rotor_py.distributed.shard_groups import at_rest
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What of an input tensor decides how much memory a step takes."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    layout: Hashable = None
+    """how processes share the tensor, if it is a `DTensor`"""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
+
+    def covers(self, other: TensorSpec) -> bool:
+        """Whether `other` is the same but for a first dimension that may be smaller: a batch with fewer samples."""
+        if not self._differs_in_size_alone(other):
+            return False
+        return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]  # of scalars, all are empty
+
+    def reaches(self, other: TensorSpec) -> bool:
+        """Whether `other` is the same but for dimensions that may be smaller."""
+        if not self._differs_in_size_alone(other):
+            return False
+        return all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
+
+    def _differs_in_size_alone(self, other: TensorSpec) -> bool:
+        # One by one: every step asks for each tensor, and `replace` takes ten times as long.
+        return (
+            len(other.shape) == len(self.shape)
+            and other.dtype == self.dtype
+            and other.device == self.device
+            and other.requires_grad == self.requires_grad
+            and other.layout == self.layout
+        )
+
+    def __str__(self) -> str:
+        gradient = " that needs a gradient" if self.requires_grad else ""
+        return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')} on {self.device}{gradient}"
+
+
+_PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec})
+"""What is compared by `==` at once, and without a surprise."""
+
+
+def spec_of(value: Any) -> Any:
+    """`value` with a `TensorSpec` in the place of every tensor."""
+    # Most inputs are nestings of these, and every step comes here: `tree_map_only` takes five times as long.
+    if isinstance(value, torch.Tensor):
+        return TensorSpec.of(value)
+    kind = type(value)
+    if kind is tuple:
+        return tuple([spec_of(each) for each in value])
+    if kind is list:
+        return [spec_of(each) for each in value]
+    if kind is dict:
+        return {key: spec_of(each) for key, each in value.items()}
+    return value if kind in _PLAIN else tree_map_only(torch.Tensor, TensorSpec.of, value)
+
+
+def identical_specs(planned: Any, spec: Any) -> bool:
+    """Whether two specs are equal, where that shows without asking what else is in them than tensors and constants.
+
+    If so, both are of the same kind, and each covers the other. If not, they may still.
+    """
+    kind = type(planned)
+    if kind is not type(spec):
+        return False
+    if kind is tuple or kind is list:
+        return len(planned) == len(spec) and all(map(identical_specs, planned, spec))
+    if kind is dict:
+        return list(planned) == list(spec) and all(map(identical_specs, planned.values(), spec.values()))
+    return planned is spec or (kind in _PLAIN and planned == spec)
+
+
+def covers(planned: Any, value: Any) -> bool:
+    """Whether `value` needs no more memory than the input whose spec is `planned`."""
+    return _agree(planned, spec_of(value), TensorSpec.covers)
+
+
+def reaches(planned: Any, value: Any) -> bool:
+    """Whether every tensor of `value` is as the one of `planned`, the spec of an input, or smaller."""
+    return _agree(planned, spec_of(value), TensorSpec.reaches)
+
+
+def same_kind(planned: Any, spec: Any) -> bool:
+    """Whether a step on `spec` has the same graph as one on `planned`, as far as the input tells.
+
+    It does if gradients are wanted in the same places, and if all that is not a tensor is equal. Shapes, dtypes and
+    devices are not compared.
+    """
+    return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad)
+
+
+def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool]) -> bool:
+    expected, structure = tree_flatten(planned)
+    found, other = tree_flatten(spec)
+    return structure == other and all(
+        compare(before, after)
+        if isinstance(before, TensorSpec) and isinstance(after, TensorSpec)
+        else _equal(before, after)
+        for before, after in zip(expected, found, strict=True)
+    )
+
+
+def _equal(before: Any, after: Any) -> bool:
+    """Whether two values that are no tensors are equal; NumPy's arrays, if all of their elements are."""
+    try:
+        return bool(before == after)  # an array compares each element, and has no truth value of its own: ValueError
+    except ValueError:
+        return bool(np.array_equal(before, after))
+
+
+def describe(spec: Any) -> str:
+    """A spec, as one says it."""
+    specs = [leaf for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
+    return " and ".join(map(str, specs)) or "without tensors"
+
+
+_MODE, _TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("training", "requires_grad", "dtype", "device"))
+_GRADIENT = attrgetter("grad")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Layers and their modes, parameters and what they are, autocast. Two states are equal if a plan serves both."""
+
+    # Objects by their `id`: `==` of two parameters would compare their elements.
+    modules: tuple[int, ...]
+    """the id of every module"""
+    modes: tuple[bool, ...]
+    """whether it is in training mode"""
+    parameters: tuple[int, ...]
+    """the id of every parameter"""
+    trained: tuple[bool, ...]
+    """whether it is, each of them"""
+    dtypes: tuple[torch.dtype, ...]
+    places: tuple[torch.device, ...]
+    """the device of each"""
+    autocast: tuple[torch.dtype | None, ...]
+    """its dtype on the CPU and on CUDA; None where it is off"""
+    has_gradients: bool = field(compare=False)
+    """whether a trained parameter has a gradient already: no part of the kind of step"""
+
+    @property
+    def devices(self) -> frozenset[torch.device]:
+        """Those of the parameters."""
+        return frozenset(self.places)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter is trained."""
+        return True in self.trained
+
+    def same_layers(self, other: ModelState) -> bool:
+        """Whether layers and parameters are the same objects, whatever their modes."""
+        return self.modules == other.modules and self.parameters == other.parameters
+
+    def looks_like(self, other: ModelState) -> bool:
+        """Whether modes, dtypes and what is trained are the same, in a copy of the layers too."""
+        mine, theirs = ((each.modes, each.trained, each.dtypes, each.places) for each in (self, other))
+        return mine == theirs
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        if not dist.is_initialized():
+            return cls._of(model)
+        with at_rest(model):
+            return cls._of(model)
+
+    @classmethod
+    def _of(cls, model: nn.Module) -> ModelState:
+        modules, parameters = _within(model)
+        trained = tuple(map(_TRAINED, parameters))
+        gradients = map(_GRADIENT, parameters)
+        return cls(
+            modules=tuple(map(id, modules)),
+            modes=tuple(map(_MODE, modules)),
+            parameters=tuple(map(id, parameters)),
+            # Not a tuple for each parameter: Python's garbage collection would come more often.
+            trained=trained,
+            dtypes=tuple(map(_DTYPE, parameters)),
+            places=tuple(map(_DEVICE, parameters)),
+            autocast=tuple(
+                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
+            ),
+            has_gradients=any(needed and each is not None for needed, each in zip(trained, gradients, strict=True)),
+        )
+
+
+def _within(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The modules and the parameters of a model; what is there twice comes twice."""
+    # Every step comes here. `modules()` and `parameters()` take longer, since they leave out what comes twice.
+    modules: list[nn.Module | None] = [model]
+    parameters: list[nn.Parameter | None] = []
+    for module in modules:  # grows as it goes
+        if module is not None:
+            modules += module._modules.values()
+            parameters += module._parameters.values()
+    return [each for each in modules if each is not None], [each for each in parameters if each is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """A step of the model in this state on an input of this spec (`input_spec.spec_of`)."""
+
+    model: ModelState
+    input: Any
+    answers: tuple[bool, ...] | None = None
+    """how the batch answers what a captured model asks about its data; None where that is not known yet"""
+
+    def same_step(self, other: StepSpec) -> bool:
+        """Whether one plan serves both, as far as sizes allow it: the same state, and gradients in the same places."""
+        alike = self.answers is None or other.answers is None or self.answers == other.answers
+        return alike and self.model == other.model and same_kind(self.input, other.input)
+
+    def identical(self, other: StepSpec) -> bool:
+        """Whether all is equal, and that shows at once: a plan for the one then serves and covers the other."""
+        alike = self.answers is None or other.answers is None or self.answers == other.answers
+        return alike and self.model == other.model and identical_specs(self.input, other.input)
