@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from rotor_py.execute.single_stage_replay import single_stage_node
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +15,7 @@ from rotor_profiling.stage.cost import measure_ways
 from rotor_profiling.stage.seconds import StageRun, estimate, spread_of, time_stage
 from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile
+from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.stage.runner import StageRunner
 
 pytestmark = pytest.mark.timed
