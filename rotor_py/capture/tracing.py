@@ -143,6 +143,8 @@ _DYNAMO = {
     # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a temperature
     # is a part of what the graph computes.
     "specialize_float": True,
+    # By default, TorchDynamo does not see that a hook was registered on a module, or removed, after it has traced it.
+    "skip_nnmodule_hook_guards": False,
 }
 # One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8 could
 # have no other length.

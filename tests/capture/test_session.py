@@ -95,6 +95,44 @@ def test_a_second_graph_runs_as_it_is_and_its_memory_is_accounted_for() -> None:
         assert measured <= limit
 
 
+class Residual(nn.Module):
+    """Layers of which each adds to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + layer(value).tanh()
+        return value
+
+
+def test_hooks_that_come_and_go_after_planning_are_seen() -> None:
+    torch.manual_seed(0)
+    model = Residual()
+    plain = copy.deepcopy(model)
+    planned = Checkpointable(model)
+    value = torch.randn(8, 16)
+    planned(value).sum().backward()
+    plain(value).sum().backward()
+    for hooked in (True, False):
+        if hooked:
+            layers = [each.layers[1] for each in (model, plain)]
+            handles = [each.register_forward_hook(lambda _, __, output: 2 * output) for each in layers]
+        else:
+            for handle in handles:
+                handle.remove()
+        outputs = [each(value) for each in (planned, plain)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.grad is not None
+            assert theirs.grad is not None
+            assert torch.equal(ours.grad, theirs.grad)
+
+
 class LateLoss(nn.Module):
     """The loss has a graph of its own, after large logits."""
 
