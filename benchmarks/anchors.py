@@ -31,9 +31,9 @@ from anchors_works import LlamaBlock, MptBlock, Works, ends_of, works_of
 from report import write
 from torch import nn
 
-from rotor_py.devices.device import Device, Efficiencies
-from rotor_py.devices.roofline import Work
-from rotor_py.devices.table import find_device
+from rotor_py.data_sheet import Device, Efficiencies
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.roofline import Work
 
 _MATMUL = (0.45, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85)
 _ATTENTION = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55)

@@ -27,10 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from rotor_py.devices.caching_allocator import replay
-from rotor_py.devices.followed_step import FollowedStep
-from rotor_py.devices.table import find_device
-from rotor_py.predict.gathering import gathering_apart
+from rotor_py.estimation.caching_allocator import replay
+from rotor_py.estimation.communication import gathering_apart
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.followed_step import FollowedStep
 
 aten = torch.ops.aten
 PUBLISHED = {8: 82.4, 128: 67.0}

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotor_py.devices.roofline import Work, work_of
+from rotor_py.estimation.roofline import Work, work_of
 
 aten = torch.ops.aten
 Works = Counter[Work]

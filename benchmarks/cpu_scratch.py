@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from rotor_py.devices.operators import argument, query_key_value
+from rotor_py.estimation.roofline import argument, query_key_value
 
 aten = torch.ops.aten
 

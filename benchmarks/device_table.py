@@ -10,8 +10,8 @@ import argparse
 
 from report import put
 
-from rotor_py.devices.names import device_names
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.device_names import device_names
+from rotor_py.estimation.device_table import find_device
 
 
 def table() -> str:

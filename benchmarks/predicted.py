@@ -30,13 +30,12 @@ from torch import nn
 from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.backends import using
 from rotor_profiling.isolate import RandomState
-from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
+from rotor_py.estimation.fake_tensors import TensorsWithoutMemory, WithoutMemory
+from rotor_py.estimation.predicted_device import PredictedDevice
 from rotor_py.measure import stage_measurer
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources import layer_source
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
-from rotor_py.predict.without_memory import WithoutMemory
 from rotor_solver import Sequence
 
 CPU = torch.device("cpu")

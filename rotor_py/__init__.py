@@ -23,10 +23,9 @@ if TYPE_CHECKING:
         PlanMismatchError,
         UnsupportedModelError,
     )
+    from rotor_py.estimation.estimate import estimate
     from rotor_py.execute.tape import CheckpointOptim
     from rotor_py.partition.memory_budget import memory_budget
-    from rotor_py.plan.saved_plan import Plan
-    from rotor_py.predict.estimate import estimate
     from rotor_py.report import Report
     from rotor_py.report.sweep import Sweep
     from rotor_py.trials.best_level import LevelChoice, best_level
@@ -95,7 +94,7 @@ _NAMES = {
         "PlanMismatchError",
         "UnsupportedModelError",
     ),
-    "rotor_py.predict.estimate": ("estimate",),
+    "rotor_py.estimation.estimate": ("estimate",),
     "rotor_py.execute.tape": ("CheckpointOptim",),
     "rotor_py.checkpointable": ("Checkpointable",),
     "rotor_py.trials.comparison": ("ComparedStrategy", "compare"),

@@ -16,12 +16,13 @@ PACKAGES = ("cli/rotor_cli", "rotor_py", "profiling/rotor_profiling", "solver/ro
 """From the top to the bottom."""
 FLOORS = (
     {"batch_size"},
-    {"trials", "integrations", "predict"},
+    {"estimation"},
+    {"trials", "integrations"},
     {"checkpointable", "backend"},
     {"plan"},
     {"capture", "by_hand", "report", "partition"},
     {"execute", "measure", "compiled"},
-    {"stage", "distributed", "devices"},
+    {"stage", "distributed", "data_sheet"},
     {"offload"},
     {"units", "host_memory", "transparent", "models"},
     {"errors"},
@@ -77,6 +78,12 @@ def test_rooms_import_from_lower_floors_alone() -> None:
     for name, found in inside.items():
         others = {room_of(each) for each in found if each.startswith("rotor_py.")} - {room_of(name)}
         assert not [room for room in others if floor[room] <= floor[room_of(name)]], name
+
+
+def test_only_choosing_a_batch_and_the_command_know_devices_that_are_not_there() -> None:
+    for name, found in IMPORTS.items():
+        if not name.startswith(("rotor_cli", "rotor_py.batch_size", "rotor_py.estimation")) and name != "rotor_py":
+            assert not [each for each in found if each.startswith("rotor_py.estimation")], name
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -13,8 +13,8 @@ from gpu_parts.models import Case
 from gpu_parts.setting import Setting
 from gpu_parts.steps import SkippedError, Trainee
 from rotor_py import Checkpointable, estimate
-from rotor_py.devices.device import Device
-from rotor_py.devices.table import find_device
+from rotor_py.data_sheet import Device
+from rotor_py.estimation.device_table import find_device
 from rotor_py.measure.device import total_bytes
 from rotor_py.report import Report
 

@@ -15,10 +15,8 @@ from gpu_parts.models import Case, cases
 from gpu_parts.setting import AT_PEAK, Setting
 from gpu_parts.steps import WAYS, SkippedError, Trainee, budget_restored
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.devices.caching_allocator import replay
-from rotor_py.devices.calibration import calibrate
-from rotor_py.devices.device_file import as_toml
-from rotor_py.devices.requests import Allocate, Event, Free
+from rotor_py.estimation.caching_allocator import Allocate, Event, Free, replay
+from rotor_py.estimation.calibration import as_toml, calibrate
 from rotor_py.measure.device import total_bytes
 from rotor_solver import simulate, store_all
 

@@ -16,12 +16,12 @@ from rotor_cli.target_device import LocalTarget, limit_on, target_of
 from rotor_cli.text_report import console
 from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, best_batch, largest_batch, verify
 from rotor_py.batch_size.choose import choose_elsewhere
+from rotor_py.estimation.cuda_autocast import region
+from rotor_py.estimation.estimate import recurrent_layers
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.measure.device import limit_bytes
 from rotor_py.offload.offload import checked_name
 from rotor_py.plan.settings import refuse_optimizer
-from rotor_py.predict.operators.autocast import region
-from rotor_py.predict.recurrent import recurrent_layers
-from rotor_py.predict.training_step import TrainingStep
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.sweeping import sweep_of

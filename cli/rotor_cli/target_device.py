@@ -17,13 +17,12 @@ from rotor_cli.errors import INFEASIBLE, Failure, about_option, kind_of, usage
 from rotor_cli.option_values import autocast_dtype, floating_dtype, no_floating_dtype
 from rotor_cli.request import Request
 from rotor_profiling import tensors_in
-from rotor_py.devices.calibration import calibrate
-from rotor_py.devices.device import UNANCHORED, Devices
-from rotor_py.devices.device_file import as_toml
-from rotor_py.devices.table import devices_from_file, find_devices
+from rotor_py.data_sheet import UNANCHORED, Devices
+from rotor_py.estimation.calibration import as_toml, calibrate
+from rotor_py.estimation.device_table import devices_from_file, find_devices
+from rotor_py.estimation.simulated_target import Elsewhere
 from rotor_py.measure.device import limit_bytes, total_bytes
 from rotor_py.plan.sample import arguments_of
-from rotor_py.predict.elsewhere import Elsewhere
 from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)

@@ -164,7 +164,7 @@ def _refuse_device(request: Request) -> None:
 
 
 def _count(device: str) -> int:
-    from rotor_py.devices.names import counted
+    from rotor_py.estimation.device_names import counted
 
     with about_option("--device"):
         return counted(device)[1]
@@ -172,7 +172,7 @@ def _count(device: str) -> int:
 
 def _refuse_elsewhere(request: Request, device: str) -> None:
     if device and request.device_file is None and not HERE.fullmatch(device):
-        from rotor_py.devices.names import name_and_count
+        from rotor_py.estimation.device_names import name_and_count
 
         with about_option("--device"):
             name_and_count(device)
@@ -237,7 +237,7 @@ def _refuse_tier(tier: str | None) -> None:
 def _refuse_device_file(file: str | None) -> None:
     if file is None:
         return
-    from rotor_py.devices.names import tables_in
+    from rotor_py.estimation.device_names import tables_in
 
     try:
         tables_in(Path(file))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.predicted.followed_storages import FollowedStorages
+from rotor_profiling.followed_storages import FollowedStorages
 from rotor_profiling.storage import allocated, local
 
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]

@@ -30,10 +30,10 @@ from rotor_py.batch_size.predicted_batches import Followed, PredictedBatches
 from rotor_py.batch_size.search import Curve, Largest, Rate, largest
 from rotor_py.batch_size.step_costs import interpolated
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.devices.device import Device, Devices
-from rotor_py.devices.table import find_devices
+from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import InfeasibleError, InvalidValueError, record_fields
-from rotor_py.predict.elsewhere import Elsewhere
+from rotor_py.estimation.device_table import find_devices
+from rotor_py.estimation.simulated_target import Elsewhere
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver.progress import Progress

@@ -15,9 +15,9 @@ from rotor_profiling.backends import stopwatch
 from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.devices.reservation import Reservation
-from rotor_py.predict.operators.autocast import region
-from rotor_py.predict.training_step import TrainingStep
+from rotor_py.data_sheet import Reservation
+from rotor_py.estimation.cuda_autocast import region
+from rotor_py.estimation.training_step import TrainingStep
 
 
 class Followed(Protocol):

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from rotor_py.devices.device import Device, Devices
-from rotor_py.devices.scratch import workspace_bytes
+from rotor_py.data_sheet import Device, Devices, workspace_bytes
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Measurement
 from rotor_py.units import format_bytes, format_seconds

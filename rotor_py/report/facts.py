@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rotor_py.devices.device import Devices
-from rotor_py.devices.reservation import Reservation
+from rotor_py.data_sheet import Devices, Reservation
 from rotor_py.measure.step_memory import peak_of
 from rotor_py.report.basis import Basis
 from rotor_py.report.batch_choice import BatchChoice

@@ -60,7 +60,7 @@ def test_the_best_batch_is_predicted_under_autocast_as_well() -> None:
 def test_without_a_limit_the_allocator_has_room_for_what_it_reserves() -> None:
     from dataclasses import replace
 
-    from rotor_py.devices.table import find_device
+    from rotor_py.estimation.device_table import find_device
 
     small = replace(find_device("l4"), memory_bytes=700_000_000)
     found = largest_batch(model(), sample_of, loss=torch.mean, device=small, most=10**6)

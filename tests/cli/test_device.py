@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.device_table import find_device
 from tests.fields import ends
 
 LABELS = """

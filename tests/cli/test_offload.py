@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.device_table import find_device
 from rotor_py.offload.offload import Bandwidth
 from tests.fields import ends
 
@@ -110,7 +110,7 @@ def test_a_batch_is_chosen_among_plans_that_move(plan, model_file, tmp_path):
 
 def test_moves_to_the_host_are_planned_for_a_device_that_is_not_here(plan, model_file, monkeypatch):
     h100 = find_device("h100")
-    monkeypatch.setattr("rotor_py.devices.table._table", lambda: {"h100": replace(h100, pcie_bandwidth=1e14)})
+    monkeypatch.setattr("rotor_py.estimation.device_table._table", lambda: {"h100": replace(h100, pcie_bandwidth=1e14)})
     file = model_file(MODEL.replace("torch.randn(256, 64)", "torch.randn(65536, 64)"))
     options = ("--device", "h100", "--fresh-grads", "--json", "-")
     loose = json.loads(plan(file, "--mem-limit", "10GB", *options).stdout)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.device_table import find_device
 from rotor_py.report import basis
 from tests.docs.pages import ROOT
 

@@ -15,9 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_py.devices import blocks
-from rotor_py.devices.caching_allocator import CachingAllocator, replay
-from rotor_py.devices.requests import Allocate, DeviceFullError, Event, Free, Reserved
+from rotor_py.estimation import caching_allocator as blocks
+from rotor_py.estimation.caching_allocator import (
+    Allocate,
+    CachingAllocator,
+    DeviceFullError,
+    Event,
+    Free,
+    Reserved,
+    replay,
+)
 from tests.fields import raises
 
 MIB = 2**20

@@ -12,9 +12,8 @@ from click.testing import CliRunner
 
 import rotor_cli.target_device as command
 from rotor_cli.main import main
-from rotor_py.devices.calibration import Sizes, calibrate
-from rotor_py.devices.device_file import as_toml
-from rotor_py.devices.table import device_from_file, find_device
+from rotor_py.estimation.calibration import Sizes, as_toml, calibrate
+from rotor_py.estimation.device_table import device_from_file, find_device
 
 TINY = Sizes(
     matrices=((64, 64, 64), (64, 32, 128)), attention=(1, 2, 32, 16), convolution=(1, 4, 8), copied_bytes=2**16

@@ -11,11 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import measured_peak, tensors_in
-from rotor_py.devices.caching_allocator import replay
-from rotor_py.devices.device import Device
-from rotor_py.devices.followed_step import FollowedStep
-from rotor_py.devices.requests import Allocate, Event, Free
-from rotor_py.devices.table import find_device
+from rotor_py.data_sheet import Device
+from rotor_py.estimation.caching_allocator import Allocate, Event, Free, replay
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.followed_step import FollowedStep
 from tests.devices.test_roofline import SIMPLE
 
 H100 = find_device("h100")

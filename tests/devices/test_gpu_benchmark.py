@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from rotor_py.devices.caching_allocator import replay
-from rotor_py.devices.requests import Allocate, Free, Reserved
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.caching_allocator import Allocate, Free, Reserved, replay
+from rotor_py.estimation.device_table import find_device
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from rotor_py.devices.device import Device, Efficiencies, Rates
-from rotor_py.devices.roofline import Roofline, bytes_of, operations_of
+from rotor_py.data_sheet import Device, Efficiencies, Rates
+from rotor_py.estimation.roofline import Roofline, bytes_of, operations_of
 
 aten = torch.ops.aten
 SIMPLE = Device(

@@ -11,8 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotor_py.devices.scratch import scratch_bytes, workspace_bytes
-from rotor_py.devices.table import find_device
+from rotor_py.data_sheet import workspace_bytes
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.scratch import scratch_bytes
 
 aten = torch.ops.aten
 HALF = torch.bfloat16

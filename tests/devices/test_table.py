@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotor_py.devices import table
-from rotor_py.devices.device import UNANCHORED
-from rotor_py.devices.names import device_names
-from rotor_py.devices.table import device_from_file, find_device
+from rotor_py.data_sheet import UNANCHORED
+from rotor_py.estimation import device_table as table
+from rotor_py.estimation.device_names import device_names
+from rotor_py.estimation.device_table import device_from_file, find_device
 from tests.fields import raises
 
 if sys.version_info >= (3, 11):

@@ -15,12 +15,12 @@ from rotor_profiling.backends import using
 from rotor_profiling.optimizer import _on_meta
 from rotor_profiling.storage import allocated
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.simulated_target import prediction_for
 from rotor_py.measure import budget, fixed_memory
 from rotor_py.measure.cut import refuse_random_state_of_its_own
 from rotor_py.measure.device import limit_bytes, segments_expand, total_bytes
 from rotor_py.measure.measurement import costliest
-from rotor_py.predict.prediction import prediction_for
 from rotor_solver import Chain, Persistent, min_bytes, simulate, store_all
 from tests.checkpointable.steps import square
 from tests.fields import raises

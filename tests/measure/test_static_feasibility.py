@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, estimate
-from rotor_py.predict.world import world_of
+from rotor_py.estimation.simulated_target import world_of
 from tests.cli.conftest import model_file, plan  # noqa: F401  # fixtures
 from tests.fields import logged, raises
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.backends import using
-from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, Plan, PlanMismatchError
-from rotor_py.predict.without_memory import WithoutMemory
+from rotor_py.estimation.fake_tensors import WithoutMemory
+from rotor_py.estimation.predicted_device import PredictedDevice
 from tests.fields import logged, raises
 
 BATCH = torch.randn(64, 256)

@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotor_profiling import memory_meter
 from rotor_profiling.backends import using
 from rotor_profiling.memory import Phase
-from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, InfeasibleError, Plan
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.communication import Communication
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.fake_tensors import WithoutMemory
+from rotor_py.estimation.predicted_device import PredictedDevice
+from rotor_py.estimation.simulated_target import shard_blocks, world_of
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.plan.observers import watched_steps
-from rotor_py.predict.communication import Communication
-from rotor_py.predict.sharding import shard_blocks
-from rotor_py.predict.training_step import TrainingStep
-from rotor_py.predict.without_memory import WithoutMemory
-from rotor_py.predict.world import world_of
 from rotor_solver import store_all
 from tests.distributed import fsdp_models
 from tests.distributed.processes import mesh, on_all_ranks

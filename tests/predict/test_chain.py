@@ -15,10 +15,9 @@ from torch import nn
 
 from rotor_profiling import StageCost
 from rotor_profiling.backends import using
-from rotor_profiling.predicted.predicted_device import PredictedDevice
 from rotor_py import Checkpointable, models, store_all
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
-from rotor_py.predict.without_memory import WithoutMemory
+from rotor_py.estimation.fake_tensors import TensorsWithoutMemory, WithoutMemory
+from rotor_py.estimation.predicted_device import PredictedDevice
 from tests.capture.steps import measured_step
 from tests.execute.zoo import convolutions, dropouts, moving_buffers
 

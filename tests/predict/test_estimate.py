@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
-from rotor_py.devices.table import find_device
+from rotor_py.estimation.device_table import find_device
 from rotor_py.report import Report
 from tests.fields import raises
 

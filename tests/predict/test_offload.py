@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError, estimate
-from rotor_py.devices.device import Device
-from rotor_py.devices.followed_step import FollowedStep
-from rotor_py.devices.requests import Allocate, Free
-from rotor_py.devices.table import find_device
-from rotor_py.predict import reserving
-from rotor_py.predict.training_step import TrainingStep
+from rotor_py.data_sheet import Device
+from rotor_py.estimation import reservation as reserving
+from rotor_py.estimation.caching_allocator import Allocate, Free
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.report import Report
 from rotor_py.stage.keepers.packed import Packed
 from rotor_py.stage.ways.elsewhere import ELSEWHERE

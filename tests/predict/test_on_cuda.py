@@ -13,8 +13,7 @@ from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, estimate
-from rotor_py.devices.device import Device
-from rotor_py.devices.scratch import workspace_bytes
+from rotor_py.data_sheet import Device, workspace_bytes
 from rotor_py.measure.device import total_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

@@ -17,16 +17,13 @@ from torch import nn
 
 from rotor_profiling.backends import using
 from rotor_py import Checkpointable, estimate
-from rotor_py.devices.caching_allocator import replay
-from rotor_py.devices.device import Device
-from rotor_py.devices.requests import Allocate, Event, Free
-from rotor_py.devices.reservation import Reservation
-from rotor_py.devices.table import find_device
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
-from rotor_py.predict.prediction import prediction_for
-from rotor_py.predict.reserving import followed_by_plan
-from rotor_py.predict.training_step import TrainingStep
-from rotor_py.predict.without_memory import WithoutMemory
+from rotor_py.data_sheet import Device
+from rotor_py.estimation.caching_allocator import Allocate, Event, Free, replay
+from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.fake_tensors import TensorsWithoutMemory, WithoutMemory
+from rotor_py.estimation.reservation import followed_by_plan, reservation_of
+from rotor_py.estimation.simulated_target import prediction_for
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.report import Report
 from rotor_solver import store_all
 
@@ -152,8 +149,8 @@ def test_two_streams_have_pools_of_their_own() -> None:
         [event for key, stream in enumerate(streams) for event in (Allocate(key, 50 * MiB, stream), Free(key))]
         for streams in ((0, 0), (0, 1))
     )
-    assert Reservation.of(one, H100).reserved_bytes == 50 * MiB
-    assert Reservation.of(other, H100).reserved_bytes == 100 * MiB
+    assert reservation_of(one, H100).reserved_bytes == 50 * MiB
+    assert reservation_of(other, H100).reserved_bytes == 100 * MiB
 
 
 def with_memory(size: int) -> Device:
@@ -203,13 +200,13 @@ def growing() -> list[Event]:
 
 
 def test_what_fits_by_giving_segments_back_is_told_of() -> None:
-    found = Reservation.of(growing(), with_memory(250 * MiB))
+    found = reservation_of(growing(), with_memory(250 * MiB))
     assert found.gives_back
     assert found.missing_bytes == 0
     warning = found.warning(180 * MiB)
     assert warning is not None
     assert "takes time that is not counted" in warning
-    plenty = Reservation.of(growing(), with_memory(800 * MiB))
+    plenty = reservation_of(growing(), with_memory(800 * MiB))
     assert (plenty.reserved_bytes, plenty.gives_back, plenty.warning(180 * MiB)) == (700 * MiB, False, None)
 
 
@@ -218,7 +215,7 @@ def test_what_does_not_fit_says_how_large_a_device_would_have_to_be() -> None:
     events: list[Event] = [Allocate((part, key), 9 * MiB) for key in range(10) for part in "ab"]
     events += [Free(("a", key)) for key in range(10)]
     events += [Allocate("whole", 100 * MiB)]
-    found = Reservation.of(events, with_memory(250 * MiB))
+    found = reservation_of(events, with_memory(250 * MiB))
     assert replay(events).allocated_bytes == 190 * MiB
     assert 0 <= found.reserved_bytes - replay(events).reserved_bytes <= 20 * MiB
     assert found.missing_bytes == found.reserved_bytes - 250 * MiB > 0

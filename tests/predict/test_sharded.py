@@ -19,14 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rotor_profiling.backends import using
 from rotor_py import Checkpointable, InfeasibleError, Plan, UnsupportedModelError, estimate
 from rotor_py.capture import captured_forward
-from rotor_py.devices.followed_step import FollowedStep
-from rotor_py.devices.reservation import Reservation
-from rotor_py.devices.table import find_device, find_devices
-from rotor_py.predict.communication import Communication
-from rotor_py.predict.sharding import blocks_of, shard_blocks
-from rotor_py.predict.training_step import TrainingStep
-from rotor_py.predict.without_memory import WithoutMemory
-from rotor_py.predict.world import world_of
+from rotor_py.data_sheet import Reservation
+from rotor_py.estimation.communication import Communication
+from rotor_py.estimation.device_table import find_device, find_devices
+from rotor_py.estimation.fake_tensors import WithoutMemory
+from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.simulated_target import blocks_of, shard_blocks, world_of
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_solver import store_all
 from tests.distributed import fsdp_layers
 from tests.distributed.processes import NOT_WHOLE, Processes
@@ -157,7 +156,7 @@ def test_without_a_step_inside_its_room_the_room_is_the_upper_bound(monkeypatch:
         return report.budget.fixed.communication
 
     seen = communication()
-    monkeypatch.setattr("rotor_py.predict.communication._SLACK", (0.0,))  # no step fits into no room at all
+    monkeypatch.setattr("rotor_py.estimation.communication._SLACK", (0.0,))  # no step fits into no room at all
     assert communication() > 1.5 * seen > 0
 
 

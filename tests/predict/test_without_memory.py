@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rotor_profiling import optimizer_cost, storage_bytes
 from rotor_profiling.backends import using
-from rotor_profiling.predicted.predicted_device import PredictedDevice
-from rotor_py.predict.without_memory import WithoutMemory, made_without_memory
+from rotor_py.estimation.fake_tensors import WithoutMemory, made_without_memory
+from rotor_py.estimation.predicted_device import PredictedDevice
 
 
 class Shared(nn.Module):

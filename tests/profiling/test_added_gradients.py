@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from rotor_profiling import memory_meter
 from rotor_profiling.backends import using
 from rotor_profiling.memory import Phase
-from rotor_profiling.predicted.predicted_device import PredictedDevice
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
+from rotor_py.estimation.fake_tensors import TensorsWithoutMemory
+from rotor_py.estimation.predicted_device import PredictedDevice
 from tests.profiling.costs import CPU
 
 SIDE = 64

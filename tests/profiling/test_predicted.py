@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_cost, storage_bytes, storages
 from rotor_profiling.backends import backend_for, prediction, stopwatch, using
 from rotor_profiling.memory import Phase
-from rotor_profiling.predicted.predicted_device import Numbered, PredictedDevice
 from rotor_profiling.storage import equal
+from rotor_py.estimation.predicted_device import Numbered, PredictedDevice
 from tests.fields import raises
 from tests.profiling.costs import CPU
 

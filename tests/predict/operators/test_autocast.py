@@ -13,16 +13,16 @@ from torch import nn
 from torch.nn import functional
 
 from rotor_py import estimate
-from rotor_py.predict.operators.autocast import cuda_autocast
-from rotor_py.predict.operators.autocast_policy import (
+from rotor_py.estimation.cuda_autocast import (
     FLOAT32,
     FLOAT32_NORM,
     FLOAT32_RESULT,
     LOWER_PRECISION,
     REFUSED,
     WIDEST,
+    cuda_autocast,
 )
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
+from rotor_py.estimation.fake_tensors import TensorsWithoutMemory
 from tests.fields import raises
 
 HALF, WHOLE = torch.bfloat16, torch.float32

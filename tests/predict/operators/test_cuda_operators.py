@@ -14,8 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rotor_py.predict.operators.attention import Attention
-from rotor_py.predict.operators.cuda_operators import cuda_operators
+from rotor_py.estimation.cuda_operators import Attention, cuda_operators
 
 H100, A100, RTX4090, V100 = (9, 0), (8, 0), (8, 9), (7, 0)
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import tensors_in
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
+from rotor_py.estimation.fake_tensors import TensorsWithoutMemory
 
 
 class Strides(TorchDispatchMode):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from rotor_py import estimate
-from rotor_py.predict.operators.cuda_operators import cuda_operators
-from rotor_py.predict.operators.layouts import TensorsWithoutMemory
+from rotor_py.estimation.cuda_operators import cuda_operators
+from rotor_py.estimation.fake_tensors import TensorsWithoutMemory
 from tests.predict.operators.test_cuda_operators import Seen
 
 fused = pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has no such kernel")

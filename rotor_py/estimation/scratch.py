@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.storage import tensors_in
-from rotor_py.devices.device import Device
-from rotor_py.devices.operators import (
+from rotor_py.estimation.roofline import (
     CUDNN_BACKWARD,
     EFFICIENT_BACKWARD,
     FLASH_BACKWARD,
@@ -25,8 +24,6 @@ aten = torch.ops.aten
 
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)
 """Since torch 2.8."""
-WORKSPACES = 2
-"""Of cuBLAS: of the thread that runs forwards, and of the one in which PyTorch's engine runs backwards."""
 _THREADS = 132 * 2048
 """That run at once, on an H100."""
 _FLOAT = 4
@@ -38,22 +35,6 @@ def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapp
     """The bytes that `func` holds on CUDA beyond what it is given and what it returns. 0 where none are known of."""
     found = _SCRATCH.get(func.overloadpacket)
     return 0 if found is None else found((func, args, kwargs, out))
-
-
-def workspace_bytes(device: Device) -> int:
-    """What PyTorch allocates for cuBLAS at the first matrix products, and keeps, in bytes; none on a CPU.
-
-    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp; and the pool of handles there, of
-    which each thread has its own, so that there are as many workspaces as `WORKSPACES`. On an H100 with torch 2.11,
-    64 MiB are what is left when a transformer has been trained and is gone.
-    """
-    if device.vendor == "cpu":
-        return 0
-    if device.vendor == "amd":
-        each = 128 * 2**20 if device.compute_capability[0] == 9 else 32 * 2**20
-    else:
-        each = 32 * 2**20 if device.compute_capability[0] >= 9 else 2 * 4096 * 1024 + 8 * 16 * 1024
-    return WORKSPACES * each
 
 
 def _flash_backward(call: _Call) -> int:

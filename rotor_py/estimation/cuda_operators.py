@@ -1,17 +1,32 @@
-"""The kernel of attention that PyTorch chooses on a CUDA device, called for tensors that are on the CPU.
+"""Calls whose operator depends on the device: on tensors of the CPU, the operators of CUDA.
+
+Tensors that claim to be on CUDA cannot go backward where there is no GPU. So tensors are on the CPU, and the few calls
+that run something else there are replaced. Batch norms run other kernels, too, but save as much.
+
+The kernel of attention that PyTorch chooses on a CUDA device, called for tensors that are on the CPU.
 
 The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13. Which kernel runs decides
 what is saved for the backward: plain attention saves a number for each pair of tokens, the others for each token.
+
+RMS norm by the one kernel that CUDA has for it, called for tensors that are on the CPU.
+
+The CPU makes it of a dozen operators, and saves what most of them return. CUDA saves the input and a number for each
+row. Since torch 2.8; `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp has the rules.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from rotor_py.estimation.cuda_autocast import cast_down
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -153,3 +168,108 @@ class Attention:
 
 def _torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+_FORWARD = getattr(torch.ops.aten, "_fused_rms_norm", None)
+_BACKWARD = getattr(torch.ops.aten, "_fused_rms_norm_backward", None)
+
+
+def rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """As `torch.nn.functional.rms_norm` on CUDA."""
+    if torch.is_autocast_enabled("cpu") and input.dtype in (torch.float16, torch.bfloat16, torch.float32):
+        input, weight = input.float(), None if weight is None else weight.float()
+    other = weight is not None and weight.dtype != input.dtype
+    if _BACKWARD is None or other or not input.is_floating_point():
+        return functional.rms_norm(input, [*normalized_shape], weight, eps)
+    made: torch.Tensor = _Fused.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]  # torch
+    return made
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
+    ) -> torch.Tensor:
+        assert _FORWARD is not None
+        with torch._C._AutoDispatchBelowAutograd():  # where autograd is, it becomes many operators
+            made, by_row = _FORWARD(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, by_row)
+        ctx.shape = shape
+        result: torch.Tensor = made
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        assert _BACKWARD is not None
+        input, weight, by_row = ctx.saved_tensors
+        needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        of_input, of_weight = _BACKWARD(gradient, input, ctx.shape, by_row, weight, needed)
+        return of_input if needed[0] else None, None, of_weight if needed[1] else None, None
+
+
+_ATTENTION = functional.scaled_dot_product_attention
+_DROPOUT = (functional.dropout, torch.dropout)
+_RMS_NORM = (functional.rms_norm, torch.rms_norm)
+
+
+class CudaOperators(TorchFunctionMode):
+    """While entered, calls run the operators that a CUDA device of this `compute_capability` would."""
+
+    def __init__(self, compute_capability: tuple[int, int]) -> None:
+        super().__init__()
+        self._capability = compute_capability
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _ATTENTION:
+            return Attention(*cast_down(args), **cast_down(kwargs)).on(self._capability)
+        if func in _DROPOUT:
+            return _dropout(*args, **kwargs)
+        if func in _RMS_NORM:
+            return rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
+) -> torch.Tensor:
+    """CUDA keeps a mask of one byte for each number, the CPU one as large as the numbers."""
+    training = training if train is None else train
+    if training and 0 < p < 1 and not inplace and input.numel():
+        made: torch.Tensor = torch.native_dropout(input, p, True)[0]
+        return made
+    return functional.dropout(input, p, training, inplace)
+
+
+@contextmanager
+def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
+    """Run the operators of CUDA, in backwards too, where what is checkpointed runs again."""
+    mode = CudaOperators(compute_capability)
+    with mode, _also_in_backwards(mode):
+        yield
+
+
+@contextmanager
+def _also_in_backwards(mode: CudaOperators) -> Iterator[None]:
+    """PyTorch hands `backward` and `grad` to modes, and inside of what it has handed over a mode is off."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def run_in_mode(*args: Any, **kwargs: Any) -> Any:
+        if any(each is mode for each in _get_current_function_mode_stack()):
+            return run(*args, **kwargs)
+        with mode:
+            return run(*args, **kwargs)
+
+    autograd._engine_run_backward = run_in_mode
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = run

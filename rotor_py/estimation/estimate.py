@@ -1,4 +1,7 @@
-"""`estimate`: what a training step takes on a device that is not there, in memory and time, and the plan for it."""
+"""`estimate`: what a training step takes on a device that is not there, in memory and time, and the plan for it.
+
+Layers that take something else where they really run: what a step without memory does not show of a model.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,26 @@ import torch
 from torch import nn
 
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.devices.device import Device, Devices
-from rotor_py.devices.table import find_devices
+from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
+from rotor_py.estimation.cuda_autocast import region
+from rotor_py.estimation.device_table import find_devices
+from rotor_py.estimation.fake_tensors import WithoutMemory
+from rotor_py.estimation.simulated_target import Elsewhere, Shard
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.plan.sample import arguments_of
-from rotor_py.predict.elsewhere import Elsewhere, Shard
-from rotor_py.predict.operators.autocast import region
-from rotor_py.predict.recurrent import recurrent_layers
-from rotor_py.predict.training_step import TrainingStep
-from rotor_py.predict.without_memory import WithoutMemory
 from rotor_py.report import Report
+
+_RECURRENT = nn.RNNBase, nn.RNNCellBase
+
+
+def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
+    """The names of recurrent layers, which run as a whole on a GPU, by cuDNN or MIOpen, and keep what these libraries
+    say: the CPU's operators stand in. On a CPU there are none.
+    """
+    found = model.named_modules() if device.vendor != "cpu" else ()
+    return tuple(name or type(each).__name__ for name, each in found if isinstance(each, _RECURRENT))
+
 
 Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,8 +63,8 @@ def estimate(
             either. A model on the meta device will do.
         sample: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments. Only
             shapes and dtypes count. An attention mask is taken to mask nothing.
-        device: a name in the table of devices (`rotor_py.devices`), or a `Device`. "h100:8" are eight, among which
-            `fully_shard` divides the parameters; the report is then of one of them, with a batch of its own.
+        device: a name in the table of devices (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" are eight,
+            among which `fully_shard` divides the parameters; the report is then of one, with a batch of its own.
         optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
         loss: the loss as a function of the output, on the CPU.
         mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of what PyTorch can have there, or

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.predicted.followed_storages import FollowedStorages
+from rotor_profiling.followed_storages import FollowedStorages
 from rotor_profiling.storage import local
-from rotor_py.devices.device import Device
-from rotor_py.devices.requests import Allocate, Event, Free, most_bytes
-from rotor_py.devices.roofline import Roofline
-from rotor_py.devices.scratch import WORKSPACES, scratch_bytes, workspace_bytes
+from rotor_py.data_sheet import WORKSPACES, Device, workspace_bytes
+from rotor_py.estimation.caching_allocator import Allocate, Event, Free, most_bytes
+from rotor_py.estimation.roofline import Roofline
+from rotor_py.estimation.scratch import scratch_bytes
 
 
 class FollowedStep(FollowedStorages):

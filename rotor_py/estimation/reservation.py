@@ -1,15 +1,51 @@
-"""What the allocator reserves for a step by a plan: seen in steps that follow it, without memory."""
+"""What the allocator reserves for a step by a plan: seen in steps that follow it, without memory.
+
+What the allocator of a device that is not there would reserve for a step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rotor_py.devices.device import Device, Devices
-from rotor_py.devices.followed_step import FollowedStep
-from rotor_py.devices.requests import Event
-from rotor_py.devices.reservation import Reservation
-from rotor_py.predict.training_step import TrainingStep
+from rotor_py.data_sheet import Device, Devices, Reservation
+from rotor_py.estimation.caching_allocator import LARGE_SEGMENT, DeviceFullError, Event, most_bytes, replay
+from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_solver import InfeasibleError
+
+
+def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
+    """What is reserved on `device` for these requests."""
+    usable = device.usable_bytes
+    plain, expandable = (_reserved(events, usable, expandable=each) for each in (False, True))
+    gives_back = plain <= usable < replay(events).reserved_bytes
+    return Reservation(device.name, usable, most_bytes(events), plain, expandable, gives_back)
+
+
+def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
+    """What is reserved at most. Where the device is too small, what one would have to have, up to a segment more."""
+    much = replay(events, expandable=expandable).reserved_bytes
+    if much <= usable:
+        return much
+    within = _reserved_within(usable, events, expandable=expandable)
+    if within is not None:
+        return within
+    little = usable
+    while much - little > LARGE_SEGMENT:
+        middle = (little + much) // 2
+        if _reserved_within(middle, events, expandable=expandable) is None:
+            little = middle
+        else:
+            much = middle
+    return much
+
+
+def _reserved_within(limit: int, events: Sequence[Event], *, expandable: bool) -> int | None:
+    try:
+        return replay(events, expandable=expandable, limit=limit).reserved_bytes
+    except DeviceFullError:
+        return None
+
 
 _ROUNDS = 2
 """How often a plan for less is tried. A guess: what is reserved follows the limit closely."""
@@ -55,7 +91,7 @@ def reservation(step: TrainingStep, devices: Devices, requests_of: RequestsOf | 
     assert budget is not None
     assert sequence is not None
     requests = followed_by_plan(step, devices.each).events if requests_of is None else requests_of(step)
-    found = Reservation.of(requests, devices.each)
+    found = reservation_of(requests, devices.each)
     return found.at_least(budget.peak_bytes(sequence))
 
 

@@ -3,6 +3,8 @@
     seconds = launch, or max(operations / (rate × efficiency), bytes / (bandwidth × efficiency)), whichever is longer
 
 Williams, Waterman, Patterson, "Roofline", 2009. An operator is as slow as the scarcer of the two.
+
+Operators of ATen by what they compute, and their arguments by name.
 """
 
 from __future__ import annotations
@@ -16,10 +18,44 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from rotor_profiling.storage import tensors_in
-from rotor_py.devices.device import Device
-from rotor_py.devices.operators import ATTENTION, ATTENTION_BACKWARD, argument, query_key_value
+from rotor_py.data_sheet import Device
 
 aten = torch.ops.aten
+
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention,
+    aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_fused_attention_overrideable,
+}
+ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward,
+    aten._scaled_dot_product_cudnn_attention_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    aten._scaled_dot_product_fused_attention_overrideable_backward,
+}
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward
+CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward
+
+
+def argument(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """The argument called `name`: as it was given, or its default. None where the operator has no such argument."""
+    for number, one in enumerate(func._schema.arguments):
+        if one.name == name:
+            return args[number] if number < len(args) else kwargs.get(name, one.default_value)
+    return None
+
+
+def query_key_value(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What an attention reads, forward or backward: (batch, heads, length, width) each."""
+    query, key, value = (argument(func, args, kwargs, name) for name in ("query", "key", "value"))
+    return query, key, value
+
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
 _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from rotor_py.errors import InvalidValueError
-from rotor_py.units import format_bytes
+from rotor_py.units import format_bytes, limit_text
 
 CONTEXT_BYTES = 520 * 2**20
 """What the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
@@ -15,6 +15,10 @@ are seen, and they grow with the kernels that a program has used."""
 
 LAUNCH_SECONDS = 4e-6
 """How fast Python can have one kernel after another started. Assumed: 3 to 10 µs are measured in eager mode."""
+
+WORKSPACES = 2
+"""Of cuBLAS: of the thread that runs forwards, and of the one in which PyTorch's engine runs backwards."""
+_SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +122,66 @@ class Devices:
     def name(self) -> str:
         """As a report and a plan's file call them."""
         return self.each.name if self.count == 1 else f"{self.count} × {self.each.name}"
+
+
+def workspace_bytes(device: Device) -> int:
+    """What PyTorch allocates for cuBLAS at the first matrix products, and keeps, in bytes; none on a CPU.
+
+    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp; and the pool of handles there, of
+    which each thread has its own, so that there are as many workspaces as `WORKSPACES`. On an H100 with torch 2.11,
+    64 MiB are what is left when a transformer has been trained and is gone.
+    """
+    if device.vendor == "cpu":
+        return 0
+    if device.vendor == "amd":
+        each = 128 * 2**20 if device.compute_capability[0] == 9 else 32 * 2**20
+    else:
+        each = 32 * 2**20 if device.compute_capability[0] >= 9 else 2 * 4096 * 1024 + 8 * 16 * 1024
+    return WORKSPACES * each
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What is reserved at most on `device`, whose allocator can have `usable_bytes`: predicted.
+
+    By default, and with expandable segments. Where that is more than the device has, it runs out of memory.
+    """
+
+    device: str
+    usable_bytes: int
+    step_bytes: int
+    """What the tensors of such a step take at most; a plan promises no less."""
+    reserved_bytes: int
+    expandable_bytes: int
+    gives_back: bool
+    """Whether it fits only because the allocator gives free segments back to the driver when there is no more."""
+
+    def at_least(self, size: int) -> Reservation:
+        """The same, where tensors take so many bytes in another order than that of the requests."""
+        reserved, expandable = max(self.reserved_bytes, size), max(self.expandable_bytes, size)
+        return replace(self, reserved_bytes=reserved, expandable_bytes=expandable)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the device has too little."""
+        return max(0, self.reserved_bytes - self.usable_bytes)
+
+    def warning(self, peak_bytes: int) -> str | None:
+        """What to do where it does not fit the device, or only just, in one sentence; None if there is nothing to do.
+
+        `peak_bytes` is the peak of the plan.
+        """
+        if self.gives_back:
+            return (
+                f"Predicted: the allocator reserves all {format_bytes(self.usable_bytes)} that it can have, and gives "
+                f"free segments back to make others, which takes time that is not counted; {_SETTING} avoids that."
+            )
+        if not self.missing_bytes:
+            return None
+        smaller = max(peak_bytes - self.missing_bytes, 1)
+        other = f", or {_SETTING}, with which it fits" if self.expandable_bytes <= self.usable_bytes else ""
+        return (
+            f"Warning: the step is predicted to run out of memory although its tensors fit, since the allocator has to "
+            f"reserve {format_bytes(self.reserved_bytes)} for them, and {self.device} has "
+            f"{format_bytes(self.usable_bytes)}; try a limit of {limit_text(smaller)}{other}."
+        )

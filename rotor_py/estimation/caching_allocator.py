@@ -2,40 +2,165 @@
 
 A program runs out of memory when segments are more than the device has, not when tensors are. The rules are those of
 `c10/cuda/CUDACachingAllocator.cpp`, whose names stand beside the constants in blocks.py.
-"""
 
-# Note [The allocator's rules]
-# 1. A size is rounded up to 512 bytes. Up to 1 MiB it is for the small pool of its stream, else for the large one.
-# 2. The smallest free block of the pool that is large enough serves it; of equal ones, that of the lowest address.
-# 3. Else the driver gives a segment: 2 MiB for the small pool; for the large one 20 MiB if less than 10 MiB are wanted,
-#    and from there on the size, rounded up to 2 MiB.
-# 4. A block is split if 512 bytes or more are left in the small pool, or more than 1 MiB in the large one. What is not
-#    split off is counted as allocated. For example: 12 MiB of a free block of 13 MiB take all 13.
-# 5. What is freed becomes one block with the free neighbours of its segment, and stays reserved.
-# 6. If the driver has no more, every segment that is free as a whole is given back, and the driver is asked once more.
-# 7. Expandable segments: each pool has one range of addresses, and memory is mapped at its end, 2 MiB at a time for the
-#    small pool and 20 MiB for the large. Any remainder of 512 bytes is split off. A block that can grow into unmapped
-#    addresses counts as large as it can grow when the best one is looked for, so that others are used up first. If the
-#    driver has no more, whole pages of free blocks are unmapped.
-# Not simulated, as they are off by default: max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold,
-# and the private pools of CUDA graphs.
+Blocks of the CUDA caching allocator, and the pools that keep those that are free.
+
+What a program asks an allocator for, and what comes of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 
-from rotor_py.devices.blocks import (
-    LARGE_SEGMENT,
-    MIN_BLOCK,
-    MIN_LARGE_ALLOCATION,
-    ROUND_LARGE,
-    SMALL_SEGMENT,
-    SMALL_SIZE,
-    Block,
-    Pool,
-)
-from rotor_py.devices.requests import Allocate, DeviceFullError, Event, Reserved
-from rotor_py.errors import InvalidValueError
+from rotor_py.errors import DescribedError, InvalidValueError
+from rotor_py.units import format_bytes
+
+MIN_BLOCK = 512
+"""`kMinBlockSize`: every size is rounded up to a multiple of it."""
+SMALL_SIZE = 2**20
+"""`kSmallSize`: up to here, requests are small and have a pool of their own."""
+SMALL_SEGMENT = 2 * 2**20
+"""`kSmallBuffer`: what the small pool asks the driver for."""
+LARGE_SEGMENT = 20 * 2**20
+"""`kLargeBuffer`: what the large pool asks for if less than 10 MiB are wanted."""
+MIN_LARGE_ALLOCATION = 10 * 2**20
+"""`kMinLargeAlloc`: from here on, a request has a segment of its own."""
+ROUND_LARGE = 2 * 2**20
+"""`kRoundLarge`: to a multiple of it, such a segment is rounded up."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of a segment, between its neighbours. What is not mapped has addresses and no memory behind them."""
+
+    address: int
+    size: int
+    pool: Pool
+    allocated: bool = False
+    mapped: bool = True
+    previous: Block | None = None
+    next: Block | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a segment, not a piece of one."""
+        return self.previous is None and self.next is None
+
+    def insert_after(self, other: Block) -> None:
+        """Stand between `other` and its next."""
+        self.previous, self.next = other, other.next
+        if other.next is not None:
+            other.next.previous = self
+        other.next = self
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The free blocks for small or for large requests of one stream, ordered by size, then by address."""
+
+    small: bool
+    free: list[tuple[int, int]] = field(default_factory=list)
+    unmapped: list[int] = field(default_factory=list)
+    """Addresses, in order."""
+    blocks: dict[int, Block] = field(default_factory=dict)
+    """The free and the unmapped ones, by address."""
+
+    def add(self, block: Block) -> None:
+        self.blocks[block.address] = block
+        if block.mapped:
+            insort(self.free, (block.size, block.address))
+        else:
+            insort(self.unmapped, block.address)
+
+    def remove(self, block: Block) -> None:
+        del self.blocks[block.address]
+        if block.mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, block.address)]
+
+    def large_enough(self, size: int) -> Iterator[Block]:
+        """The free blocks of at least `size` bytes, the smallest first; of equal ones, that of the lowest address."""
+        return (self.blocks[address] for _, address in self.free[bisect_left(self.free, (size, -1)) :])
+
+    def merge(self, block: Block, neighbour: Block | None) -> None:
+        """Make a free neighbour, which is in the pool, part of `block`, which is not."""
+        if neighbour is None or neighbour.allocated or neighbour.mapped != block.mapped:
+            return
+        self.remove(neighbour)
+        block.size += neighbour.size
+        if neighbour is block.previous:
+            block.address, block.previous = neighbour.address, neighbour.previous
+            if block.previous is not None:
+                block.previous.next = block
+        else:
+            block.next = neighbour.next
+            if block.next is not None:
+                block.next.previous = block
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Ask for `size` bytes on `stream`, and call them `key`."""
+
+    key: Hashable
+    size: int
+    stream: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Give back what is called `key`."""
+
+    key: Hashable
+
+
+Event = Allocate | Free
+
+
+def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
+    """The most bytes that tensors take while `events` happen, beyond those of the first so many events.
+
+    Each is a multiple of a block, and what the allocator does not split off is left out.
+    """
+    sizes, now, before, most = dict[Hashable, int](), 0, 0, 0
+    for number, event in enumerate(events, 1):
+        if isinstance(event, Allocate):
+            sizes[event.key] = -(-event.size // MIN_BLOCK) * MIN_BLOCK
+            now += sizes[event.key]
+        else:
+            now -= sizes.pop(event.key)
+        if number <= beyond:
+            before = most = now
+        most = max(most, now)
+    return most - before
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Peaks in bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count them."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class DeviceFullError(DescribedError, ValueError):
+    """The driver has no memory for a segment, nor once everything has been given back that is not in use."""
+
+    def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
+        super().__init__(
+            f"{format_bytes(size)} more do not fit: of {format_bytes(limit)}, {format_bytes(reserved)} are reserved, "
+            f"of which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch",
+            kind="device_full",
+            size=size,
+            allocated=allocated,
+            reserved=reserved,
+            limit=limit,
+        )
+        self.size, self.allocated, self.reserved, self.limit = size, allocated, reserved, limit
+
 
 _ENDLESS = LARGE_SEGMENT * 2**26
 """Addresses of an expandable segment. PyTorch takes an eighth more than the device has; nobody reaches either end."""

@@ -1,4 +1,6 @@
-"""The device that one is on, measured: a `Device` whose rates and bandwidths are what its kernels reach.
+"""A device as a file: the text that `device_from_file` reads.
+
+The device that one is on, measured: a `Device` whose rates and bandwidths are what its kernels reach.
 
 A data sheet's numbers need efficiencies that somebody has fitted. Here, rates are those of the best of several matrix
 products, the bandwidth that of a copy, and efficiencies say what part of these the others reach.
@@ -6,10 +8,11 @@ products, the bandwidth that of a copy, and efficiencies say what part of these 
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -17,7 +20,7 @@ import torch.nn.functional as F
 
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.timing import seconds_of
-from rotor_py.devices.device import CONTEXT_BYTES, Device, Efficiencies, Rates
+from rotor_py.data_sheet import CONTEXT_BYTES, Device, Efficiencies, Rates
 
 _LAUNCHES = 200
 """Small additions one after another; their mean time is that of a launch."""
@@ -205,3 +208,36 @@ def _tf32(*, allowed: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+_HEAD = """\
+# For rotor-plan --device-file. Bandwidths are bytes a second, rates floating point operations a second.
+# link is what one device can send to another: it is not measured here, and PCIe's.
+"""
+
+
+def as_toml(key: str, device: Device) -> str:
+    """The file of a device, which is called `key` there."""
+    cells: dict[str, object] = {
+        "name": device.name,
+        "vendor": device.vendor,
+        "memory": device.memory_bytes,
+        "context": device.context_bytes,
+        "bandwidth": device.bandwidth,
+        "bf16": device.rates.bf16,
+        "fp16": device.rates.fp16,
+        "tf32": device.rates.tf32,
+        "fp32": device.rates.fp32,
+        "compute_capability": ".".join(map(str, device.compute_capability)),
+        "link": device.link_bandwidth,
+        "pcie": device.pcie_bandwidth,
+        "launch_seconds": device.launch_seconds,
+    }
+    known = device.efficiencies
+    efficiencies = {field.name: getattr(known, field.name) for field in fields(known)}
+    return f"{_HEAD}\n[{key}]\n{_lines(cells)}\n[{key}.efficiencies]\n{_lines(efficiencies)}"
+
+
+def _lines(cells: dict[str, object]) -> str:
+    # JSON's numbers and strings are TOML's, too; a name with quotes is escaped in the same way.
+    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in cells.items() if value is not None)

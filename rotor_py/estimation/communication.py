@@ -3,18 +3,52 @@
 Where parameters are sharded, which of them are whole at once is decided by hooks of FSDP while a step runs. Real
 processes have to plan with an upper bound (`distributed/sharded_bytes.py`). A step of tensors without memory can be
 taken as often as one likes, so here the bound gives way to what is seen.
+
+The stream on which FSDP2 gathers parameters, told to a step that is followed.
+
+The allocator keeps what each stream frees for that stream, so what is gathered apart is also reserved apart.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.devices.device import Device
-from rotor_py.devices.followed_step import FollowedStep
-from rotor_py.devices.requests import Event
+from rotor_py.data_sheet import Device
+from rotor_py.estimation.caching_allocator import Event
+from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.measure.device import limit_bytes
-from rotor_py.predict.gathering import gathering_apart
-from rotor_py.predict.training_step import TrainingStep
 from rotor_solver import InfeasibleError, Sequence
+
+_GATHERING = 1
+
+
+@contextmanager
+def gathering_apart(step: FollowedStep) -> Iterator[None]:
+    """Inside, what FSDP2 makes to gather parameters is requested on a stream of its own, as on CUDA."""
+    group: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    if group is None:  # nothing is sharded
+        yield
+        return
+    gather = group.foreach_all_gather
+
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        before, step.stream = step.stream, _GATHERING
+        try:
+            return gather(*args, **kwargs)
+        finally:
+            step.stream = before
+
+    group.foreach_all_gather = gathered
+    try:
+        yield
+    finally:
+        group.foreach_all_gather = gather
+
 
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 """How much more room than the last step took is planned with, round by round, as a part of it. Guesses.

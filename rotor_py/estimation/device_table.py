@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rotor_py.devices.device import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
-from rotor_py.devices.names import SOURCES, TABLE, counted, name_and_count, name_in_table, tables_in
+from rotor_py.data_sheet import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
 from rotor_py.errors import InvalidValueError, kind_of
+from rotor_py.estimation.device_names import SOURCES, TABLE, counted, name_and_count, name_in_table, tables_in
 from rotor_py.units import parse_bytes
 
 _RATES = ("bf16", "fp16", "tf32", "fp32")

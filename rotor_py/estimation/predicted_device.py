@@ -1,0 +1,155 @@
+"""The instruments for a device that is not there.
+
+A stopwatch for operators that do not really run: the sum of the seconds that each would take.
+
+A memory meter for tensors without memory: it counts their storages from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_profiling.backends import Storages
+from rotor_profiling.live_bytes import LiveBytes, OperatorBytes, no_scratch
+from rotor_profiling.memory import MemoryMeter, Phase
+from rotor_profiling.timing import Stopwatch
+
+OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+"""Seconds that an operator would take: of (operator, arguments, keywords, result)."""
+
+
+class PredictedStopwatch(TorchDispatchMode):
+    """Adds up the `seconds` of the operators that are called while the mode is active."""
+
+    exact = True
+    waiting = 0.0
+
+    def __init__(self, seconds: OperatorSeconds) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._seconds = seconds
+        self._lap = 0.0
+        self._laps: list[float] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Inside, TorchDynamo goes on: its graphs run operator by operator, and are timed."""
+        return True
+
+    def start(self) -> None:
+        self._lap, self._laps = 0.0, []
+
+    def lap(self) -> None:
+        self._laps.append(self._lap)
+        self._lap = 0.0
+
+    def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
+
+    def cool(self) -> None: ...
+
+    def stop(self) -> list[float]:
+        return self._laps
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._lap += self._seconds(func, args, kwargs, result)
+        return result
+
+
+class PredictedMeter:
+    """What storages would take that are created while the meter runs, and what kernels would need beside them.
+
+    As with the other meters, what is older than the meter is not counted when it is freed.
+    """
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.phases: dict[str, Phase] = {}
+        self._live = live
+        self._name, self._start = "", 0
+
+    def __enter__(self) -> PredictedMeter:
+        self._live.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        live = self._live
+        live.settle()
+        self.phases[self._name] = Phase(self._start, live.peak, live.now, live.peak_with_held)
+        self._name, self._start = name, live.now
+        live.begin_peak()
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """As the other meters do."""
+        self._live.hold(tensor)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+        if error is None:
+            self.mark("")  # ends the last phase; the one that it begins is never read
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """Storages without memory have no address, and are called by the object that they are in C."""
+
+    block: int = 1
+    """The bytes that the device's allocator rounds up to a multiple of."""
+
+    def key(self, storage: torch.UntypedStorage) -> int:
+        return int(storage._cdata)
+
+    def allocated(self, size: int) -> int:
+        return -(-size // self.block) * self.block
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedDevice:
+    """A device of some `kind` with `memory_bytes` that are free, of which `workspace_bytes` are libraries' own.
+
+    It is one of `count` that are alike and train one model together.
+
+    `host_bandwidth` is that of copies to the host and back, both at once, in bytes a second each.
+
+    `seconds` and `scratch` say what each operator takes. Tensors are fake ones on the CPU, whatever the kind: PyTorch
+    runs no backward of tensors on a device that is not there. `chosen` is entered while stages run, so that the
+    operators are those that PyTorch chooses for that kind.
+    """
+
+    kind: str
+    memory_bytes: int
+    seconds: OperatorSeconds
+    scratch: OperatorBytes = no_scratch
+    workspace_bytes: int = 0
+    storages: Storages = Numbered()
+    name: str = "a device that is not here"
+    count: int = 1
+    host_bandwidth: float = 1e9
+    chosen: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def all_names(self) -> str:
+        """What all of them together are called."""
+        return self.name if self.count == 1 else f"{self.count} × {self.name}"
+
+    def memory_meter(self, device: torch.device) -> MemoryMeter:
+        """A meter for fake tensors on `device`."""
+        return PredictedMeter(LiveBytes({device.type}, self.kind, self.scratch))
+
+    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
+        """A stopwatch for what runs on fake tensors; the device does not matter."""
+        return PredictedStopwatch(self.seconds)
+
+    def operators(self) -> AbstractContextManager[object]:
+        """Inside, the operators run that PyTorch chooses on that device."""
+        return self.chosen()

@@ -1,1 +1,0 @@
-"""What operators do on a device that is not there, called for tensors without memory."""
