@@ -22,9 +22,9 @@ from torch.nn import functional as F
 
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.storage import storage_bytes
-from rotor_py.partition.costs.operator_costs import operator_costs
-from rotor_py.partition.joint_graph import JointGraph
-from rotor_py.partition.partitioner import BudgetPartitioner
+from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.operator_costs import operator_costs
+from rotor_py.compile.partitioner import BudgetPartitioner
 
 RATIOS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 SHOWN = 10_000

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rotor_py.by_hand.network import Checkpoint, CheckpointedNetwork
     from rotor_py.by_hand.strategy import ByLevel
     from rotor_py.checkpointable import Checkpointable
+    from rotor_py.compile.memory_budget import memory_budget
     from rotor_py.errors import (
         CheckpointLimitError,
         InfeasibleError,
@@ -25,14 +26,12 @@ if TYPE_CHECKING:
     )
     from rotor_py.estimation.estimate import estimate
     from rotor_py.execute.tape import CheckpointOptim
-    from rotor_py.partition.memory_budget import memory_budget
     from rotor_py.report import Report
     from rotor_py.report.sweep import Sweep
-    from rotor_py.trials.best_level import LevelChoice, best_level
-    from rotor_py.trials.comparison import ComparedStrategy, compare
-    from rotor_py.trials.limits import least_limit, sweep
-    from rotor_py.trials.verification import Verification, verify
     from rotor_py.units import format_bytes, parse_bytes
+    from rotor_py.validate.best_level import LevelChoice, best_level
+    from rotor_py.validate.comparison import ComparedStrategy, compare, least_limit, sweep
+    from rotor_py.validate.verification import Verification, verify
     from rotor_solver import (
         Chain,
         Floating,
@@ -97,15 +96,14 @@ _NAMES = {
     "rotor_py.estimation.estimate": ("estimate",),
     "rotor_py.execute.tape": ("CheckpointOptim",),
     "rotor_py.checkpointable": ("Checkpointable",),
-    "rotor_py.trials.comparison": ("ComparedStrategy", "compare"),
-    "rotor_py.trials.best_level": ("LevelChoice", "best_level"),
-    "rotor_py.partition.memory_budget": ("memory_budget",),
+    "rotor_py.validate.comparison": ("ComparedStrategy", "compare", "least_limit", "sweep"),
+    "rotor_py.validate.best_level": ("LevelChoice", "best_level"),
+    "rotor_py.compile.memory_budget": ("memory_budget",),
     "rotor_py.plan.saved_plan": ("Plan",),
     "rotor_solver.memory_timeline": ("PlanMemory", "StageMemory"),
     "rotor_py.report": ("Report",),
     "rotor_py.report.sweep": ("Sweep",),
-    "rotor_py.trials.limits": ("least_limit", "sweep"),
-    "rotor_py.trials.verification": ("Verification", "verify"),
+    "rotor_py.validate.verification": ("Verification", "verify"),
     "rotor_py.units": ("format_bytes", "parse_bytes"),
 }
 """The public names, by the module that has them; the imports above say the same to type checkers."""

@@ -16,7 +16,7 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.variants import compiled_variants
-from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
 from rotor_py.execute.program import Program, Runners, program

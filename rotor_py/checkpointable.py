@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py.by_hand.strategy import ByHand
-from rotor_py.compiled.options import Compile
+from rotor_py.compile.stage_code import Compile
 from rotor_py.errors import InvalidValueError, UnsupportedModelError, record_fields, what_it_is
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.planning_lock import planning

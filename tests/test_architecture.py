@@ -17,11 +17,12 @@ PACKAGES = ("cli/rotor_cli", "rotor_py", "profiling/rotor_profiling", "solver/ro
 FLOORS = (
     {"batch_size"},
     {"estimation"},
-    {"trials", "integrations"},
+    {"validate", "integrations"},
     {"checkpointable", "backend"},
     {"plan"},
-    {"capture", "by_hand", "report", "partition"},
-    {"execute", "measure", "compiled"},
+    {"capture", "by_hand", "report"},
+    {"compile"},
+    {"execute", "measure"},
     {"stage", "distributed", "data_sheet"},
     {"offload"},
     {"units", "host_memory", "transparent", "models"},
@@ -115,15 +116,13 @@ def test_no_class_reaches_into_private_fields_of_a_class_in_another_file() -> No
         assert not [found for found in map(ast.unparse, reached) if not found.startswith(("self._", "cls._"))], name
 
 
-def test_the_page_and_its_picture_name_every_folder_and_files_that_are_there() -> None:
+def test_the_page_names_files_that_exist_and_its_picture_has_every_room() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     folders = {path.parent.relative_to(ROOT) for path in MODULES.values()}
     roots = {Path(), Path("tests"), *(path.parent for path in folders), *folders}
     for name in re.findall(r"`([\w/]+\.py)`", page):
         assert any((ROOT / root / name).exists() for root in roots), name
-    for folder in folders:
-        assert str(folder) in page, folder
     for room in set().union(*FLOORS) - {"errors", "units", "host_memory", "transparent", "models"}:
         assert room in picture, room
 

@@ -13,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_py.report.batch_choice import BatchChoice, format_rate
-from rotor_py.report.sweep import Sweep
-from rotor_py.report.terminal.prose import Prose
-from rotor_py.report.wording import USUAL, format_share, saving
+from rotor_py.report.sweep import USUAL, Sweep, format_share, saving
+from rotor_py.report.terminal import Prose
 from rotor_py.units import format_bytes
 
 _HEIGHT, _WIDEST = 14, 100

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rotor_py.report import Report
-from rotor_py.trials.comparison import ComparedStrategy
-from rotor_py.trials.verification import Verification
+from rotor_py.validate.comparison import ComparedStrategy
+from rotor_py.validate.verification import Verification
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from rotor_profiling import bytes_like, optimizer_cost, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.pipeline_costs import PipelineCosts, pipeline_costs
 from rotor_py.report.progress import Activities, activities
-from rotor_py.report.terminal.prose import Prose
-from rotor_py.trials.default_loss import default_loss
+from rotor_py.report.terminal import Prose
 from rotor_py.units import format_bytes, format_seconds, limit_text
+from rotor_py.validate.verification import default_loss
 from rotor_solver import InfeasibleError, PipelinePlan, plan_pipeline, watched
 from rotor_solver.pipeline import EqualCuts, Part, equal_cuts
 

@@ -24,10 +24,10 @@ from rotor_py.offload.offload import checked_name
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.report.progress import Activities, activities
-from rotor_py.report.sweeping import sweep_of
-from rotor_py.report.terminal.stage_table import StageTable
-from rotor_py.trials.comparison import compare_at_limit, leanest_of_each, with_verified
-from rotor_py.trials.default_loss import default_loss
+from rotor_py.report.report import sweep_of
+from rotor_py.report.terminal import StageTable
+from rotor_py.validate.comparison import compare_at_limit, leanest_of_each, with_verified
+from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all, watched
 
 

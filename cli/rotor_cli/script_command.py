@@ -20,7 +20,7 @@ from rotor_py.integrations.first_step import FirstStep, FirstTrainingStep, NoTra
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.step_spec import describe, spec_of
 from rotor_py.report.progress import activities
-from rotor_py.stage.restored.autocast import restored_autocast
+from rotor_py.stage.forward_state import restored_autocast
 
 
 class _Ended(BaseException):

@@ -13,11 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.facts import Facts
-from rotor_py.report.terminal.prose import Prose
-from rotor_py.report.terminal.stage_table import broken
-from rotor_py.report.terminal.text import parts
-from rotor_py.trials.comparison import ComparedStrategy
+from rotor_py.report.terminal import Prose, broken, parts
 from rotor_py.units import format_bytes, format_seconds
+from rotor_py.validate.comparison import ComparedStrategy
 
 _ANY = 10**4
 """Characters: more than any table is wide."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rotor_cli.facts import Facts
-from rotor_py.report.optimizer_step import NAME, optimizer_step
-from rotor_py.report.wording import label
-from rotor_py.trials.operations import TimedOperation
-from rotor_py.trials.verification import Verification
+from rotor_py.report.facts import NAME, optimizer_step
+from rotor_py.report.sweep import label
+from rotor_py.validate.steps import TimedOperation
+from rotor_py.validate.verification import Verification
 from rotor_solver import Backward, Loss
 from rotor_solver.moving import timed_moments, transfers
 

@@ -18,9 +18,9 @@ from rotor_profiling import StageCost
 from rotor_py.measure.measurement import Way
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Point, Sweep
-from rotor_py.stage.keepers.fewer_bits import rounded_stages
-from rotor_py.trials.comparison import ComparedStrategy
-from rotor_py.trials.verification import Verification
+from rotor_py.stage.low_precision import rounded_stages
+from rotor_py.validate.comparison import ComparedStrategy
+from rotor_py.validate.verification import Verification
 
 SCHEMA = 1
 """Raised when a key is dropped or changes its meaning; new keys leave it as it is."""

@@ -19,9 +19,8 @@ from rotor_py.distributed.processes import processes, size_of
 from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.device import available_bytes, limit_bytes
 from rotor_py.plan.agreement import slowest
-from rotor_py.trials.default_loss import default_loss
-from rotor_py.trials.restore import left_alone, put_back
-from rotor_py.trials.step import TrainingStep
+from rotor_py.validate.steps import TrainingStep, left_alone, put_back
+from rotor_py.validate.verification import default_loss
 from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")

@@ -21,8 +21,8 @@ from rotor_py.errors import CheckpointLimitError, InvalidStateError, InvalidValu
 from rotor_py.execute.program import program
 from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.tape import replay
+from rotor_py.stage.forward_state import Surroundings, recorded
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.surroundings import Surroundings, recorded
 from rotor_solver import ForwardEnable
 from rotor_solver.segments import recompute_segments, segments_from
 

@@ -14,8 +14,8 @@ from rotor_profiling import leaves_of, storage_bytes, tensors_in
 from rotor_profiling.isolate import accelerators, trained_parameters
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
+from rotor_py.stage.forward_state import present
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.surroundings import present
 from rotor_solver import ForwardEnable, InvalidValueError
 from rotor_solver.errors import InvalidStateError
 from rotor_solver.segments import recompute_segments, segments_from

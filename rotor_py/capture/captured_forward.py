@@ -29,9 +29,9 @@ from rotor_py.capture.graph.stage_graph import raise_own_error, run_graph
 from rotor_py.capture.guarded_branches import NOW, Answers, Asking, OtherAnswerError
 from rotor_py.capture.patches import batch_norms_in_graphs, experts_at_once, has_batch_norms, masks_asked_about
 from rotor_py.capture.tracing import OpenNumbers, Tracing, keep_image_sizes, keep_known_sizes
-from rotor_py.distributed.shard_groups import groups_of
+from rotor_py.distributed.sharding import groups_of
 from rotor_py.errors import UnsupportedModelError, record_fields
-from rotor_py.stage.restored.autocast import Autocast
+from rotor_py.stage.forward_state import Autocast
 
 # Forwards handed to torch.compile, one for all models that are built alike, so that they share what is traced.
 #

@@ -37,7 +37,7 @@ from rotor_py.capture.guarded_branches import (
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.measure.measurement import PrefixCost
-from rotor_py.stage.surroundings import remember_moved_elsewhere
+from rotor_py.stage.forward_state import remember_moved_elsewhere
 
 Agree = Callable[[list[int]], list[int]]
 

@@ -29,10 +29,9 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.errors import record_fields
-from rotor_py.stage.keepers.handed_over import HandingOver
-from rotor_py.stage.keepers.saved_in_order import SavedInOrder
 from rotor_py.stage.protocol import Run, StageOffers
-from rotor_py.stage.ways.watched import calling_instead, calls_forward_alone
+from rotor_py.stage.saved_tensors import HandingOver, SavedInOrder
+from rotor_py.stage.storage_modes import calling_instead, calls_forward_alone
 
 _log = logging.getLogger("rotor_py")
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from rotor_py.distributed.shard_groups import ShardedParameter, ShardGroup, Tensors, cast, groups_of
+from rotor_py.distributed.sharding import ShardedParameter, ShardGroup, Tensors, cast, groups_of
 from rotor_py.errors import UnsupportedModelError
 
 # Nodes that mark in a captured graph where modules of `fully_shard` begin and end, and the hooks that leave them.

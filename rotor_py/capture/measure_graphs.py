@@ -31,10 +31,9 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whole_step
 from rotor_py.capture.variants import compiled_variants
 from rotor_py.capture.whole_graph import RoomOf
-from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
-from rotor_py.distributed.shard_groups import Sharding, sharding_of
-from rotor_py.distributed.whole_parameters import as_left
+from rotor_py.distributed.sharding import Sharding, as_left, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import freeze_new_objects

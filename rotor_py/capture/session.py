@@ -24,15 +24,14 @@ from rotor_py.capture.measure_graphs import measure_graphs
 from rotor_py.capture.measured_graphs import MeasuredGraphs, whole_step
 from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.capture.whole_graph import RoomOf
-from rotor_py.compiled.compiled_stage import CompiledStage
-from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.stage_measurer import MeasuringOptions
 from rotor_py.measure.stages import MeasuredCut
-from rotor_py.stage.graph_effects import recall_effects, remember_effects
+from rotor_py.stage.forward_state import recall_moving, remember_moving
 from rotor_py.stage.protocol import offers_of
-from rotor_py.stage.surroundings import recall_moving, remember_moving
+from rotor_py.stage.side_effects import recall_effects, remember_effects
 
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]

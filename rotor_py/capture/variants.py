@@ -12,10 +12,8 @@ from rotor_profiling.stage.bytes import LEAST_SHARE
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.whole_graph import Room, compiled_whole, compiling
-from rotor_py.compiled.budgets import Foreseen
-from rotor_py.compiled.compiled_stage import CompiledStage
-from rotor_py.compiled.stage_code import StageCode
-from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
+from rotor_py.compile.stage_code import Foreseen, StageCode
 from rotor_py.errors import record_fields
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Way

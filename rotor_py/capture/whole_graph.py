@@ -18,9 +18,8 @@ import torch
 
 from rotor_profiling import storage_bytes, tensors_in
 from rotor_py.capture.measured_graphs import MeasuredGraph
-from rotor_py.compiled.compiled_stage import CompiledStage
-from rotor_py.compiled.stage_code import owned_tensors
-from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
+from rotor_py.compile.stage_code import owned_tensors
 from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.measure.cut import joined
 from rotor_py.measure.measurement import Measurement

@@ -1,8 +1,9 @@
-"""Which processes train a model together, and the memory that their communication takes."""
+"""Find the processes that train together, and what they exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,112 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_profiling import bytes_like
 from rotor_profiling.backends import prediction
 from rotor_profiling.torch_classes import is_dtensor
-from rotor_py.distributed.joined_groups import joined
-from rotor_py.distributed.shard_groups import at_rest
-from rotor_py.distributed.sharded_bytes import gathered_bytes
+from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
+
+# Groups of processes that overlap, joined to one: what trains together may be spread over several dimensions.
+#
+# With tensor parallelism in one dimension of a mesh and data parallelism in another one, a process shares each group
+# with
+# other processes. They all have to follow one plan: none of them may wait in a collective that another comes to later.
+
+
+
+_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}
+"""The groups that were made here, by the names of those that they join."""
+
+
+def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
+    """The processes that these groups of this process connect, also by way of others; None without groups.
+
+    Groups have to be those of the dimensions of a mesh, as far as they are different. The first call communicates, and
+    all of the processes have to come to it together.
+    """
+    different = list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.items())
+    if len(different) <= 1:
+        return different[0][1] if different else None
+    key = tuple(group.group_name for _, group in different)
+    if key not in _joined:
+        _joined[key] = _join(different)
+    return _joined[key]
+
+
+def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.ProcessGroup:
+    known = {rank for ranks, _ in groups for rank in ranks}
+    if len(known) < dist.get_world_size():
+        # In one dimension after the other: afterwards each process knows all that it is connected with.
+        for ranks, group in groups:
+            told: list[set[int]] = [set()] * len(ranks)
+            dist.all_gather_object(told, known, group=group)
+            known = set().union(*told)
+    if len(known) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    # Only its members: the other processes may train another part of a model, and never come here.
+    made = dist.new_group(sorted(known), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBytes:
+    """Bytes of a group's parameters and gradients, on one process."""
+
+    whole: int
+    """The whole parameters, in the dtype in which they are gathered."""
+    kept: int
+    """This process's part after a forward, if parameters are then spread over fewer processes than between steps."""
+    gradients: int
+    """Whole gradients, as the backward makes them."""
+    sent: int
+    """Whole gradients as they are sent, and as they are kept if they are added up over steps."""
+
+    @classmethod
+    def of(cls, group: ShardGroup) -> GroupBytes:
+        """The sizes of a group."""
+        parameters = group.parameters
+        trained = [each for each in parameters if each.sharded.requires_grad]
+        whole = sum(each.size.numel() * each.dtype.itemsize for each in parameters)
+        return cls(
+            whole=whole,
+            kept=whole // group.spread_after_forward if group.spread_after_forward else 0,
+            gradients=sum(each.size.numel() * each.dtype.itemsize for each in trained),
+            sent=sum(each.size.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained),
+        )
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """An upper bound of what whole parameters and their gradients need at any moment of a step.
+
+    It is no prediction: which groups are whole together depends on how fast processes communicate. What is received
+    lies in one piece before it is copied into parameters, and so do gradients while they are sent.
+    """
+    groups = groups_of(model)
+    sizes = {group: GroupBytes.of(group) for group in groups}
+    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that there are always as many as below
+    sent: dict[ShardGroup, int] = {}
+    for group in groups:
+        own = sizes[group]
+        outer = [other for other in groups if other.contains(group)]
+        # FSDP keeps the outermost group whole to the end of the step.
+        first = outer[0] if outer else group
+        inner = [each for each in (*outer, group) if each is not first]  # all of them are whole at once
+        sent[first] = max(sent.get(first, 0), sum(sizes[each].sent for each in (*outer, group)))
+        made.append(sum(sizes[each].gradients for each in inner))
+        if group.keeps_gradients:
+            throughout += own.sent
+        if group is first:
+            throughout += own.whole + own.gradients
+        elif group.reshards:
+            throughout += own.kept
+            passing.append(sum(sizes[each].whole for each in inner))
+        else:
+            throughout += own.whole
+            received.append(own.whole)
+    # At the worst moment one group is in use, the next is prefetched, and one is gathered to run a stage again. The
+    # largest counts twice: while it is gathered, it is there as it was received, and as parameters.
+    one, two, three = sorted(passing)[:-4:-1]
+    return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:

@@ -22,7 +22,7 @@ from torch.autograd.graph import Node
 from rotor_py.errors import InvalidStateError
 from rotor_py.execute.program import Program
 from rotor_py.execute.store import ActivationStore
-from rotor_py.stage.attached_stage import AttachedStage
+from rotor_py.stage.runner import AttachedStage
 
 _NO_TASK = -1
 

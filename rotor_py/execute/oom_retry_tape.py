@@ -33,7 +33,7 @@ from rotor_profiling.storage import tensors_in
 from rotor_py.execute.in_flight import Held, Passes
 from rotor_py.execute.program import Program, from_input, in_nodes, program
 from rotor_py.execute.tape import Tape
-from rotor_py.stage.out_of_memory import is_out_of_memory
+from rotor_py.stage.error_context import is_out_of_memory
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence
 

@@ -31,9 +31,16 @@ from torch.utils._pytree import tree_map_only
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import InvalidStateError
-from rotor_py.stage.keepers.handed_over import HandingOver, NobodyWaits, handing_over_now, tensor_of
-from rotor_py.stage.keepers.readers import last_node, node_behind
-from rotor_py.stage.keepers.saved import Saved, SavedAsItIs
+from rotor_py.stage.saved_tensors import (
+    HandingOver,
+    NobodyWaits,
+    Saved,
+    SavedAsItIs,
+    handing_over_now,
+    last_node,
+    node_behind,
+    tensor_of,
+)
 
 Run = Callable[[Any], Any]
 

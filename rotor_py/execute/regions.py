@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from rotor_profiling.storage import tensors_in, wait_for
-from rotor_py.distributed.gathering import gathered_again
+from rotor_py.distributed.sharding import gathered_again
 from rotor_py.errors import InvalidValueError
 from rotor_py.execute.recompute import saved_again
+from rotor_py.stage.forward_state import Surroundings
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.surroundings import Surroundings
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
 

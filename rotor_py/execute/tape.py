@@ -62,11 +62,10 @@ from rotor_py.execute.program import Program, Runners, Step, program
 from rotor_py.execute.store import ActivationStore
 from rotor_py.offload.offload_saved import LeavingMemory
 from rotor_py.offload.tier import Tier
-from rotor_py.stage.activity import is_watched
-from rotor_py.stage.keepers.leaving import run_leaving
-from rotor_py.stage.restored.other_streams import draws
-from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.surroundings import Surroundings
+from rotor_py.stage.error_context import is_watched
+from rotor_py.stage.forward_state import Surroundings
+from rotor_py.stage.replayed_routing import draws
+from rotor_py.stage.runner import StageRunner, run_leaving
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.moving import Moves
 

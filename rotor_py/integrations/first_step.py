@@ -27,7 +27,7 @@ from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.in_place import PlannedForward, is_planned
 from rotor_py.plan.sample import Call
-from rotor_py.stage.restored.autocast import Autocast, autocast_now, restored_autocast
+from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autocast
 
 
 @dataclass(frozen=True, slots=True)

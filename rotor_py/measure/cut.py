@@ -15,11 +15,10 @@ from rotor_profiling import isolated, memory_meter, storage_bytes, storages, ten
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
-from rotor_py.distributed.shard_groups import Sharding, sharding_of
-from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.distributed.sharding import Sharding, gathered, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import PrefixCost
-from rotor_py.stage.activity import During
+from rotor_py.stage.error_context import During
 from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]

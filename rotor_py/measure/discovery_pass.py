@@ -19,18 +19,16 @@ from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import local
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere
-from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.distributed.sharding import gathered
 from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.stepped_parameters import SteppedParameters
-from rotor_py.stage.activity import During
-from rotor_py.stage.attached_stage import edges_of, leaves_behind
+from rotor_py.stage.error_context import During
 from rotor_py.stage.foreign_parameters import ForeignParameters
-from rotor_py.stage.graph_effects import GraphEffects, find_effects, remember_effects
 from rotor_py.stage.protocol import StageOffers, offers_of
-from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.steady import Steady, remember_steady
-from rotor_py.stage.ways.keeper import Keeper, Trial
+from rotor_py.stage.runner import StageRunner, edges_of, leaves_behind
+from rotor_py.stage.side_effects import GraphEffects, Steady, find_effects, remember_effects, remember_steady
+from rotor_py.stage.storage_modes import Keeper, Trial
 from rotor_solver.progress import Progress
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from rotor_profiling import LossCost, StageCost
-from rotor_py.stage.keepers.fewer_bits import word_of
+from rotor_py.stage.low_precision import word_of
 from rotor_solver import Chain, Option, Stage
 
 _NEVER = 2**48

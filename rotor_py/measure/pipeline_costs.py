@@ -11,7 +11,7 @@ from torch import nn
 from rotor_profiling import OptimizerCost, bytes_like, storages
 from rotor_profiling.isolate import trained_parameters
 from rotor_py.measure.measurement import Measurement
-from rotor_py.stage.surroundings import moving_buffers
+from rotor_py.stage.forward_state import moving_buffers
 from rotor_solver import Chain
 
 

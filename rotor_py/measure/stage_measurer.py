@@ -38,7 +38,7 @@ from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.stage.seconds import AsNode
 from rotor_py.distributed.processes import anywhere
-from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.distributed.sharding import gathered
 from rotor_py.measure.cache import KeptKinds, StageMemory, measurement_cache
 from rotor_py.measure.cut import Cut, run_prefix
 from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
@@ -46,14 +46,14 @@ from rotor_py.measure.measurement import Carried, Measurement, Way
 from rotor_py.measure.rounds import StageTimes
 from rotor_py.measure.stage_ways import OffloadableBytes, offered_everywhere, saving_ones, stand_ins, worth_choosing
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
-from rotor_py.stage.activity import During
-from rotor_py.stage.graph_effects import recall_effects
-from rotor_py.stage.keepers.fewer_bits import word_of
+from rotor_py.stage.error_context import During
+from rotor_py.stage.forward_state import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
+from rotor_py.stage.low_precision import word_of
 from rotor_py.stage.protocol import offers_of
-from rotor_py.stage.restored.decisions import decided_bytes, decides_nothing, remember_undecided
+from rotor_py.stage.replayed_routing import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.surroundings import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
-from rotor_py.stage.ways.keeper import Keeper
+from rotor_py.stage.side_effects import recall_effects
+from rotor_py.stage.storage_modes import Keeper
 from rotor_solver.progress import Progress
 
 

@@ -12,7 +12,7 @@ from rotor_profiling import bytes_like
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.optimizer import scratch_alone
 from rotor_profiling.stage.stage_context import Stepped
-from rotor_py.distributed.whole_parameters import is_sharded
+from rotor_py.distributed.sharding import is_sharded
 from rotor_py.measure.cut import Cut
 
 

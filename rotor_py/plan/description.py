@@ -14,7 +14,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
-from rotor_py.stage.graph_effects import recall_effects
+from rotor_py.stage.side_effects import recall_effects
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, store_all
 from rotor_solver.memory_timeline import PlanMemory, plan_memory

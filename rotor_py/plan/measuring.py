@@ -29,14 +29,14 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
-from rotor_py.stage.restored.other_streams import streams_kept
+from rotor_py.stage.replayed_routing import streams_kept
 from rotor_py.units import format_seconds
 from rotor_solver import store_all
 from rotor_solver.progress import Progress
 
 if TYPE_CHECKING:
     from rotor_py.capture.whole_graph import Partitioner
-    from rotor_py.partition.partitioner import BudgetPartitioner
+    from rotor_py.compile.partitioner import BudgetPartitioner
 
 _log = logging.getLogger("rotor_py")
 
@@ -61,7 +61,7 @@ class CompileBudget:
         return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain))
 
     def partitioner(self, limit: int) -> Partitioner:
-        from rotor_py.partition.partitioner import whole_partitioner
+        from rotor_py.compile.partitioner import whole_partitioner
 
         return _Partitioner(whole_partitioner(limit, self.budget.chain))
 

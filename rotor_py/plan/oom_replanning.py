@@ -21,9 +21,8 @@ from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.stage.activity import add_note
-from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
-from rotor_py.stage.undo import undo_bytes
+from rotor_py.stage.error_context import add_note, asked_bytes, is_out_of_memory
+from rotor_py.stage.runner import undo_bytes
 from rotor_py.units import format_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 

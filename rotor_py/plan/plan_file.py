@@ -47,15 +47,13 @@ from typing import Any
 
 import torch
 
-from rotor_py.compiled.budgets import is_budget
-from rotor_py.compiled.compiled_stage import CompiledStage
-from rotor_py.compiled.stage_code import Config
-from rotor_py.compiled.stage_compiler import StageCompiler
+from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
+from rotor_py.compile.stage_code import Config, is_budget
 from rotor_py.errors import InvalidValueError, PlanMismatchError, kind_of, record_fields, shortened
 from rotor_py.execute.program import program
 from rotor_py.measure.cut import JOINT, Cut, Layer
 from rotor_py.plan.plan_costs import PlanCosts, moves_data, with_moves
-from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
+from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_effects
 from rotor_solver import Chain, Sequence
 
 _log = logging.getLogger("rotor_py")
@@ -127,7 +125,7 @@ class CompiledStages:
 
         `chain` is what it was measured as, and `ways` are those in which each of its stages may be stored.
         """
-        from rotor_py.partition.partitioner import whole_partitioner
+        from rotor_py.compile.partitioner import whole_partitioner
 
         partitioner = None if self.room is None else whole_partitioner(self.room, chain, self.by_torch)
         stages: list[Layer] = []

@@ -69,7 +69,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, tensors_in
-from rotor_py.compiled.options import Compile, config_of
+from rotor_py.compile.stage_code import Compile, config_of
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import (
     InvalidValueError,

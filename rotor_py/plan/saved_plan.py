@@ -16,14 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from rotor_profiling.backends import prediction
 from rotor_profiling.torch_classes import is_dtensor
-from rotor_py.distributed.shard_groups import at_rest
+from rotor_py.distributed.sharding import at_rest
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import Cut, Layer, is_chain, joined, layers
 from rotor_py.plan import plan_file
 from rotor_py.plan.plan_costs import PlanCosts
 from rotor_py.plan.plan_file import CompiledStages
 from rotor_py.plan.step_spec import TensorSpec
-from rotor_py.stage.graph_effects import GraphEffects, remember_effects
+from rotor_py.stage.side_effects import GraphEffects, remember_effects
 from rotor_solver import Sequence
 
 

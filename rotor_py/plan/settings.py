@@ -11,15 +11,12 @@ from torch.distributed import ProcessGroup
 
 from rotor_profiling.optimizer import steps_per_parameter
 from rotor_py.by_hand.strategy import ByHand
-from rotor_py.compiled.options import Compile, config_of
-from rotor_py.compiled.stage_code import Config
+from rotor_py.compile.stage_code import Compile, Config, config_of
 from rotor_py.errors import InvalidTypeError, InvalidValueError, what_it_is
 from rotor_py.offload.offload import checked_name
-from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
-from rotor_py.stage.keepers.form_keeper import FormKeeper
-from rotor_py.stage.keepers.packed import Packed
-from rotor_py.stage.ways.elsewhere import ELSEWHERE
-from rotor_py.stage.ways.keeper import Keeper
+from rotor_py.stage.compression import FormKeeper, Packed
+from rotor_py.stage.low_precision import FEWER_BITS
+from rotor_py.stage.storage_modes import ELSEWHERE, Keeper
 from rotor_solver.in_flight import ORDERS
 from rotor_solver.progress import Progress
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from rotor_profiling import OptimizerCost
-from rotor_py.compiled.compiled_stage import is_compiled
+from rotor_py.compile.compiled_stage import is_compiled
 from rotor_py.distributed.processes import size_of
 from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget

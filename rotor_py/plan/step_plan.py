@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from rotor_profiling import OptimizerCost
-from rotor_py.compiled.compiled_stage import is_compiled, partitioned_freely
+from rotor_py.compile.compiled_stage import is_compiled, partitioned_freely
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
@@ -36,8 +36,8 @@ from rotor_py.plan.settings import Settings
 from rotor_py.plan.sources.source import Source
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.stage.graph_effects import GraphEffects, recall_effects, remember_effects
-from rotor_py.stage.undo import undo_bytes
+from rotor_py.stage.runner import undo_bytes
+from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_effects
 from rotor_solver import InfeasibleError, Sequence
 
 _MOST = 16

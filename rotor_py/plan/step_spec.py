@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from rotor_profiling.storage import layout_of
-from rotor_py.distributed.shard_groups import at_rest
+from rotor_py.distributed.sharding import at_rest
 
 
 @dataclass(frozen=True, slots=True)

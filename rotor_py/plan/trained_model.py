@@ -21,8 +21,7 @@ from rotor_py.distributed.processes import (
     processes,
     size_of,
 )
-from rotor_py.distributed.shard_groups import at_rest
-from rotor_py.distributed.whole_parameters import is_sharded, keeps_gradients
+from rotor_py.distributed.sharding import at_rest, is_sharded, keeps_gradients
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes

@@ -1,4 +1,4 @@
-"""What a plan costs: peaks in bytes and times in seconds, all of them predicted."""
+"""Predicted peaks and times of a plan, and the kind of storage each stage uses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,36 @@ from dataclasses import dataclass
 
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
-from rotor_py.report.kept_kinds import kept_kind
+from rotor_py.stage.compression import Packed
+from rotor_py.stage.low_precision import word_of
+from rotor_py.stage.storage_modes import parted
 from rotor_py.units import format_bytes
-from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, store_all
+from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
+
+WORDS = {
+    "kept": "all that the backward needs",
+    "part": "a part of it, the rest is made again",
+    "packed": "packed, with the same bits",
+    "rounded": "rounded to fewer bits",
+    "elsewhere": "what stays of it while the rest is elsewhere",
+    "input": "its input alone",
+}
+"""What is in memory, by kind."""
+
+
+def kept_kind(stage: Stage, option: int) -> str:
+    """The kind of what an option of a stage keeps.
+
+    A part may be packed or rounded as well: then it counts as that, which is what the user has to know first.
+    """
+    way = stage.options[option]
+    if way.moved:
+        return "elsewhere"
+    if word_of([way.name]) is not None:
+        return "rounded"
+    if parted(way.name, (Packed().name,))[1] is not None:
+        return "packed"
+    return "part" if option else "kept"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""Memory against time, as data: every limit that changes something, and strategies set by hand beside them."""
+"""Memory against time over all limits, as data and in words."""
 
 from __future__ import annotations
 
+from collections import abc
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from rotor_solver import Sequence
+from rotor_py.units import format_bytes, format_seconds, limit_text
+from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +49,67 @@ class Sweep:
     def lettered(self) -> list[tuple[str, Point]]:
         """The strategies with the letters that stand for them in a picture."""
         return list(zip(ascii_uppercase, self.strategies, strict=False))
+
+
+USUAL = 0.10
+"""The share of more time that reports speak of, unless the user names another."""
+
+NOISY = 0.10
+"""Times of one kind of stage that are as far apart as this are told of: the machine does something else, too."""
+
+
+def label(operation: Operation, names: abc.Sequence[str]) -> str:
+    """`Fe_3 layers.3`: the operation, and the name of its stage; `L loss`."""
+    return f"{operation} {'loss' if isinstance(operation, Loss) else names[operation.stage]}"
+
+
+def kind(moment: Moment) -> str:
+    """What the operation is: "loss", "backward", "again", "keep" (a forward for the backward) or "pass"."""
+    match moment.operation:
+        case Loss():
+            return "loss"
+        case Backward():
+            return "backward"
+        case ForwardEnable():
+            return "again" if moment.again else "keep"
+    return "again" if moment.again else "pass"
+
+
+def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str:
+    """The operation with its time and the memory of the whole step, fixed part included."""
+    return (
+        f"{label(moment.operation, names)}{' (recompute)' if moment.again else ''}: {format_seconds(moment.seconds)}, "
+        f"{format_bytes(beside_bytes + moment.during)} while it runs, {format_bytes(beside_bytes + moment.after)} after"
+    )
+
+
+def saving(sweep: Sweep, overhead: float = USUAL) -> str:
+    """What at most `overhead` more time saves; where that is nothing, what the first saving costs."""
+    least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
+    if sweep.saved(least) <= 0:
+        return f"No plan needs less than storing everything: {stored}."
+    if sweep.saved(point) <= 0:
+        point = sweep.points[-2]  # the first saving there is; the last point stores everything
+    text = (
+        f"{format_share(point.overhead - 1)} more time saves {format_share(sweep.saved(point))} of activation memory: "
+        f"a limit of {limit_text(point.mem_limit)} instead of {stored}."
+    )
+    if point == least:
+        return f"{text} Less is not possible."
+    price = format_share(least.overhead - 1)
+    return f"{text} The least possible is {limit_text(least.mem_limit)}, at {price} more time."
+
+
+def format_gap(gap: float) -> str:
+    """The distance from the optimum: `0 %` where two digits would show nothing, else `at most 0.12%`."""
+    return "0 %" if gap < 5e-5 else f"at most {gap:.2%}"
+
+
+def spread_of_times(spread: float) -> list[tuple[str, str]]:
+    """What to say of times that were far apart when they were measured: nothing if they were not."""
+    return [("times vary by", format_share(spread))] if spread >= NOISY else []
+
+
+def format_share(share: float) -> str:
+    """`7.5 %` below a tenth, else `12 %`."""
+    return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"

@@ -1,12 +1,8 @@
-"""One stage and the ways in which the executor runs it.
-
-In the caller's graph (`forward`), for the first time where more runs follow (`first`, or `attach_first` with a graph of
-its own), once more without a graph (`again`), and once more with a graph of its own (`attach`).
-"""
+"""Run one stage: for the first time, without a graph, or again with a graph of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from functools import partial
@@ -14,21 +10,171 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rotor_profiling.isolate import accelerators, alias, parameter_slots, substituted, trained_parameters
+from rotor_profiling import bytes_like
+from rotor_profiling.attributes import Attributes
+from rotor_profiling.isolate import (
+    RandomState,
+    accelerators,
+    alias,
+    buffer_slots,
+    parameter_slots,
+    substituted,
+    trained_parameters,
+)
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
-from rotor_py.errors import InvalidValueError
-from rotor_py.stage.activity import During, tell_of_backward
-from rotor_py.stage.attached_stage import AttachedStage, edges_of, owners_of
-from rotor_py.stage.graph_effects import GraphEffects, recall_effects, run_with_graph
+from rotor_py.errors import InvalidStateError, InvalidValueError
+from rotor_py.offload.offload_saved import LEAST_BYTES, LeavingMemory
+from rotor_py.stage.compressing_hooks import Keeping
+from rotor_py.stage.error_context import During, tell_of_backward
+from rotor_py.stage.forward_state import Surroundings, recorded, slots_that_move
 from rotor_py.stage.protocol import StageOffers, offers_of
+from rotor_py.stage.side_effects import GraphEffects, before_first, recall_effects, run_with_graph
 from rotor_py.stage.skipped_output import forward_skipping_output
-from rotor_py.stage.steady import before_first
-from rotor_py.stage.surroundings import Surroundings, recorded
-from rotor_py.stage.undo import Undo
-from rotor_py.stage.ways.keeper import Keeper, Trial
-from rotor_py.stage.ways.names import both, parted
+from rotor_py.stage.storage_modes import Keeper, Trial, both, parted
+
+# The first forward of a stage, undone: buffers, attributes and the random state are again what they were before it.
+#
+# Only where a stage may have to be run a second time because it ran out of memory: copies of its buffers cost memory.
+
+
+
+class Undo:
+    """What the forward of `function`, which is about to begin, may change. `devices` are those of its random state."""
+
+    def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
+        self._random = RandomState.now(devices)
+        self._attributes = Attributes(function)
+        self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
+        copied = {id(tensor) for (_, _, tensor), _ in self._copies}
+        # Not thought to change, so there is no copy. Should one change after all, that is noticed.
+        self._others = [(slot, slot[2]._version) for slot in buffer_slots(function) if id(slot[2]) not in copied]
+
+    def restore(self) -> str | None:
+        """Put everything back. Returns what could not be: why the stage cannot be run as if for the first time."""
+        self._random.restore()
+        try:
+            self._attributes.put_back()
+        except RuntimeError as error:
+            return str(error)
+        for (table, name, tensor), before in self._copies:
+            table[name] = tensor
+            # What has not changed is not written: a buffer may be one number seen many times (`expand`).
+            if not torch.equal(tensor, before):
+                # By way of `data`, which leaves the version: the graph of an earlier forward may have saved the buffer.
+                tensor.data.copy_(before)
+        for (table, name, tensor), version in self._others:
+            if table[name] is not tensor or tensor._version != version:
+                return f"buffer {name!r} was changed for the first time, and there is no copy of it"
+        return None
+
+
+def undo_bytes(functions: Iterable[nn.Module]) -> int:
+    """The most bytes that an `Undo` holds for one of these stages. Each is let go of before the next is made."""
+    return max((bytes_like(slot[2] for slot in slots_that_move(function)) for function in functions), default=0)
+
+
+Edges = list[GradientEdge | None]
+"""The edges of tensors into their graph, in order; None for a tensor that needs no gradient."""
+
+
+class AttachedStage:
+    """A stage with a graph of its own, which ends at its input and at aliases of its parameters.
+
+    It knows the ends of the graph as edges, and holds no tensors: what the backward does not need is freed. `owners`
+    keep the graph alive instead.
+    """
+
+    def __init__(
+        self, outputs: Edges, inputs: Edges, parameters: Sequence[torch.Tensor], owners: list[Any], name: str
+    ) -> None:
+        self.outputs = outputs
+        self.inputs = inputs
+        self.parameters = parameters
+        self.owners = owners
+        self.name = name
+
+    def backward(
+        self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the input's tensors, then of the parameters, for the `gradients` of the outputs.
+
+        None stands for a gradient that does not exist, on both sides. RuntimeError if the stage returned another number
+        of tensors than in its first run.
+        """
+        if len(gradients) != len(self.outputs):
+            raise InvalidStateError(
+                f"stage {self.name!r} returned {len(gradients)} tensors in the forward and {len(self.outputs)} when it "
+                "was run again; a stage has to do the same thing every time",
+                kind="rerun_differs",
+                name=self.name,
+                forward=len(gradients),
+                again=len(self.outputs),
+            )
+        sources = [*self.inputs, *self.parameters]
+        given = [(y, g) for y, g in zip(self.outputs, gradients, strict=True) if y is not None and g is not None]
+        wanted: list[Any] = [source for source in sources if source is not None]
+        if not given or not wanted:  # torch.autograd.grad refuses both
+            return [None] * len(sources)
+        roots, arriving = [y for y, _ in given], [g for _, g in given]
+        with During("backward", self.name):
+            found = iter(torch.autograd.grad(roots, wanted, arriving, retain_graph=retain_graph, allow_unused=True))
+        return [None if source is None else next(found) for source in sources]
+
+    def refuse_other_leaves(self, origin: torch.Tensor) -> None:
+        """RuntimeError if the graph reaches a parameter that is not the stage's own: its gradient would be lost.
+
+        `origin` is the leaf at which the input's side of the graph ends (see `enter_graph`).
+        """
+        known = {id(tensor) for tensor in (origin, *self.parameters)}
+        for leaf in leaves_behind(self.outputs):
+            if id(leaf) not in known:
+                raise InvalidStateError(
+                    f"stage {self.name!r} uses a parameter of shape {tuple(leaf.shape)} that it does not own, whose "
+                    "gradient would be lost; pass the torch.nn.Module that owns it as the stage",
+                    kind="foreign_parameter",
+                    name=self.name,
+                )
+
+
+def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
+    """The tensors at which the graph behind `edges` ends, each once."""
+    pending = [edge.node for edge in edges if edge is not None]
+    seen = set()
+    # A loop and no recursion: a graph can be deeper than Python's stack.
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # an AccumulateGrad has it
+        if leaf is not None:
+            yield leaf
+        pending.extend(following for following, _ in node.next_functions if following is not None)
+
+
+def owners_of(value: Any) -> list[Any]:
+    """What keeps the graph behind `value` alive. An edge alone does not, if its node is written in Python."""
+    # The node of a view, which holds the node before it, and no tensor. Newer releases of torch do the same in
+    # `get_gradient_edge`.
+    with torch.enable_grad():
+        return [tensor.view_as(tensor).grad_fn for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def edges_of(value: Any) -> Edges:
+    """The edges of the tensors in `value` into their graph."""
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors_in(value)]
+
+
+# One stage and the ways in which the executor runs it.
+#
+# In the caller's graph (`forward`), for the first time where more runs follow (`first`, or `attach_first` with a graph
+# of
+# its own), once more without a graph (`again`), and once more with a graph of its own (`attach`).
+
+
 
 T = TypeVar("T")
 Context = tuple[Any, ...]
@@ -285,3 +431,22 @@ def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:
     output = run(value)
     wait_for(output)
     return output
+
+
+def run_leaving(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, LeavingMemory]:
+    """Run a stage in the graph around it; returns its output, and what it saved that could leave memory.
+
+    What goes into the stage stays, as do its parameters; and so does what comes out, as long as anybody holds it. Where
+    the runner keeps something in another form, that stays as well.
+    """
+    leaving = LeavingMemory()
+    with Keeping(leaving, _in_memory_anyway(runner, (value, context)), least_bytes=LEAST_BYTES, reads_values=False):
+        output = runner.forward(value, context)
+    return output, leaving
+
+
+def _in_memory_anyway(runner: StageRunner, value: Any) -> Iterable[torch.Tensor]:
+    yield from tensors_in(value)
+    if isinstance(runner.function, torch.nn.Module):
+        yield from runner.function.parameters()
+        yield from runner.function.buffers()

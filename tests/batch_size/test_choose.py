@@ -19,7 +19,7 @@ from rotor_py import (
 )
 from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.offload.offload import Bandwidth
-from rotor_py.trials.default_loss import default_loss
+from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all
 from tests.fields import raises
 

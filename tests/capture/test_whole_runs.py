@@ -19,7 +19,7 @@ from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.execute.program import joined_run
 from rotor_py.plan.step_plan import StepPlans
 from rotor_py.plan.step_spec import StepSpec, identical_specs, spec_of
-from rotor_py.stage.activity import watched
+from rotor_py.stage.error_context import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from tests.capture.steps import compare, limits

@@ -19,8 +19,7 @@ import pytest
 
 from rotor_cli.main import main
 from rotor_py.report import progress
-from rotor_py.report.progress import Activities, activities
-from rotor_py.report.time_left import TimeLeft, in_words
+from rotor_py.report.progress import Activities, TimeLeft, activities, in_words
 from rotor_solver.jit_policy import PREPARING
 
 SLOW = """

@@ -12,7 +12,7 @@ import torch
 
 from rotor_cli.text_report import typed
 from rotor_py import Checkpointable, parse_bytes
-from rotor_py.report.terminal.text import folded
+from rotor_py.report.terminal import folded
 from rotor_py.units import format_seconds
 from rotor_solver import Sequence
 

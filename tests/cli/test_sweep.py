@@ -17,9 +17,8 @@ from rotor_cli.charts import chart, curve
 from rotor_cli.facts import Facts
 from rotor_cli.text_report import console
 from rotor_py import Checkpointable
-from rotor_py.report.sweep import Point, Sweep
-from rotor_py.report.sweeping import sweep_of
-from rotor_py.report.wording import saving
+from rotor_py.report.report import sweep_of
+from rotor_py.report.sweep import Point, Sweep, saving
 from rotor_solver import Persistent, Sequence, recompute_all, store_all
 from tests.fields import ends
 

@@ -16,11 +16,10 @@ from rotor_cli.charts import curve
 from rotor_cli.facts import Facts
 from rotor_cli.text_report import Comparison, render
 from rotor_py import Checkpointable, Verification, format_bytes
-from rotor_py.report.sweeping import sweep_of
-from rotor_py.report.terminal.prose import Prose
-from rotor_py.report.terminal.stage_table import broken
-from rotor_py.trials.comparison import compare_at_limit
+from rotor_py.report.report import sweep_of
+from rotor_py.report.terminal import Prose, broken
 from rotor_py.units import format_seconds
+from rotor_py.validate.comparison import compare_at_limit
 from tests.checkpointable.steps import between, square
 
 WIDTHS = (60, 100)

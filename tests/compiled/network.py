@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.compiled.options import Compile
+from rotor_py.compile.stage_code import Compile
 from rotor_solver import Sequence
 
 WIDTH = 32

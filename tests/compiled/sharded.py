@@ -11,9 +11,8 @@ from torch.optim import Adam
 
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable
-from rotor_py.compiled import stage_compiler
-from rotor_py.compiled.options import Compile
-from rotor_py.compiled.stage_code import NotCompilableError
+from rotor_py.compile import compiled_stage
+from rotor_py.compile.stage_code import Compile, NotCompilableError
 from rotor_solver import Sequence, recompute_all, store_all
 from tests.distributed.fsdp_captured import Numbers, measured_peak_of, trained
 from tests.distributed.fsdp_models import batches, loss, made
@@ -92,23 +91,23 @@ def smaller_batch(rank: int) -> tuple[list[str], int]:
     found, _ = planned("skips in parts", "plain", rank, True)
     chain, value = found.chain, here(batches("skips in parts", rank, 1)[0])["value"][:3]
     assert chain is not None
-    compile_code, compiled = stage_compiler.compile_code, []
+    compile_code, compiled = compiled_stage.compile_code, []
     steps = []
     try:
-        stage_compiler.compile_code = lambda stage, *rest: compiled.append(stage) or compile_code(stage, *rest)
+        compiled_stage.compile_code = lambda stage, *rest: compiled.append(stage) or compile_code(stage, *rest)
         for sequence in (recompute_all(chain), store_all(chain)):
             torch.manual_seed(rank)
             found.zero_grad()
             loss(by(found, sequence)(value=value)).backward()
             steps.append({name: local(p.grad).clone() for name, p in found.named_parameters() if p.grad is not None})
     finally:
-        stage_compiler.compile_code = compile_code
+        compiled_stage.compile_code = compile_code
     return [name for name, made in steps[0].items() if not torch.equal(made, steps[1][name])], len(compiled)
 
 
 def failing_in_one(rank: int) -> tuple[list[str], list[str]]:
     """The stages that are compiled, and all of them, where one process can compile no more than its first kinds."""
-    compile_code, compiled = stage_compiler.compile_code, []
+    compile_code, compiled = compiled_stage.compile_code, []
 
     def failing(stage: nn.Module, *rest: Any) -> Any:
         compiled.append(stage)
@@ -117,9 +116,9 @@ def failing_in_one(rank: int) -> tuple[list[str], list[str]]:
         return compile_code(stage, *rest)
 
     try:
-        stage_compiler.compile_code = failing
+        compiled_stage.compile_code = failing
         found, _ = planned("skips in parts", "plain", rank, True)
     finally:
-        stage_compiler.compile_code = compile_code
+        compiled_stage.compile_code = compile_code
     loss(found(**here(batches("skips in parts", rank, 1)[0]))).backward()
     return found.compiled, found.names

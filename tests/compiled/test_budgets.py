@@ -13,8 +13,8 @@ from torch import nn
 from rotor_profiling import LossCost, StageCost, measured_peak
 from rotor_py import Checkpointable
 from rotor_py.capture.variants import may_have_ways, with_ways
-from rotor_py.compiled.budgets import BUDGETS, Foreseen, way_of
-from rotor_py.compiled.same_bits import same_bits
+from rotor_py.compile.compiled_stage import same_bits
+from rotor_py.compile.stage_code import BUDGETS, Foreseen, way_of
 from rotor_py.measure.measurement import Measurement
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, Loss, Sequence, store_all
 from tests.compiled.network import Net, batch, loss, network, results, same

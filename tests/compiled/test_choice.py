@@ -10,8 +10,8 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.capture.whole_graph import slower
-from rotor_py.compiled import stage_compiler
-from rotor_py.compiled.stage_code import NotCompilableError
+from rotor_py.compile import compiled_stage
+from rotor_py.compile.stage_code import NotCompilableError
 from rotor_py.plan.solving import fastest
 from rotor_solver import InfeasibleError, Persistent, Sequence, simulate, store_all
 from tests.compiled.network import Net, batch, gradients, loss, network, same, stage_by_stage
@@ -24,8 +24,8 @@ class Compilations:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: range = range(0)) -> None:
         self.count = 0
         self._failing = failing
-        self._compile = stage_compiler.compile_code
-        monkeypatch.setattr(stage_compiler, "compile_code", self)
+        self._compile = compiled_stage.compile_code
+        monkeypatch.setattr(compiled_stage, "compile_code", self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.count += 1
@@ -141,7 +141,7 @@ def test_without_a_compiler_one_line_says_so_for_the_whole_model_and_so_does_the
         asked.append(args)
         raise InductorError(InvalidCxxCompiler("c++"), None)
 
-    monkeypatch.setattr("rotor_py.compiled.stage_compiler.compile_code", missing)
+    monkeypatch.setattr("rotor_py.compile.compiled_stage.compile_code", missing)
     torch.manual_seed(0)
     found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
     (record,) = logged(caplog, "not_compiled", name="the model")

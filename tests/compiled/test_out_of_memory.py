@@ -9,7 +9,7 @@ import torch
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from rotor_py.compiled.stage_code import StageCode
+from rotor_py.compile.stage_code import StageCode
 from rotor_solver import Persistent, Sequence, store_all
 from tests.compiled.network import batch, loss, network, results, same
 from tests.execute.starved import out_of_memory

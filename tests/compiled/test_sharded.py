@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rotor_py.compiled.options import Compile
+from rotor_py.compile.stage_code import Compile
 from tests.compiled import sharded
 from tests.distributed.processes import Processes
 

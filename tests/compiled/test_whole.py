@@ -16,10 +16,10 @@ from torch import fx, nn
 from rotor_profiling import measured_peak, storage_bytes
 from rotor_py import Checkpointable, verify
 from rotor_py.capture.whole_graph import Tried, next_shown
+from rotor_py.compile import partitioner
+from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.operator_costs import Cost
 from rotor_py.measure.measurement import Measurement
-from rotor_py.partition import partitioner
-from rotor_py.partition.costs.operator_costs import Cost
-from rotor_py.partition.joint_graph import JointGraph
 from rotor_py.plan.measuring import CompileBudget
 from rotor_solver import store_all
 from tests.compiled.network import Net, Wide, batch, gradients, loss, results, same
@@ -34,8 +34,8 @@ def whatever_was_measured() -> Iterator[None]:
     """A network as small as this one may be faster plain, and which of its partitions is faster is a matter of luck."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
-        patch.setattr("rotor_py.partition.costs.graph_costs.fused_costs", alike)
-        patch.setattr("rotor_py.partition.choice._CLOSE", -1.0)
+        patch.setattr("rotor_py.compile.peak.fused_costs", alike)
+        patch.setattr("rotor_py.compile.candidates._CLOSE", -1.0)
         patch.setattr("rotor_py.capture.whole_graph._WORTH_MORE_WAITING", 1.0)
         yield
 
@@ -362,7 +362,7 @@ def test_a_faster_one_is_tried_that_shows_a_little_more_than_the_limit(
 def test_of_two_makers_whose_partitions_seem_as_fast_both_are_compiled_and_timed(
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable, tmp_path: Path, wins: bool
 ) -> None:
-    monkeypatch.setattr("rotor_py.partition.choice._CLOSE", 100.0)
+    monkeypatch.setattr("rotor_py.compile.candidates._CLOSE", 100.0)
     monkeypatch.setattr("rotor_py.capture.whole_graph.slower", lambda *given: len(given) == 3 and wins)
     compilations = Compilations(monkeypatch)
     assert free.budget is not None

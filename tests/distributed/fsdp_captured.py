@@ -19,7 +19,7 @@ from rotor_profiling import tensors_in
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture import fsdp_markers
-from rotor_py.distributed.shard_groups import ShardGroup, groups_of
+from rotor_py.distributed.sharding import ShardGroup, groups_of
 from rotor_solver import store_all
 from tests.distributed import fsdp
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made

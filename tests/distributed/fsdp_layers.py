@@ -14,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from rotor_profiling import stage_signature
 from rotor_py import Checkpointable
-from rotor_py.distributed.shard_groups import sharding_of
-from rotor_py.distributed.whole_parameters import gathered
+from rotor_py.distributed.sharding import gathered, sharding_of
 from tests.distributed import fsdp
 from tests.distributed.fsdp import WIDTH, batches, loss
 from tests.distributed.processes import here, kept, mesh

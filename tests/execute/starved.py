@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import tensors_in
-from rotor_py.stage.activity import watched
+from rotor_py.stage.error_context import watched
 
 
 def out_of_memory(asked: int = 1024) -> torch.OutOfMemoryError:

@@ -14,7 +14,7 @@ from torch import nn
 
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable
-from rotor_py.stage.activity import watched
+from rotor_py.stage.error_context import watched
 from rotor_solver import Sequence
 from tests.checkpointable.steps import between, square
 from tests.execute.starved import AtOperators, Capacity

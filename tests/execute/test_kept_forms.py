@@ -15,9 +15,8 @@ from torch import nn
 
 from rotor_py.execute.program import program
 from rotor_py.execute.tape import replay
-from rotor_py.stage.keepers import form_keeper
-from rotor_py.stage.keepers.form_keeper import FormKeeper
-from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage import compression
+from rotor_py.stage.compression import FormKeeper, Packed
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence
 from tests.execute.sequences import any_sequence, everything_again, persistent_sequence
@@ -69,7 +68,7 @@ def in_form(model: nn.Module, sample: Any, sequence: Sequence, form: Any) -> Cal
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_step_leaves_the_bits_of_plain_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(form_keeper, "LEAST_BYTES", 0)
+    monkeypatch.setattr(compression, "LEAST_BYTES", 0)
     case, form = ZOO[name], PackedOrCopied()
     torch.manual_seed(0)
     model, sample = case.model(), case.sample()

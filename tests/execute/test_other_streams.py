@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.stage.restored.other_streams import streams_of
+from rotor_py.stage.replayed_routing import streams_of
 from rotor_solver import store_all
 
 WIDTH = 32

@@ -17,8 +17,7 @@ from rotor_py import Checkpointable
 from rotor_py.execute.program import program
 from rotor_py.execute.regions import regions, run
 from rotor_py.measure import stage_measurer
-from rotor_py.stage.keepers.form_keeper import FormKeeper
-from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage.compression import FormKeeper, Packed
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Sequence
 from tests.capture.test_partial_saving import Attention, Gated, NewGelu, captured, loss

@@ -23,7 +23,7 @@ from rotor_py import Checkpointable
 from rotor_py.measure import cache, discovery_pass, rounds, stage_measurer
 from rotor_py.measure.cache import MeasurementCache, UnstableKeyError, cache_folder, code_of, digest_of, environment
 from rotor_py.measure.rounds import StageTimes
-from rotor_py.stage.graph_effects import GraphEffects
+from rotor_py.stage.side_effects import GraphEffects
 
 BATCH = torch.randn(16, 8)
 ADD = StageTimes.add

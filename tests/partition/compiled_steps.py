@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.storage import storage_bytes
 from rotor_py import memory_budget
-from rotor_py.partition import partitioner
-from rotor_py.partition.choice import Candidate
+from rotor_py.compile import partitioner
+from rotor_py.compile.candidates import Candidate
 
 
 class Loss(nn.Module):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from rotor_py.partition import choice
+from rotor_py.compile import candidates
 
 
 @pytest.fixture(autouse=True, scope="session")
 def few_candidates() -> None:
     patch = pytest.MonkeyPatch()
-    patch.setattr(choice, "_WORK", 20_000)
-    patch.setattr(choice, "_FEWEST", 8)
-    patch.setattr(choice, "_SLOTS", 60)
+    patch.setattr(candidates, "_WORK", 20_000)
+    patch.setattr(candidates, "_FEWEST", 8)
+    patch.setattr(candidates, "_SLOTS", 60)

@@ -9,11 +9,11 @@ import torch
 from torch import fx, nn
 from torch._inductor.utils import fresh_cache
 
-from rotor_py.partition import choice, partitioner
-from rotor_py.partition.choice import Candidate, rival_within
-from rotor_py.partition.partitioner import BudgetPartitioner
-from rotor_py.partition.peak import Weight
-from rotor_py.partition.program import Program
+from rotor_py.compile import candidates, partitioner
+from rotor_py.compile.candidates import Candidate, rival_within
+from rotor_py.compile.partitioner import BudgetPartitioner
+from rotor_py.compile.peak import Weight
+from rotor_py.compile.program import Program
 from tests.fields import raises
 from tests.partition.compiled_steps import Loss
 
@@ -24,14 +24,14 @@ def test_of_two_programs_that_take_as_long_that_of_pytorch_is_taken(monkeypatch:
     """Inductor makes better code of it; both have the very operators here."""
     ours: list[Candidate] = []
     both: list[Candidate] = []
-    honest = choice.candidates
+    honest = candidates.candidates
 
     def seen(*given: Any, **options: Any) -> list[Candidate]:
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "programs_by_budgets", lambda *_: [])
+            patch.setattr(candidates, "programs_by_budgets", lambda *_: [])
             ours[:] = honest(*given, **options)
-            patch.setattr(choice, "programs_by_budgets", lambda *_: [each.program for each in ours])
-            both[:] = choice.undominated(honest(*given, **options))
+            patch.setattr(candidates, "programs_by_budgets", lambda *_: [each.program for each in ours])
+            both[:] = candidates.undominated(honest(*given, **options))
         return both
 
     monkeypatch.setattr(partitioner, "candidates", seen)
@@ -47,7 +47,7 @@ def test_of_two_programs_that_take_as_long_that_of_pytorch_is_taken(monkeypatch:
     assert all(each.by_torch for each in both)
     for mine, theirs in zip(ours, both, strict=True):
         assert theirs.weight.peak == mine.weight.peak
-        assert theirs.weight.seconds == pytest.approx(mine.weight.seconds / choice._OURS_LONGER)
+        assert theirs.weight.seconds == pytest.approx(mine.weight.seconds / candidates._OURS_LONGER)
 
 
 def candidate(seconds: float, peak: int, *, by_torch: bool, saved: str = "") -> Candidate:

@@ -11,11 +11,11 @@ from torch import nn
 from torch._dynamo.backends.common import AotAutograd
 from torch._dynamo.backends.debugging import boxed_nop
 
-from rotor_py.partition import partitioner
-from rotor_py.partition.choice import Candidate, usual
-from rotor_py.partition.costs.graph_costs import GraphCosts
-from rotor_py.partition.joint_graph import JointGraph, usually_saved
-from rotor_py.partition.partitioner import BudgetPartitioner
+from rotor_py.compile import partitioner
+from rotor_py.compile.candidates import Candidate, usual
+from rotor_py.compile.joint_graph import JointGraph, usually_saved
+from rotor_py.compile.partitioner import BudgetPartitioner
+from rotor_py.compile.peak import GraphCosts
 from tests.partition.compiled_steps import Residual
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default}

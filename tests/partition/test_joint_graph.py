@@ -10,11 +10,9 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rotor_py.partition.costs.fused_costs import fused_costs
-from rotor_py.partition.costs.operator_costs import Cost
-from rotor_py.partition.extract import extract
-from rotor_py.partition.joint_graph import JointGraph
-from rotor_py.partition.program import in_time
+from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.operator_costs import Cost, fused_costs
+from rotor_py.compile.program import extract, in_time
 
 aten = torch.ops.aten
 

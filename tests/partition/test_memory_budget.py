@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from rotor_py import InfeasibleError, memory_budget
-from rotor_py.partition.partitioner import BudgetPartitioner
+from rotor_py.compile.partitioner import BudgetPartitioner
 from tests.fields import logged, raises, warns
 from tests.partition.compiled_steps import Loss, take_step
 

@@ -9,13 +9,12 @@ import torch
 from torch import fx, nn
 from torch._inductor.utils import fresh_cache
 
-from rotor_py.partition import partitioner
-from rotor_py.partition.choice import Candidate, usual
-from rotor_py.partition.costs.graph_costs import GraphCosts
-from rotor_py.partition.joint_graph import JointGraph
-from rotor_py.partition.partitioner import BudgetPartitioner
-from rotor_py.partition.program import Run
-from rotor_py.partition.registers import in_registers
+from rotor_py.compile import partitioner
+from rotor_py.compile.candidates import Candidate, usual
+from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.partitioner import BudgetPartitioner
+from rotor_py.compile.peak import GraphCosts, in_registers
+from rotor_py.compile.program import Run
 from tests.partition.compiled_steps import Block, Loss, take_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

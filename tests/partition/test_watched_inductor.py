@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from rotor_py import memory_budget
-from rotor_py.partition.graph_watch import GraphWatch
-from rotor_py.partition.partitioner import BudgetPartitioner
-from rotor_py.partition.watched_inductor import WatchedGraph
+from rotor_py.compile.memory_budget import GraphWatch, WatchedGraph
+from rotor_py.compile.partitioner import BudgetPartitioner
 from tests.fields import logged
 from tests.partition.compiled_steps import Block, Loss, take_step
 

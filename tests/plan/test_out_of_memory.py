@@ -14,7 +14,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
 from rotor_py.plan import oom_replanning
-from rotor_py.stage.out_of_memory import asked_bytes, is_out_of_memory
+from rotor_py.stage.error_context import asked_bytes, is_out_of_memory
 from tests.checkpointable.steps import Residual, between, blocks, images, square, step_peak
 from tests.execute.starved import AtOperators, Capacity, out_of_cpu_memory, out_of_memory
 from tests.execute.undone import Gated, notes, planned, state, step

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_py.plan.observers import watched_steps
-from rotor_py.trials.verification import verify
+from rotor_py.validate.verification import verify
 from tests.checkpointable.steps import CPU, between
 from tests.execute.training import assert_same
 from tests.fields import logged

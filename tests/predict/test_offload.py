@@ -18,8 +18,8 @@ from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.followed_step import FollowedStep
 from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.report import Report
-from rotor_py.stage.keepers.packed import Packed
-from rotor_py.stage.ways.elsewhere import ELSEWHERE
+from rotor_py.stage.compression import Packed
+from rotor_py.stage.storage_modes import ELSEWHERE
 from tests.fields import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it

@@ -9,8 +9,7 @@ import pytest
 
 from rotor_py.report import Report
 from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
-from rotor_py.report.html.axis import PHONE
-from rotor_py.report.html.batch_picture import HEIGHT, LEFT, TOP, WIDTH, batch_picture
+from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, TOP, WIDTH, batch_picture
 
 POINTS = (
     BatchPoint(2, 10.0, 10.0, True),

@@ -16,8 +16,8 @@ from selenium.webdriver.common.by import By
 
 from rotor_cli.facts import Facts
 from rotor_py import Checkpointable, Report, format_bytes
-from rotor_py.report.sweeping import sweep_of
-from rotor_py.trials.comparison import leanest_of_each
+from rotor_py.report.report import sweep_of
+from rotor_py.validate.comparison import leanest_of_each
 from tests.report.browser import chromium, look, requests, show
 
 SCREENS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]

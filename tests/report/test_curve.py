@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from rotor_py import Report
-from rotor_py.report.html.axis import PHONE, round_numbers
-from rotor_py.report.html.curve_picture import HEIGHT, LEFT, RIGHT, TOP, WIDTH, curve_picture
-from rotor_py.report.html.page import page
-from rotor_py.report.sweep import Point, Sweep
-from rotor_py.report.sweeping import sweep_of
-from rotor_py.report.wording import saving
+from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, RIGHT, TOP, WIDTH, curve_picture, round_numbers
+from rotor_py.report.page import page
+from rotor_py.report.report import sweep_of
+from rotor_py.report.sweep import Point, Sweep, saving
 from rotor_solver import Persistent, Sequence
 
 NONE = Sequence([])

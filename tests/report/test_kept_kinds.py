@@ -12,13 +12,13 @@ from rich.console import Console
 from rotor_cli.facts import Facts
 from rotor_cli.trace import BACK, OUT, PREDICTED, trace
 from rotor_py import Report
-from rotor_py.report.html.axis import PHONE
-from rotor_py.report.html.page import page
-from rotor_py.report.html.schedule_picture import schedule_picture
-from rotor_py.report.kept_kinds import WORDS
-from rotor_py.report.stage_rows import stage_rows
-from rotor_py.report.sweeping import sweep_of
-from rotor_py.report.terminal.stage_table import StageTable
+from rotor_py.report.curve_pictures import PHONE
+from rotor_py.report.facts import stage_rows
+from rotor_py.report.numbers import WORDS
+from rotor_py.report.page import page
+from rotor_py.report.report import sweep_of
+from rotor_py.report.step_pictures import schedule_picture
+from rotor_py.report.terminal import StageTable
 
 KINDS = ["part", "packed", "rounded", "elsewhere", "input", *["kept"] * 7]
 

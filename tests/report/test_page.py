@@ -12,8 +12,8 @@ import torch
 
 import rotor_py
 from rotor_py import Report
-from rotor_py.report.html.page import page
-from rotor_py.report.sweeping import sweep_of
+from rotor_py.report.page import page
+from rotor_py.report.report import sweep_of
 from tests.report.conftest import EVIL
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}

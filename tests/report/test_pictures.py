@@ -7,9 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rotor_py import Report, Sequence, simulate
-from rotor_py.report.html.axis import PHONE
-from rotor_py.report.html.memory_picture import HEIGHT, TOP, layers_of, memory_picture
-from rotor_py.report.html.schedule_picture import lives, schedule_picture
+from rotor_py.report.curve_pictures import PHONE
+from rotor_py.report.step_pictures import HEIGHT, TOP, layers_of, lives, memory_picture, schedule_picture
 from rotor_solver import moments
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable, Report, format_bytes, store_all
 from rotor_py.measure.rounds import StageTimes
-from rotor_py.report.wording import NOISY, format_share
+from rotor_py.report.sweep import NOISY, format_share
 from tests.fields import raises
 
 
@@ -83,7 +83,7 @@ def test_a_notebook_shows_the_page_that_is_written_to_a_file(
         def now(cls, tz: tzinfo | None = None) -> datetime:
             return datetime(2026, 1, 2, tzinfo=tz)
 
-    monkeypatch.setattr("rotor_py.report.origin.datetime", Stopped)
+    monkeypatch.setattr("rotor_py.report.page.datetime", Stopped)
     report.to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     shown = report._repr_html_()

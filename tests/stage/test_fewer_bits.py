@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rotor_profiling import storage_bytes
-from rotor_py.stage.keepers import fewer_bits
-from rotor_py.stage.keepers.fewer_bits import BLOCK, FEWER_BITS
-from rotor_py.stage.restored.decisions import decisions_recorded, decisions_repeated
+from rotor_py.stage import low_precision
+from rotor_py.stage.low_precision import BLOCK, FEWER_BITS
+from rotor_py.stage.replayed_routing import decisions_recorded, decisions_repeated
 
 STEPS = {"bf16": 2**-8, "fp8": 2**-4, "int8": 1 / 254}
 """The largest error: of a number itself, or, with a scale, of the largest number of its block."""
@@ -64,7 +64,7 @@ def test_what_is_not_wider_or_packs_without_loss_is_not_rounded(name: str) -> No
 def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.randn(10 * BLOCK + 3)
     whole = FEWER_BITS[name].keep(memory)
-    monkeypatch.setattr(fewer_bits, "_CHUNK", 3 * BLOCK)
+    monkeypatch.setattr(low_precision, "_CHUNK", 3 * BLOCK)
     parts = FEWER_BITS[name].keep(memory)
     assert whole is not None
     assert parts is not None

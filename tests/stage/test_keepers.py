@@ -15,9 +15,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from rotor_py.stage.keepers.keeper import Keeping
-from rotor_py.stage.ways.partial_saving import PartialSaving
-from rotor_py.stage.ways.recipe import Call, Recipe, Value
+from rotor_py.stage.compressing_hooks import Keeping
+from rotor_py.stage.partial_storage import Call, PartialSaving, Recipe, Value
 from tests.fields import raises
 
 WIDTH = 8

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rotor_py import Checkpointable, PlanMismatchError
-from rotor_py.stage.keepers.fewer_bits import FEWER_BITS, word_of
+from rotor_py.stage.low_precision import FEWER_BITS, word_of
 from rotor_solver import ForwardEnable, InvalidValueError, Sequence
 from tests.capture.steps import adamw, compare, limits
 from tests.capture.test_partial_saving import Attention, Gated, NewGelu, Stack

@@ -14,13 +14,11 @@ from torch.nn import functional as F
 
 from rotor_profiling import storage_bytes
 from rotor_profiling.storage import storages
-from rotor_py.stage.keepers import form_keeper
-from rotor_py.stage.keepers.bits import packed_bits, unpacked_bits
-from rotor_py.stage.keepers.form_keeper import FormKeeper
-from rotor_py.stage.keepers.keeper import Keeping
-from rotor_py.stage.keepers.packed import Packed
-from rotor_py.stage.keepers.saved import SavedAsItIs
+from rotor_py.stage import compression
+from rotor_py.stage.compressing_hooks import Keeping
+from rotor_py.stage.compression import FormKeeper, Packed, packed_bits, unpacked_bits
 from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.saved_tensors import SavedAsItIs
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -170,6 +168,6 @@ def test_a_trial_lets_go_of_what_it_has_seen_although_the_graph_is_there() -> No
     output = trial.watch(layer)(torch.randn(64, 64, requires_grad=True))
     assert trial.pays
     assert trial.saved_bytes
-    held = [each for each in gc.get_objects() if type(each) is form_keeper._Tried]
+    held = [each for each in gc.get_objects() if type(each) is compression._Tried]
     assert not any(each._memory for each in held)
     assert output.requires_grad

@@ -13,12 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from rotor_profiling.storage import tensors_in
-from rotor_py.stage.keepers.fewer_bits import FEWER_BITS
-from rotor_py.stage.keepers.form_keeper import FormKeeper, SmallerForm
-from rotor_py.stage.keepers.handed_over import HandingOver
-from rotor_py.stage.keepers.packed import Packed
-from rotor_py.stage.keepers.readers import Need
-from rotor_py.stage.keepers.saved import Saved
+from rotor_py.stage.compression import FormKeeper, Packed, SmallerForm
+from rotor_py.stage.low_precision import FEWER_BITS
+from rotor_py.stage.saved_tensors import HandingOver, Need, Saved
 
 CHANNELS = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rotor_py.stage.ways.names import base_of, both, own_of, parted
+from rotor_py.stage.storage_modes import base_of, both, own_of, parted
 
 PART, DEARER, KEEPER = "in part", "in part, products again", "packed"
 WAYS = (PART, DEARER, KEEPER, both(PART, KEEPER), both(DEARER, KEEPER))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.trials.verification import verify
+from rotor_py.validate.verification import verify
 from rotor_solver import store_all
 from tests.fields import logged
 

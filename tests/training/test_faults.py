@@ -16,7 +16,7 @@ from torch import nn
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.capture.graph.stage_graph import run_graph
-from rotor_py.stage.activity import add_note
+from rotor_py.stage.error_context import add_note
 from tests.checkpointable.steps import square
 from tests.training import tripping
 from tests.training.interrupt import Interrupt

@@ -11,7 +11,7 @@ from torch import nn
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.execute import regions
-from rotor_py.stage.restored.decisions import decided_bytes
+from rotor_py.stage.replayed_routing import decided_bytes
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from tests.fields import raises

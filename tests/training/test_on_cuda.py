@@ -13,7 +13,7 @@ from torch import nn
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.offload.offload import Bandwidth
-from rotor_py.stage.keepers.packed import Packed
+from rotor_py.stage.compression import Packed
 from tests.checkpointable.steps import between
 from tests.stage.test_kept_steps import stored_by
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, compare
-from rotor_py.trials.comparison import EVERY, at_limit, leanest, named, strategies
+from rotor_py.validate.comparison import EVERY, at_limit, leanest, named, strategies
 from rotor_solver import InfeasibleError, Periodic, StoreAll, simulate, store_all
 from tests.checkpointable.steps import between
 from tests.fields import raises

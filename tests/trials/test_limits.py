@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, Sweep, compare, least_limit, sweep, verify
 from rotor_py.offload.offload import Bandwidth
-from rotor_py.report.sweeping import sweep_of
+from rotor_py.report.report import sweep_of
 from rotor_solver import Persistent
 from tests.fields import raises
 

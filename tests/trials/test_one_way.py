@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, compare
 from rotor_py.measure.measurement import Way
-from rotor_py.trials.one_way import OneWay, one_way_each
+from rotor_py.validate.comparison import OneWay, one_way_each
 from rotor_solver import ForwardEnable, InfeasibleError, simulate
 from rotor_solver.moving import Link
 from tests.checkpointable.steps import between

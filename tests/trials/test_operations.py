@@ -11,7 +11,7 @@ from torch import nn
 
 from rotor_profiling import tensors_in
 from rotor_py import Checkpointable, store_all
-from rotor_py.trials.operations import TimedOperation, measured_operations
+from rotor_py.validate.steps import TimedOperation, measured_operations
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, moments
 
 BATCH = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, verify
-from rotor_py.trials.rounded import Rounded
-from rotor_py.trials.verification import Verification
+from rotor_py.validate.verification import Rounded, Verification
 from rotor_solver import ForwardEnable, Sequence
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError, recompute_all, verify
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.trials.default_loss import default_loss
+from rotor_py.validate.verification import default_loss
 from tests.checkpointable.steps import between, square
 from tests.fields import raises
 
@@ -135,7 +135,7 @@ def test_after_other_strategies_were_verified_the_plan_is_what_it_was() -> None:
 
 @pytest.mark.slow
 def test_trials_are_imported_without_the_command_and_without_a_renderer() -> None:
-    code = "import sys, rotor_py, rotor_py.trials.comparison, rotor_py.trials.verification\n"
+    code = "import sys, rotor_py, rotor_py.validate.comparison, rotor_py.validate.verification\n"
     code += "print(sorted({'click', 'rich', 'jinja2', 'rotor_cli'} & set(sys.modules)))"
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
     result = subprocess.run(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rotor_py import Checkpointable
-from rotor_py.stage.keepers.fewer_bits import word_of
-from rotor_py.stage.ways.elsewhere import ELSEWHERE
+from rotor_py.stage.low_precision import word_of
+from rotor_py.stage.storage_modes import ELSEWHERE
 from tests.docs.pages import ROOT
 
 pytest.importorskip("transformers")

@@ -26,10 +26,9 @@ from rotor_py.capture.graph.graph_nodes import (
     written_by,
 )
 from rotor_py.capture.graph.stage_graph import StageGraph, run_graph
-from rotor_py.distributed.gathering import GatheredToRead
-from rotor_py.distributed.shard_groups import ShardGroup
+from rotor_py.distributed.sharding import GatheredToRead, ShardGroup
+from rotor_py.stage.partial_storage import Around, Reading, reading_all_there
 from rotor_py.stage.protocol import StageOffers, Wrap
-from rotor_py.stage.ways.recipe import Around, Reading, reading_all_there
 
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 

@@ -29,7 +29,7 @@ from rotor_py.capture.graph.graph_nodes import (
 from rotor_py.capture.graph.graph_rewrites import draws_random_numbers
 from rotor_py.capture.graph.stage_graph import Codes
 from rotor_py.capture.guarded_branches import give_up, is_question
-from rotor_py.distributed.shard_groups import ShardGroup
+from rotor_py.distributed.sharding import ShardGroup
 
 _GRAD_MODE = torch._C._set_grad_enabled
 _ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast

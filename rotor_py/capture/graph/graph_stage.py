@@ -21,14 +21,13 @@ from rotor_py.capture.graph.graph_nodes import Sizes, allocates, memories_of, ne
 from rotor_py.capture.graph.saved_values import SavedPart
 from rotor_py.capture.graph.stage_graph import node_of, run_graph
 from rotor_py.capture.graph.stage_parts import Known, StageParts
-from rotor_py.distributed.shard_groups import ShardGroup
+from rotor_py.distributed.sharding import ShardGroup
 from rotor_py.execute.program import Runners
-from rotor_py.stage.activity import add_note
+from rotor_py.stage.error_context import add_note
+from rotor_py.stage.partial_storage import Around, PartialSaving, nothing_around
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.ways.keeper import Keeper
-from rotor_py.stage.ways.partial_saving import PartialSaving
-from rotor_py.stage.ways.recipe import Around, nothing_around
+from rotor_py.stage.storage_modes import Keeper
 
 # Stages of a graph that follow each other, run as one.
 #

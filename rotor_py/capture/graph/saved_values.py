@@ -30,7 +30,7 @@ from rotor_py.capture.fsdp_markers import is_mark, passed_through
 from rotor_py.capture.graph.graph_nodes import GATHERED, Sizes, example_of, is_random, overwrites, owned_by, tensors_of
 from rotor_py.capture.graph.stage_graph import StageGraph
 from rotor_py.errors import InvalidTypeError
-from rotor_py.stage.ways.recipe import Call, Recipe, Value
+from rotor_py.stage.partial_storage import Call, Recipe, Value
 
 # What it takes to make the values of a captured stage again, and which may be made again at all.
 #

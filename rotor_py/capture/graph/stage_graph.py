@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from rotor_profiling import isolated
 from rotor_profiling.stage.stage_signature import Unlike
-from rotor_py.stage.activity import add_note
+from rotor_py.stage.error_context import add_note
 
 # Running the code of a graph so that an error says where in the model it comes from, and leaves no mode on.
 

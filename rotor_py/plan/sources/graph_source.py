@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from rotor_py.compiled.stage_compiler import StageCompiler
-from rotor_py.distributed.whole_parameters import as_entered
+from rotor_py.compile.compiled_stage import StageCompiler
+from rotor_py.distributed.sharding import as_entered
 from rotor_py.errors import record_fields
 from rotor_py.execute.program import Runners
 from rotor_py.measure.cut import Cut, Layer

@@ -16,7 +16,7 @@ from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
-from rotor_py.distributed.whole_parameters import is_sharded
+from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute.program import Runners
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
@@ -26,8 +26,7 @@ from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
 from rotor_py.plan.step_spec import covers
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.ways.names import own_of
-from rotor_py.stage.ways.watched import calls_forward_alone
+from rotor_py.stage.storage_modes import calls_forward_alone, own_of
 
 if TYPE_CHECKING:
     from rotor_py.capture.captured_layer import CapturedLayer

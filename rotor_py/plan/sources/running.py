@@ -10,7 +10,7 @@ from torch import nn
 
 from rotor_profiling.backends import operators, prediction
 from rotor_py.distributed.processes import meeting_in_stages
-from rotor_py.distributed.whole_parameters import is_sharded
+from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute import regions
 from rotor_py.execute.oom_retry_tape import OOMRetryTape
 from rotor_py.execute.program import NamedStage, Program, Runners, program
@@ -19,7 +19,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.measure.stage_measurer import MeasuringOptions
 from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.sources.source import Following, Measuring
-from rotor_py.stage.ways.elsewhere import ELSEWHERE
+from rotor_py.stage.storage_modes import ELSEWHERE
 from rotor_solver import Sequence
 
 _MOST_READ = 8

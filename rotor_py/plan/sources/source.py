@@ -15,7 +15,7 @@ from rotor_py.measure.stages import MeasuredCut
 from rotor_py.offload.tier import Tier
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings
-from rotor_py.stage.ways.keeper import Keeper
+from rotor_py.stage.storage_modes import Keeper
 from rotor_solver import Sequence
 from rotor_solver.progress import Progress
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from rotor_py.compiled.stage_code import Config
-from rotor_py.compiled.stage_compiler import StageCompiler
-from rotor_py.distributed.whole_parameters import gathers_in_another_dtype
+from rotor_py.compile.compiled_stage import StageCompiler
+from rotor_py.compile.stage_code import Config
+from rotor_py.distributed.sharding import gathers_in_another_dtype
 from rotor_py.measure.cut import is_chain
 from rotor_py.plan.sources.graph_source import GraphSource
 from rotor_py.plan.sources.layer_source import LayerSource
@@ -23,7 +23,7 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     """
     if compile is not None:
         # Here, since most plans do without Inductor.
-        from rotor_py.partition.budgets.stage_partitions import StagePartitions
+        from rotor_py.compile.partitioner import StagePartitions
 
         return GraphSource(model, granularity, StageCompiler(compile, StagePartitions()))
     as_it_stands = is_chain(model) and not gathers_in_another_dtype(model)

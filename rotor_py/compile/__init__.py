@@ -1,0 +1,1 @@
+"""Compile graphs and stages within a budget in bytes."""

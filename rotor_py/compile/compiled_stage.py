@@ -1,0 +1,389 @@
+"""A stage that runs compiled, and the check that its partitions have the same bits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from rotor_profiling import tensors_in
+from rotor_profiling.isolate import accelerators, buffer_slots, isolated
+from rotor_profiling.stage.stage_signature import HasKind, stage_signature
+from rotor_py.compile.stage_code import (
+    Config,
+    Foreseen,
+    OnlySurveyedError,
+    Partitions,
+    StageCode,
+    budget_of,
+    compile_code,
+    owned_slots,
+)
+from rotor_py.errors import InfeasibleError, record_fields
+from rotor_py.stage.forward_state import autocast_now, recall_moving, remember_moving
+from rotor_py.stage.protocol import Run, StageOffers, offers_of
+from rotor_py.stage.side_effects import recall_effects, remember_effects
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+
+def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
+    """Whether outputs, buffers and gradients of `stage` on `value` are those of `one` if `other` makes them.
+
+    Nothing of the stage is changed. `needs_gradient` says so of every tensor in `value`.
+    """
+    with _disable_current_modes():  # whoever watches a run of the stage would see these
+        expected = _results(stage, value, needs_gradient, one)
+        found = _results(stage, value, needs_gradient, other)
+    return all(
+        theirs is mine if theirs is None or mine is None else torch.equal(mine, theirs)
+        for mine, theirs in zip(expected, found, strict=True)
+    )
+
+
+def _results(
+    stage: nn.Module, value: Any, needs_gradient: Sequence[bool], code: StageCode
+) -> list[torch.Tensor | None]:
+    leaves, spec = tree_flatten(value)
+    flags = iter(needs_gradient)
+    # Copies of leaves: the stage may write into its input.
+    entered = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in entered]
+    device = next(iter(accelerators(tensor.device for tensor in tensors_in(value))), torch.device("cpu"))
+    with isolated(stage, device) as parameters, torch.enable_grad():
+        made = tensors_in(code.run(stage, tree_unflatten(copies, spec)))
+        ends = [tensor for tensor in made if tensor.requires_grad]
+        # Drawn after the run: a code that draws other random numbers has other gradients as well.
+        arriving = [torch.randn_like(tensor) for tensor in ends]
+        wanted = [tensor for tensor in (*tensors_in(entered), *parameters) if tensor.requires_grad]
+        gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
+        buffers = [tensor for _, _, tensor in buffer_slots(stage)]
+        return [*(tensor.detach() for tensor in made), *buffers, *gradients]
+
+
+_log = logging.getLogger("rotor_py")
+
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))
+"""Those whose autocast a stage may depend on."""
+
+
+class StageCompiler:
+    """Compiles the stages of one model with these options of Inductor.
+
+    With `partitions`, stages can be stored in other ways than AOTAutograd's.
+    """
+
+    def __init__(self, config: Config, partitions: Partitions | None = None) -> None:
+        self.config = config
+        self._partitions = partitions
+        self._codes: dict[Hashable, StageCode | None] = {}
+        self._seconds_of: dict[StageCode, float] = {}
+        self._foreseen: dict[StageCode, tuple[Foreseen, ...]] = {}
+        self.seconds = 0.0
+        """How long compiling has taken so far."""
+        self._has_tools = True
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of stages have been compiled, each way to store them counted."""
+        return sum(code is not None for code in self._codes.values())
+
+    def seconds_of(self, code: StageCode) -> float:
+        """How long it took to compile."""
+        return self._seconds_of[code]
+
+    def foreseen(
+        self, code: StageCode, stage: nn.Module, value: object, needs_gradient: Sequence[bool]
+    ) -> tuple[Foreseen, ...]:
+        """What other partitions of a `stage` would cost that has this `code` on inputs like `value`.
+
+        None of them is compiled: the stage is traced once more.
+        """
+        if code not in self._foreseen:
+            self._foreseen[code] = ()
+            trained = any(tensor.requires_grad for _, _, tensor in owned_slots(stage))
+            if self._partitions is not None and (trained or any(needs_gradient)):
+                try:
+                    compile_code(stage, value, needs_gradient, self.config, self._partitions.survey())
+                except OnlySurveyedError as done:
+                    self._foreseen[code] = done.found
+        return self._foreseen[code]
+
+    def code(
+        self,
+        stage: nn.Module,
+        name: str,
+        value: object,
+        needs_gradient: Sequence[bool],
+        partitioner: CustomPartitionerFn | None = None,
+        way: str | None = None,
+    ) -> StageCode | None:
+        """The code for `stage` on inputs like `value`; `needs_gradient` says so of every tensor in it.
+
+        It stores the stage by the `partitioner` or in a `way`, or else as AOTAutograd does without being told. None,
+        after one line in the log, if stages of its kind cannot be compiled. InfeasibleError if the partitioner finds
+        nothing that fits.
+        """
+        leaves, spec = tree_flatten(value)
+        flags = iter(needs_gradient)
+        like = [
+            leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        kind = _kind(stage, tree_unflatten(like, spec)), partitioner, way
+        if kind not in self._codes:
+            self._codes[kind] = self._compile(stage, name, value, needs_gradient, partitioner, way)
+        return self._codes[kind]
+
+    def _compile(
+        self,
+        stage: nn.Module,
+        name: str,
+        value: object,
+        needs_gradient: Sequence[bool],
+        partitioner: CustomPartitionerFn | None,
+        way: str | None,
+    ) -> StageCode | None:
+        if not self._has_tools:
+            return None
+        began = time.perf_counter()
+        if way is not None and self._partitions is not None:
+            partitioner = self._partitions.within(budget_of(way))
+        try:
+            code = compile_code(stage, value, needs_gradient, self.config, partitioner)
+            self._seconds_of[code] = time.perf_counter() - began
+            return code
+        except InfeasibleError:
+            raise
+        # Whatever AOTAutograd, Inductor or the compiler of the machine raise: plain, the stage trains as well.
+        except Exception as error:
+            cause = str(error).strip().partition("\n")[0] or type(error).__name__
+            self._has_tools = not _misses_tools(error)
+            _log.warning(
+                "%s is not compiled: %s",
+                name if self._has_tools else "the model",
+                cause,
+                extra=record_fields("not_compiled", name=name if self._has_tools else "the model"),
+            )
+            return None
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+def _misses_tools(error: Exception) -> bool:
+    """Whether a compiler is missing, so that nothing else can be compiled, either."""
+    from torch._inductor import exc
+
+    missing = exc.InvalidCxxCompiler, exc.TritonMissing, exc.GPUTooOldForTriton
+    return isinstance(getattr(error, "inner_exception", error), missing)
+
+
+def _kind(stage: nn.Module, value: object) -> Hashable:
+    """A key that is equal for stages that the same code serves."""
+    numbers: dict[int, int] = {}
+    shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for _, _, tensor in owned_slots(stage))
+    # What a graph calls that is a module, the kind of a stage does not say. A bare module is called by nobody: it holds
+    # the parameters of a module of `fully_shard`.
+    graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
+    calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
+    autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
+    return stage_signature(stage, value), offers_of(stage).wiring, shared, id(stage) if calls else None, autocast
+
+
+MOST_SHAPES = 8
+"""For how many shapes of its input a stage is compiled: as many as TorchDynamo compiles a function by default."""
+
+
+def partitioned_freely(stage: nn.Module) -> nn.Module:
+    """The stage without a budget inside it."""
+    return stage.freely() if isinstance(stage, CompiledStage) else stage
+
+
+def is_compiled(stage: object) -> bool:
+    """Whether a stage of a plan runs compiled."""
+    return isinstance(stage, CompiledStage)
+
+
+class CompiledStage(nn.Module, StageOffers, HasKind):
+    """`plain`, compiled at its first run, and again for an input of another shape.
+
+    It is stored as AOTAutograd's partitioner would have it, or in one of `ways`, each of which is other code: see the
+    Note in `stage_code.py`. Where it cannot be compiled, it runs as `plain`; where only pieces of it can be compiled,
+    each of these is a stage of this class.
+    `name` is how the log calls it. Its `partitioner` decides what is saved, or else AOTAutograd's own. Which inputs
+    need a gradient `plain` says, or else it is seen in the first run, or is that of `like`, the same stage for other
+    shapes.
+    """
+
+    saves_through_hooks = False  # code that was compiled without hooks would be compiled again for a run with them
+    ways_are_code = True
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        name: str,
+        compiler: StageCompiler,
+        *,
+        partitioner: CustomPartitionerFn | None = None,
+        ways: tuple[str, ...] = (),
+        like: CompiledStage | None = None,
+    ) -> None:
+        super().__init__()
+        self._partitioner = partitioner
+        self._ways = ways
+        self.plain = plain
+        self._name = name
+        self._compiler = compiler
+        self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
+        """By shape and way; None is no way but that of AOTAutograd."""
+        self._survey_wanted = False
+        self.foreseen: tuple[Foreseen, ...] = ()
+        """What other ways to store it would cost: see `survey`."""
+        self._needs_gradient = offers_of(plain).needs_gradient
+        if self._needs_gradient is None and like is not None:
+            self._needs_gradient = like._needs_gradient
+        self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
+        # In a list, where nobody finds the parameters of pieces: they are those of `plain`.
+        self._pieces: list[CompiledStage] = []
+        self._in_pieces = offers_of(plain).in_pieces(self._piece)
+
+    def prepare(self, value: Any) -> bool:
+        """Compile it for `value`, without running it. Whether that was possible.
+
+        InfeasibleError if the partitioner finds nothing that fits.
+        """
+        return self._code(value) is not None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether there is code for the first shape that came."""
+        if self._in_pieces is not None:
+            return any(piece.compiled for piece in self._pieces)
+        return self.code is not None
+
+    @property
+    def code(self) -> StageCode | None:
+        """The code for the first shape that came; None if there is none, or if it is in pieces."""
+        return next(iter(self._codes.values()), {}).get(None)
+
+    def survey(self) -> None:
+        """Find out in the next run what other ways to store it would cost, for the shape that comes then."""
+        self._survey_wanted = self._partitioner is None and self._in_pieces is None
+
+    def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
+        """This stage, which can be stored in these ways as well."""
+        found = CompiledStage(self.plain, self._name, self._compiler, ways=ways, like=self)
+        found.foreseen = self.foreseen
+        remember_effects(found, recall_effects(self))
+        remember_moving(found, recall_moving(self))
+        return found
+
+    @property
+    def room(self) -> int | None:
+        """The bytes that its partition was chosen for; None if AOTAutograd chose it."""
+        return getattr(self._partitioner, "limit", None)
+
+    @property
+    def by_torch(self) -> bool | None:
+        """Whether its partition was chosen among those of PyTorch's partitioner alone, or of ours; None if of both."""
+        return getattr(self._partitioner, "by_torch", None)
+
+    def like(self, other: nn.Module) -> CompiledStage:
+        """This stage for other shapes: `other` is the same piece of the model, plain."""
+        return CompiledStage(
+            other, self._name, self._compiler, partitioner=self._partitioner, ways=self._ways, like=self
+        )
+
+    def freely(self) -> CompiledStage:
+        """This stage, of which AOTAutograd's own partitioner decides what is saved."""
+        if self._partitioner is None:
+            return self
+        found = CompiledStage(self.plain, self._name, self._compiler, like=self)
+        remember_effects(found, recall_effects(self))
+        remember_moving(found, recall_moving(self))
+        return found
+
+    def forward(self, value: Any) -> Any:
+        if self._in_pieces is not None:
+            return self._in_pieces(value)
+        code = self._code(value)
+        if code is not None and self._survey_wanted:
+            self._survey_wanted = False
+            assert self._needs_gradient is not None
+            self.foreseen = self._compiler.foreseen(code, self.plain, value, self._needs_gradient)
+        return self.plain(value) if code is None else code.run(self.plain, value)
+
+    def ways(self) -> tuple[str, ...]:
+        return self._ways
+
+    def ways_for(self, value: Any) -> tuple[str, ...]:
+        usual = self._code(value)
+        codes = {way: self._code(value, way) for way in self._ways}
+        if usual is None or self._needs_gradient is None:
+            return ()
+        found = []
+        for way, code in codes.items():
+            if code is None:
+                continue
+            if same_bits(self.plain, value, self._needs_gradient, usual, code):
+                found.append(way)
+            else:
+                _log.info(
+                    "%s is not stored %s: its last digits would be others",
+                    self._name,
+                    way,
+                    extra=record_fields("other_bits", name=self._name),
+                )
+        return tuple(found)
+
+    def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
+        if way not in self._ways:
+            return super().forward_by(way, skip_output=skip_output)
+        return partial(self._run_by, way)
+
+    def _run_by(self, way: str, value: Any) -> Any:
+        code = self._code(value, way)
+        return self(value) if code is None else code.run(self.plain, value)
+
+    def kind(self, value: Any) -> Hashable:
+        return stage_signature(self.plain, value), self._compiler.config, self._partitioner, self._ways
+
+    def gather_begun(self) -> None:
+        offers_of(self.plain).gather_begun()
+
+    def _piece(self, piece: nn.Module) -> CompiledStage:
+        self._pieces.append(CompiledStage(piece, f"{self._name}, piece {len(self._pieces) + 1}", self._compiler))
+        return self._pieces[-1]
+
+    def _code(self, value: Any, way: str | None = None) -> StageCode | None:
+        shapes = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in tree_leaves(value)
+        )
+        if shapes not in self._codes:
+            if self._needs_gradient is None:
+                # Seen once: in a later run without a graph, tensors may have forgotten it.
+                self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
+            if len(self._codes) == MOST_SHAPES:
+                _log.warning(
+                    "%s has been compiled for %d shapes, and runs as it is for another one",
+                    self._name,
+                    MOST_SHAPES,
+                    extra=record_fields("too_many_shapes", name=self._name, shapes=MOST_SHAPES),
+                )
+            full = len(self._codes) >= MOST_SHAPES
+            self._codes[shapes] = dict.fromkeys((None, *self._ways)) if full else {}
+        codes = self._codes[shapes]
+        if way not in codes:
+            assert self._needs_gradient is not None
+            codes[way] = self._compiler.code(
+                self.plain, self._name, value, self._needs_gradient, self._partitioner, way
+            )
+        return codes[way]

@@ -1,0 +1,390 @@
+"""`with rotor_py.memory_budget("4GB"): model = torch.compile(model)`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
+
+from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.isolate import accelerators
+from rotor_profiling.step import watch_step
+from rotor_py.compile.partitioner import BudgetPartitioner
+from rotor_py.errors import DescribedWarning, InvalidValueError, record_fields
+from rotor_py.measure.device import limit_bytes
+from rotor_py.units import format_bytes, limit_text, parse_bytes
+
+if TYPE_CHECKING:
+    from rotor_py.compile.partitioner import BudgetPartitioner
+
+
+# The peak of one training step of a graph, watched from its forward to the end of its backward.
+#
+# What the caller does in between is not counted: what the graph takes in its backward is what its forward has left, the
+# gradients that come, and what the backward adds to that.
+
+
+class _Token:
+    """Lives as long as the step may go on: the graph of the outputs holds it, and then the backward pass."""
+
+    __slots__ = ("__weakref__",)
+
+
+class GraphWatch:
+    """Watches a step that begins now; `held_bytes` are those of the graph's inputs, parameters included."""
+
+    def __init__(self, device: torch.device, held_bytes: int) -> None:
+        self.peak: int | None = None
+        """The graph's peak in bytes; None as long as the step is not over, or if nothing could be seen."""
+        self._held_bytes = held_bytes
+        self._watch = watch_step(device, 0, 0)
+        self._gradients: list[torch.Tensor] = []
+        self._token: weakref.ref[_Token] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the forward has returned, and its backward is not over."""
+        return self._token is not None and self._token() is not None
+
+    def forward_returned(self, outputs: list[torch.Tensor]) -> None:
+        """The forward has returned these tensors."""
+        if self._watch is None:
+            return
+        trained = [tensor for tensor in outputs if tensor.requires_grad]
+        if not trained:
+            self._watch.stop()
+            return
+        self._watch.mark("between")
+        token = _Token()
+        # With its last owner, the step is over: with the pass, or without one where the outputs were dropped.
+        weakref.finalize(token, self._over).atexit = False
+        self._token = weakref.ref(token)
+        owned = [token]
+        for tensor in trained:
+            tensor.register_hook(partial(self._gradient_arrived, owned))
+
+    def give_up(self) -> None:
+        """See nothing: the step is not one forward and its backward."""
+        if self._watch is not None:
+            self._watch.stop()
+
+    def _gradient_arrived(self, owned: list[_Token], gradient: torch.Tensor) -> None:
+        assert self._watch is not None
+        self._gradients.append(gradient)
+        if owned:
+            # A watch cannot be stopped while the engine works. The callback is freed with the pass, and the token too.
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_keep, owned.pop()))
+            self._watch.mark("backward")
+
+    def _over(self) -> None:
+        assert self._watch is not None
+        phases, gradients = self._watch.stop(), storage_bytes(self._gradients)
+        self._gradients.clear()
+        if phases is None or "backward" not in phases:
+            return
+        forward, backward = phases[""], phases["backward"]
+        rise = max(forward.rise, forward.kept + gradients + backward.rise)
+        self.peak = self._held_bytes + rise
+
+
+def _keep(token: _Token) -> None:
+    """Called at the end of a pass; until then, and a little longer, the engine holds `token`."""
+
+
+# Inductor within a memory budget: the first training step of its code is watched, and what it takes counts.
+#
+# A partition's peak is known to the byte where operators run one by one. Inductor fuses them, and has buffers of its
+# own:
+# how much its code takes shows when it runs. Where the first step takes more than the budget, the graph is compiled
+# again
+# before the next one: first with smaller fusions, since wide ones hold the values of several layers at once, then from
+# a
+# partition that leaves room for what is still missing. Of all that was tried, what takes least is kept.
+
+
+_log = logging.getLogger("rotor_py")
+_MOST_COMPILATIONS = 4
+"""Of one graph. A guess: each takes as long as the first."""
+_FUSION = 4
+"""Operators in one kernel, where wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
+5.7 MB, where 5.9 were predicted. Inductor's own limit is 64."""
+
+Call = Callable[..., Any]
+
+
+class WatchedInductor(torch._TorchCompileInductorWrapper):
+    """The backend inductor of `torch.compile` with these `options`, and a `partitioner` that has a budget."""
+
+    def __init__(self, options: dict[str, Any], dynamic: bool | None, partitioner: BudgetPartitioner) -> None:
+        super().__init__(None, options, dynamic)  # type: ignore[no-untyped-call] # torch leaves it so
+        self._partitioner = partitioner
+
+    def __call__(
+        self, model_: fx.GraphModule, inputs_: list[Any], *, config_patches: dict[str, Any] | None = None
+    ) -> Call:
+        config = {**self.config, **(config_patches or {})}
+        return WatchedGraph(Compilation(config, model_, inputs_), self._partitioner)
+
+
+class Compilation:
+    """Compiles one graph of TorchDynamo, now and later, as if TorchDynamo were still at it."""
+
+    def __init__(self, config: dict[str, Any], graph: fx.GraphModule, inputs: list[Any]) -> None:
+        # A copy, since compiling rewrites the graph. Parameters are inputs, so it is small.
+        self._config, self._graph, self._inputs = config, copy.deepcopy(graph), inputs
+        self._tracing, self._compiling = TracingContext.try_get(), CompileContext.try_get()
+
+    def __call__(self, partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
+        """The compiled code, with small fusions if it is `narrow`."""
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**self._config, "custom_partitioner_fn": partitioner}
+        if narrow:
+            patches["max_fusion_size"] = min(_FUSION, patches.get("max_fusion_size", config.max_fusion_size))
+        with ExitStack() as around:
+            if TracingContext.try_get() is None:
+                around.enter_context(tracing(self._tracing))
+                around.enter_context(compile_context(self._compiling))
+            # The backward at once: a step in which it is compiled would show what compiling takes.
+            around.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+            return cast(Call, compile_fx(copy.deepcopy(self._graph), self._inputs, config_patches=patches))
+
+
+class WatchedGraph:
+    """One graph's code. Its training steps are watched until one stays within the budget, or nothing helps."""
+
+    def __init__(self, compilation: Callable[..., Call], partitioner: BudgetPartitioner) -> None:
+        self._compile: Callable[..., Call] | None = compilation
+        self._partitioner = partitioner.for_one_graph(0)
+        self._call = compilation(self._partitioner, narrow=False)
+        self._tried: list[tuple[int, Call]] = []
+        """What was found to take too much, by its peak."""
+        self._settled = False
+        self._watch: GraphWatch | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self._settled and self._watch is not None and self._watch.peak is not None:
+            self._account_for(self._watch.peak, _device(arguments))
+        if self._settled or not torch.is_grad_enabled():
+            return self._call(*arguments)
+        if self._watch is not None and self._watch.in_flight:
+            self._watch.give_up()  # what it would see is that of both
+            return self._call(*arguments)
+        self._watch = GraphWatch(_device(arguments), storage_bytes(tensors_in(arguments)))
+        try:
+            made = self._call(*arguments)
+        except BaseException:
+            self._watch.give_up()
+            raise
+        self._watch.forward_returned(tensors_in(made))
+        return made
+
+    def _account_for(self, peak: int, device: torch.device) -> None:
+        """A step has taken so many bytes: compile again if they are above the budget, or say that nothing helps."""
+        limit = limit_bytes(self._partitioner.limit, device)
+        self._watch = None
+        if peak <= limit:
+            self._settle(self._call)
+            return
+        self._tried.append((peak, self._call))
+        narrow_already = len(self._tried) > 1
+        if len(self._tried) == _MOST_COMPILATIONS or (narrow_already and self._partitioner.found_least):
+            least, call = min(self._tried, key=lambda each: each[0])
+            count = len(self._tried)
+            self._settle(call)
+            _log.warning(
+                "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
+                "bytes); it was compiled %d times, and nothing took less: take a budget of %s or more, or a smaller "
+                "batch",
+                format_bytes(least), least, format_bytes(limit), limit, count, limit_text(least),
+                extra=record_fields("graph_over_budget", peak_bytes=least, mem_limit=limit),
+            )  # fmt: skip
+            return
+        _log.info(
+            "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
+            "bytes): it is compiled again to take less",
+            format_bytes(peak), peak, format_bytes(limit), limit,
+            extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit),
+        )  # fmt: skip
+        before = self._partitioner
+        if narrow_already:
+            # What was missing, counted from the partition's own peak. That is not known where torch had the graphs in
+            # its cache: then from what it may be.
+            planned = limit - before.reserve if before.weight is None else before.weight.peak
+            self._partitioner = before.for_one_graph(max(peak - planned, before.reserve + 1))
+        else:
+            self._partitioner = before.for_one_graph(0)
+        assert self._compile is not None
+        self._call = self._compile(self._partitioner, narrow=True)
+
+    def _settle(self, call: Call) -> None:
+        self._call, self._settled = call, True
+        self._tried, self._compile = [], None  # which hold code and graphs
+
+
+def _device(arguments: Any) -> torch.device:
+    return next(iter(accelerators(tensor.device for tensor in tensors_in(arguments))), torch.device("cpu"))
+
+
+# torch is asked for its backends only when something is compiled: importing them takes a second.
+
+
+class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
+    """What `torch.compile` is called on inside this block trains within `limit`.
+
+    `limit` is the peak of a training step of each compiled graph on its device, as bytes (an int) or as a text such as
+    "4GB" or "80%" of the device: parameters, buffers, inputs, saved activations, values in between, outputs and
+    gradients. The loss and the optimizer outside the graph, and gradients kept from earlier steps, are not counted.
+    Operators run one by one, as under aot_eager, keep to it. What Inductor makes of a graph is watched in the first
+    step, and compiled again if it takes more; if nothing helps, a warning says so. Within the limit, the graph's
+    backward runs again what costs least time. Numbers stay those of the graph that saves all.
+
+    The budget belongs to what is compiled: it stays when the block is left, also when the graph is compiled again for
+    another shape. Models that were compiled before keep what they have. `options` says the same without a block:
+
+        torch.compile(model, options=rotor_py.memory_budget("4GB").options)
+
+    Raises ValueError for a limit that cannot be read; inside, torch.compile raises it for backends without AOTAutograd.
+    The first call of a compiled model raises InfeasibleError, inside torch's BackendCompilerFailed, if nothing fits.
+    """
+
+    def __init__(self, limit: int | str) -> None:
+        parse_bytes(limit, device_bytes=1)  # what it is on the device is known when a graph is compiled
+        self.limit = limit
+        self.compiled = 0
+        """How often `torch.compile` has been called inside."""
+        self._tokens: list[Token[memory_budget | None]] = []
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of `torch.compile` for the backend inductor."""
+        from rotor_py.compile.stage_code import saving_inputs
+
+        return saving_inputs({"custom_partitioner_fn": self._partitioner()})
+
+    def _partitioner(self) -> BudgetPartitioner:
+        from rotor_py.compile.partitioner import BudgetPartitioner
+
+        return BudgetPartitioner(self.limit, fused=True)
+
+    def __enter__(self) -> memory_budget:
+        self._tokens.append(_current.set(self))
+        _hook.acquire()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        _hook.release()
+        _current.reset(self._tokens.pop())
+        if kind is None and not self.compiled:
+            warnings.warn(
+                DescribedWarning(
+                    f"torch.compile was not called inside memory_budget({self.limit!r}), so the budget applies to "
+                    "nothing; call torch.compile(model) inside the block. What was compiled before keeps its own "
+                    "budget.",
+                    kind="budget_unused",
+                ),
+                stacklevel=2,
+            )
+
+    def bound(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of `torch.compile` with this budget. Raises ValueError for a backend that cannot keep it."""
+        from torch._dynamo.backends import registry
+
+        self.compiled += 1
+        default = getattr(registry, "get_default_backend", lambda: "inductor")  # torch 2.11 has no other one
+        backend = settings.get("backend") or default()
+        if backend == "inductor":
+            return self._bound_inductor({**settings, "backend": backend})
+        return {**settings, "backend": self._bound_backend(backend)}
+
+    def _bound_inductor(self, settings: dict[str, Any]) -> dict[str, Any]:
+        mode, options = settings.get("mode"), settings.get("options")
+        if mode is not None and options is not None:
+            return settings  # torch.compile refuses that
+        if mode is not None:
+            # Options go with no mode, so the mode is spelt out.
+            options = torch._inductor.list_mode_options(mode, settings.get("dynamic"))
+        options = dict(options or {})
+        partitioner = self._partitioner()
+        if options.get("custom_partitioner_fn", partitioner) != partitioner:
+            raise InvalidValueError(
+                "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out",
+                kind="excluded_together",
+                name="custom_partitioner_fn",
+            )
+        from rotor_py.compile.stage_code import saving_inputs
+
+        options = saving_inputs({**options, "custom_partitioner_fn": partitioner})
+        backend = WatchedInductor(options, settings.get("dynamic"), partitioner)
+        return {**settings, "backend": backend, "mode": None, "options": None}
+
+    def _bound_backend(self, backend: Any) -> Any:
+        from torch._dynamo.backends.common import AotAutograd
+        from torch._dynamo.backends.debugging import boxed_nop
+        from torch._dynamo.backends.registry import lookup_backend
+
+        from rotor_py.compile.partitioner import BudgetPartitioner
+
+        partition = BudgetPartitioner(self.limit)
+        if backend == "aot_eager":  # a function around such an object, made anew for every graph
+            return AotAutograd(
+                fw_compiler=boxed_nop,
+                bw_compiler=boxed_nop,
+                partition_fn=partition,
+                keep_inference_input_mutations=True,
+            )
+        found = lookup_backend(backend) if isinstance(backend, str) else backend
+        if isinstance(found, AotAutograd):
+            return AotAutograd(**{**found.kwargs, "partition_fn": partition})
+        raise InvalidValueError(
+            f"backend {backend!r} does not partition graphs by AOTAutograd, so a memory budget cannot be kept; use "
+            "inductor, aot_eager or a backend made by torch._dynamo.backends.common.aot_autograd, or leave the block",
+            kind="unsupported_backend",
+            name=str(backend),
+        )
+
+
+_current: ContextVar[memory_budget | None] = ContextVar("memory_budget", default=None)
+
+
+class _Hook:
+    """Stands in for `torch.compile` as long as some thread is inside a block; other threads are passed on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._plain: Any = None
+
+    def acquire(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._plain, torch.compile = torch.compile, self._compile
+            self._inside += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                torch.compile = self._plain
+
+    def _compile(self, model: Any = None, **settings: Any) -> Any:
+        budget = _current.get()
+        if budget is not None and not settings.get("disable"):
+            settings = budget.bound(settings)
+        return self._plain(model, **settings)
+
+
+_hook = _Hook()

@@ -1,0 +1,352 @@
+"""Seconds and scratch memory of a graph's operators, alone and fused."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import time
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._functorch import partitioners
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rotor_profiling.backends import memory_meter
+from rotor_profiling.storage import tensors_in
+from rotor_py.compile.joint_graph import JointGraph, is_number, known
+from rotor_py.errors import record_fields
+
+# How Inductor lays out the images and weights of convolutions on the CPU, whatever the graph says.
+#
+# Their channels come last, and what comes from outside in another layout is copied: weights. The library's own copies
+# are
+# others, too: deep in a U-Net, scratch memory is three times as large as for the layout of the graph, and early in it,
+# a
+# tenth.
+#
+# The backward of a depthwise convolution is an exception (seen in torch 2.13). Where the backward runs no convolution
+# of
+# the forward again, Inductor gives it an image with rows before channels, the gradient as the graph would have it, and
+# the weight as it is. That takes longer, and for a ConvNeXt a fiftieth of the scratch memory. Where it runs one again,
+# all images have their channels last.
+
+
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+
+_FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By number of dimensions, the layout with channels last."""
+
+
+def layouts_of(node: fx.Node, *, convolves_again: bool) -> tuple[Layout, ...]:
+    """How the first arguments of a convolution on the CPU are laid out: of its backward the gradient, image and weight.
+
+    `convolves_again` says whether the backward runs a convolution of the forward again. Empty for all other nodes.
+    """
+    if node.target not in (_FORWARD, _BACKWARD) or not _on_cpu(node):
+        return ()
+    if node.target is _FORWARD:
+        return _channels_last, _channels_last
+    if _is_depthwise(node) and not convolves_again:
+        return torch.Tensor.contiguous, _rows_before_channels, _as_it_is
+    return _channels_last, _channels_last, _channels_last
+
+
+def copied_bytes(node: fx.Node, layouts: tuple[Layout, ...]) -> int:
+    """The bytes of the copies that are made for these layouts."""
+    wanted: Any = node.args[-1] if node.args else None
+    # Without a gradient of the image, nobody reads the weight.
+    read = layouts[:-1] if node.target is _BACKWARD and not wanted[0] else layouts
+    copied = (each for each, layout in zip(node.args, read, strict=False) if layout is _channels_last)
+    return sum(map(_bytes_to_lay_out, copied))
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    weight, groups = node.args[2], node.args[9]
+    assert isinstance(weight, fx.Node)
+    shape = weight.meta["val"].shape
+    return len(shape) == 4 and bool(shape[1] == 1 and groups == shape[0] and groups != 1)
+
+
+def _channels_last(value: torch.Tensor) -> torch.Tensor:
+    return value.to(memory_format=_LAST.get(value.dim(), torch.preserve_format))
+
+
+def _rows_before_channels(value: torch.Tensor) -> torch.Tensor:
+    return value.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _bytes_to_lay_out(value: Any) -> int:
+    """The bytes of a copy of `value` with its channels last; 0 if Inductor's own code makes it, which lays it out."""
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) and value.op == "placeholder" else None
+    layout = _LAST.get(tensor.dim()) if isinstance(tensor, torch.Tensor) else None
+    if tensor is None or layout is None or tensor.is_contiguous(memory_format=layout):
+        return 0
+    size: int = known(tensor.numel()) * tensor.element_size()
+    return size
+
+
+def _on_cpu(node: fx.Node) -> bool:
+    value = node.all_input_nodes[0].meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+# What single operators cost: each kind is run by itself, on tensors of the sizes that it will have.
+#
+# Its seconds decide what is worth running again. Its scratch memory, which no graph shows, counts towards the peak:
+# convolutions, attention and reductions allocate more than they return.
+
+
+
+_log = logging.getLogger("rotor_py")
+
+_BYTES_PER_SECOND = 1e10
+"""For operators that cannot be run by themselves: how fast memory is read and written. A guess."""
+_RUNS = 3
+"""Times that an operator is timed; the fastest counts, since others only ever take from it. A guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of one run, and the bytes beyond inputs and outputs that it holds at some moment of it.
+
+    `keeping` are the seconds that it takes to have the value in memory, for the backward, and to read it there.
+    """
+
+    seconds: float = 0.0
+    scratch: int = 0
+    keeping: float = 0.0
+
+
+_known: dict[Hashable, Cost] = {}
+"""Costs by kind of operator, for the whole process: equal budgets find equal partitions."""
+
+
+class _Run(NamedTuple):
+    """A node to be run by itself, with these `layouts` of its first arguments."""
+
+    node: fx.Node
+    layouts: tuple[Layout, ...]
+
+
+def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again: bool = False) -> dict[fx.Node, Cost]:
+    """The cost of every node. Views, numbers and what unpacks tuples cost nothing.
+
+    Convolutions on the CPU are run on what the graph has, or on the same as `inductor` lays it out, which depends on
+    whether the backward `convolves_again`.
+    """
+    found: dict[fx.Node, Cost] = {}
+    kinds: dict[fx.Node, Hashable] = {}
+    copied: dict[fx.Node, int] = {}
+    missing: dict[Hashable, _Run] = {}
+    for node in (*joint.forward, *joint.backward):
+        if node.target is operator.getitem or is_number(node) or _is_view(joint, node):
+            found[node] = Cost()
+            continue
+        layouts = layouts_of(node, convolves_again=convolves_again) if inductor else ()
+        copied[node] = copied_bytes(node, layouts)
+        kinds[node] = _kind(node), layouts
+        if kinds[node] not in _known:
+            missing.setdefault(kinds[node], _Run(node, layouts))
+    _measure(joint, missing)
+    for node, kind in kinds.items():
+        found[node] = replace(_known[kind], scratch=_known[kind].scratch + copied[node])
+    return found
+
+
+def _is_view(joint: JointGraph, node: fx.Node) -> bool:
+    mine = joint.allocations[node].keys()
+    return bool(mine) and all(any(each in joint.allocations[read] for read in node.all_input_nodes) for each in mine)
+
+
+def _kind(node: fx.Node) -> Hashable:
+    """What tells operators apart that may cost differently."""
+
+    def described(value: Any) -> Any:
+        value = value.meta.get("val") if isinstance(value, fx.Node) else value
+        if isinstance(value, torch.Tensor):
+            sizes, strides = map(known, value.shape), map(known, value.stride())
+            return tuple(sizes), tuple(strides), value.dtype, str(value.device)
+        return known(value) if isinstance(value, torch.SymInt) else str(value)
+
+    arguments = tuple(map(str, tree_leaves(fx.node.map_arg((node.args, node.kwargs), described))))
+    return str(node.target), arguments
+
+
+def _measure(joint: JointGraph, missing: dict[Hashable, _Run]) -> None:
+    """Put the costs of nodes of kinds that are not known yet into `_known`."""
+    with ExitStack() as stack:
+        # While a graph is compiled, tensors have no memory and operators are traced.
+        for mode in (unset_fake_temporarily, _disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
+            stack.enter_context(mode())
+        for device, kinds in _by_device(missing).items():
+            devices = [device] if device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices))
+            runs = {kind: run for kind, each in kinds.items() if (run := _runnable(each)) is not None}
+            seconds, scratch = _seconds(runs, device), _scratch(runs, device)
+            for kind, (node, _) in kinds.items():
+                if kind in seconds and kind in scratch:
+                    _known[kind] = Cost(seconds[kind], scratch[kind])
+                else:
+                    touched = sum(map(joint.bytes_of, {node, *node.all_input_nodes}))
+                    _known[kind] = Cost(touched / _BYTES_PER_SECOND)
+
+
+def _by_device(runs: dict[Hashable, _Run]) -> dict[torch.device, dict[Hashable, _Run]]:
+    found: dict[torch.device, dict[Hashable, _Run]] = {}
+    for kind, run in runs.items():
+        values = (run.node.meta.get("val"), *(each.meta.get("val") for each in run.node.all_input_nodes))
+        tensors = tensors_in([value for value in values if value is not None])
+        device = next((each.device for each in tensors if each.device.type == "cuda"), torch.device("cpu"))
+        found.setdefault(device, {})[kind] = run
+    return found
+
+
+def _runnable(run: _Run) -> Callable[[], Callable[[], Any]] | None:
+    """What makes the arguments of a node, and returns what runs it on them. None if it is not one of PyTorch's own."""
+    node, target = run.node, run.node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return None
+
+    def made(value: Any) -> Any:
+        value = value.meta.get("val") if isinstance(value, fx.Node) else value
+        if isinstance(value, torch.Tensor):
+            return _tensor_like(value)
+        return known(value) if isinstance(value, torch.SymInt) else value
+
+    def prepared() -> Callable[[], Any]:
+        args, kwargs = tree_map(made, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, fx.Node))
+        first = [layout(each) for layout, each in zip(run.layouts, args, strict=False)]
+        args = (*first, *args[len(first) :])
+        return lambda: target(*args, **kwargs)
+
+    return prepared
+
+
+def _tensor_like(value: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(
+        tuple(map(known, value.shape)), tuple(map(known, value.stride())), dtype=value.dtype, device=value.device
+    )
+    # Zero is an index into anything, and an ordinary number for everybody who does not ask for one.
+    return made.fill_(0.5) if made.is_floating_point() else made.zero_()
+
+
+def _seconds(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[Hashable, float]:
+    found = {}
+    for kind, prepared in runs.items():
+        try:
+            run = prepared()
+            run()
+            found[kind] = min(_once(run, device) for _ in range(_RUNS))
+        except Exception as error:  # an operator may refuse numbers that nobody would pass, or find no memory left
+            _log.debug("%s cannot be timed by itself: %s", kind, error, extra=record_fields("not_measured"))
+    return found
+
+
+def _once(run: Callable[[], Any], device: torch.device) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what runs on `device`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _scratch(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[Hashable, int]:
+    """The most that every operator holds beyond its inputs and what it returns."""
+    meter = memory_meter(device)
+    numbers: dict[str, Hashable] = {}
+    try:
+        with meter:
+            for number, (kind, prepared) in enumerate(runs.items()):
+                try:
+                    run = prepared()
+                    meter.mark(str(number))
+                    result = run()
+                    meter.mark("")
+                except Exception as error:
+                    _log.debug("%s cannot be measured by itself: %s", kind, error, extra=record_fields("not_measured"))
+                    continue
+                numbers[str(number)] = kind
+                del run, result
+    except RuntimeError as error:  # another profiler runs
+        _log.debug("scratch memory cannot be measured: %s", error, extra=record_fields("not_measured"))
+    phases = meter.phases
+    return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}
+
+
+# What operators cost once Inductor has fused them: little to run again, in a kernel that reads their value anyway.
+#
+# To keep a value costs more than before: one kernel writes it, and another one reads it.
+#
+# Run one by one, an operator that is cheap to compute takes as long as its inputs and output take through memory.
+# Fused,
+# its value stays in a register. So by the times of single operators, a partition would keep values that are faster to
+# make again.
+
+
+
+_SHARE = 0.15
+"""The part of its time that a fused operator takes. A guess: what it computes, without the way through memory."""
+_REDUCED_SHARE = 0.5
+"""The same for what reduces: its input is read once more."""
+_SAMPLE_BYTES = 1 << 22
+_FUSED_RUNS = 5
+
+
+def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
+    """The costs of nodes whose fusible operators share kernels; `costs` are those of operators run one by one."""
+    kinds = partitioners.get_default_op_list()
+    found = {}
+    for node, cost in costs.items():
+        if not kinds.is_fusible(node):
+            found[node] = cost
+            continue
+        share = _REDUCED_SHARE if reduces(node) else _SHARE
+        device = node.meta["val"].device if isinstance(node.meta.get("val"), torch.Tensor) else torch.device("cpu")
+        keeping = joint.bytes_of(node) * _seconds_per_byte(device) if joint.root.get(node) is node else 0.0
+        found[node] = replace(cost, seconds=share * cost.seconds, keeping=keeping)
+    return found
+
+
+def reduces(node: fx.Node) -> bool:
+    """Whether a node's value is smaller than something that it reads: a sum, for example."""
+    value = node.meta.get("val")
+    read = [each.meta.get("val") for each in node.all_input_nodes]
+    sizes = [each.numel() for each in read if isinstance(each, torch.Tensor)]
+    return isinstance(value, torch.Tensor) and any(known(size) > known(value.numel()) for size in sizes)
+
+
+@cache
+def _seconds_per_byte(device: torch.device) -> float:
+    """Seconds to write a byte into fresh memory, and to read it again."""
+    with unset_fake_temporarily(), _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
+        source = torch.ones(_SAMPLE_BYTES // 4, device=device)
+
+        def once() -> float:
+            synchronize(device)
+            began = time.perf_counter()
+            source.clone().sum()
+            synchronize(device)
+            return time.perf_counter() - began
+
+        once()
+        return min(once() for _ in range(_FUSED_RUNS)) / _SAMPLE_BYTES

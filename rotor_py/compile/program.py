@@ -1,0 +1,221 @@
+"""The order in which both graphs run, and how they are extracted from the joint graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch._functorch import partitioners
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch._aot_autograd.utils import _is_bwd_seed_offset, _is_primal
+from torch._functorch.compile_utils import raise_getitems
+from torch.utils._ordered_set import OrderedSet
+
+from rotor_py.compile.joint_graph import JointGraph, ancestors, is_number
+
+# What a partitioned graph does: the operators of its forward and of its backward, in order, and what lies between.
+#
+# A `Program` is what is chosen among. It can be weighed (`peak.py`) and made into two graphs (`extract.py`), and says
+# which of the joint graph's nodes run again in the backward, when, and what they read.
+
+
+
+@dataclass(eq=False, slots=True)
+class Run:
+    """One run of a node in the backward. `reads` are the runs that made its inputs, or nodes that come from outside."""
+
+    node: fx.Node
+    reads: dict[fx.Node, Run | fx.Node]
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`forward` runs, `saved` is kept from it (inputs included), then `backward` runs."""
+
+    forward: tuple[fx.Node, ...]
+    saved: frozenset[fx.Node]
+    backward: tuple[Run, ...]
+
+    @property
+    def replayed(self) -> list[fx.Node]:
+        """Nodes of the forward that the backward runs again, as often as it does."""
+        own = set(self.forward)
+        return [run.node for run in self.backward if run.node in own]
+
+    def does_as(self, other: Program) -> bool:
+        """Whether it runs the same nodes in the same order as another one of its graph, and keeps the same."""
+        mine, theirs = ([run.node for run in each.backward] for each in (self, other))
+        return self.saved == other.saved and self.forward == other.forward and mine == theirs
+
+
+@dataclass
+class BackwardWriter:
+    """Writes the backward, run by run. What is neither kept nor there is made again right before it is read."""
+
+    joint: JointGraph
+    kept: set[fx.Node]
+    """What the forward keeps: nodes that allocate memory, those that run early included."""
+    runs: list[Run] = field(default_factory=list)
+    there: dict[fx.Node, Run] = field(default_factory=dict)
+    """Values of the forward that have been made again, and values of the backward."""
+
+    def __post_init__(self) -> None:
+        self.forward = set(self.joint.forward)
+        self.siblings = _siblings(self.joint)
+
+    def write(self, node: fx.Node) -> None:
+        """Run a node of the backward."""
+        if node in self.there or node in self.kept:  # unpacked already, or made by the forward
+            return
+        for each in node.all_input_nodes:
+            self.make(each)
+        self._run(node)
+
+    def make(self, node: fx.Node) -> None:
+        """See to it that a value is there."""
+        pending, needed = [node], set()
+        while pending:
+            each = pending.pop()
+            if each not in needed and not self._is_there(each):
+                needed.add(each)
+                pending.extend(self.joint.sources(each))
+        for each in sorted(needed, key=self.joint.order.__getitem__):
+            if each not in self.there:
+                self._run(each)
+
+    def forget(self, nodes: Iterable[fx.Node]) -> None:
+        """Whoever reads one of these values from now on has it made again."""
+        for node in nodes:
+            self.there.pop(node, None)
+
+    def program(self) -> Program:
+        """The whole, without runs whose values nobody reads."""
+        joint = self.joint
+        needed = {run for node in joint.gradients if (run := self.there.get(node)) is not None}
+        needed.update(run for run in self.runs if run.node not in self.forward and not run.node.users)
+        backward = []
+        for run in reversed(self.runs):
+            if run in needed or (run.node.op == "call_function" and _acts(run.node, self.forward)):
+                backward.append(run)
+                needed.update(each for each in run.reads.values() if isinstance(each, Run))
+        tangents = set(joint.tangents)
+        saved = {each for run in backward for each in run.reads.values() if isinstance(each, fx.Node)}
+        saved |= {node for node in joint.gradients if node not in self.there and node not in tangents}
+        saved -= tangents
+        needed_forward = ancestors([*joint.outputs, *saved])
+        forward = joint.in_turn(node for node in (*joint.forward, *joint.early) if node in needed_forward)
+        return Program(tuple(forward), frozenset(saved), tuple(reversed(backward)))
+
+    def _is_there(self, node: fx.Node) -> bool:
+        return node in self.there or self._from_outside(node)
+
+    def _from_outside(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node in self.kept:
+            return True
+        if node not in self.forward:
+            return False
+        return node not in self.joint.replayable or is_number(node)
+
+    def _run(self, node: fx.Node) -> None:
+        if node in self.joint.stand_ins:
+            self.there[node] = self.there[self.joint.stand_ins[node]]
+            return
+        reads = {each: self.there.get(each, each) for each in node.all_input_nodes}
+        run = Run(node, reads)
+        self.runs.append(run)
+        self.there[node] = run
+        # A tuple keeps all of its tensors for as long as it is there itself: it is unpacked at once.
+        for each in self.siblings.get(node, ()):
+            if each not in self.kept:
+                self.there[each] = Run(each, {node: run})
+                self.runs.append(self.there[each])
+        if node in self.siblings:
+            del self.there[node]  # but not what it has returned
+
+
+def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Program:
+    """The program that keeps `kept`, and makes everything else once, right before it is first read."""
+    writer = BackwardWriter(joint, set(kept))
+    for node in joint.backward:
+        writer.write(node)
+    return writer.program()
+
+
+def _siblings(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
+    """By node that returns several tensors, the nodes that unpack it."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in (*joint.forward, *joint.backward):
+        if node.target is operator.getitem and not is_number(node):
+            found.setdefault(node.all_input_nodes[0], []).append(node)
+    return found
+
+
+def _acts(node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Whether a node of the backward does something beside returning a value: a write, for example."""
+    return node not in forward and node.is_impure()
+
+
+def extract(
+    joint: JointGraph, program: Program, static_inputs: list[int] | None
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The graphs of the forward and of the backward, which run in the order of `program`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node | Run, fx.Node] = {}
+    runs = {*joint.forward, *program.forward}
+    for node in joint.module.graph.nodes:
+        if node.op in ("placeholder", "get_attr") or node in runs:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    last: dict[fx.Node, Run] = {}
+    for run in program.backward:
+        copies[run] = graph.node_copy(run.node, {each: copies[read] for each, read in run.reads.items()}.__getitem__)
+        last[run.node] = run
+        if run.node in runs:
+            copies[run].meta["partitioner_tag"] = "is_backward"
+            copies[run].meta.pop("recompute", None)
+    end = next(iter(joint.module.graph.find_nodes(op="output")))
+    returned = joint.module.graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    outputs = [_mapped(each, copies) for each in returned[: joint.num_outputs]]
+    ends = [last.get(each, each) if isinstance(each, fx.Node) else None for each in returned[joint.num_outputs :]]
+    gradients = [_mapped(each, copies) for each in ends]
+    written = graph.output((*outputs, *gradients))
+    written.meta = dict(end.meta)
+    module = fx.GraphModule(joint.module, graph)
+
+    saved = [copies[node] for node in sorted(program.saved, key=joint.order.__getitem__) if _passed_on(node)]
+    numbers = [node for node in saved if is_number(node)]
+    options: dict[str, Any] = {}
+    # Torch 2.11 finds the nodes that are no tensors among the others by itself.
+    if is_opaque := getattr(graph_compile, "is_opaque_node", None):
+        options["saved_opaque_nodes"] = [node for node in saved if is_opaque(node)]
+    apart = {*numbers, *options.get("saved_opaque_nodes", ())}
+    rest = [node for node in saved if node not in apart]
+    static = set(static_inputs or ())
+    primals = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)]
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        module,
+        rest,
+        saved_sym_nodes=numbers,
+        num_fwd_outputs=joint.num_outputs,
+        static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
+        **options,
+    )
+    # PyTorch leaves a random operator of the forward in the backward, where nobody reads it, if all that it reads is
+    # there. Attention counts as random, and takes long.
+    backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
+    forward, backward = raise_getitems(forward), raise_getitems(backward)
+    forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
+    return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+
+
+def _mapped(value: object, copies: dict[fx.Node | Run, fx.Node]) -> fx.Node | None:
+    return copies[value] if isinstance(value, fx.Node | Run) else None
+
+
+def _passed_on(node: fx.Node) -> bool:
+    """Whether a value is handed from the forward to the backward. Some reach the backward in other ways."""
+    special = _is_bwd_seed_offset(node) or partitioners._is_backward_state(node)
+    return node.op != "get_attr" and not special

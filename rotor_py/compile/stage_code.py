@@ -1,0 +1,414 @@
+"""Compile a kind of stage once, with Inductor's options and budgets."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from rotor_profiling.isolate import Slot, buffer_slots, substituted
+from rotor_py.errors import InvalidTypeError, InvalidValueError
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+
+# Inputs that a compiled forward saves for its backward, saved as they were given.
+#
+# In a graph with convolutions, Inductor lays images out with their channels last, and the weights of convolutions, too.
+# It lays out what a forward saves likewise, inputs included: beside every weight, a copy of it would be saved. No
+# partition of the graph shows that; of a U-Net, it was 8 MB of 27 MB. But what the caller sees keeps its layout. So
+# saved
+# inputs are declared to be seen, and the backward lays each out when it reads it, which takes no longer.
+
+
+
+_PASSES = "post_grad_custom_post_pass"
+_SEEN = "user_visible_output_idxs"
+
+
+def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """These options of Inductor, by which a forward saves inputs as they were given.
+
+    Passes over graphs that the options have, or else Inductor's configuration, run before.
+    """
+    from torch._inductor import config
+
+    passes = options.get(_PASSES, getattr(config, _PASSES))
+    if passes is None:
+        return {**options, _PASSES: SavedInputs()}
+    others = passes if isinstance(passes, list | tuple) else [passes]
+    return {**options, _PASSES: [*(each for each in others if not isinstance(each, SavedInputs)), SavedInputs()]}
+
+
+class SavedInputs(CustomGraphPass):
+    """Declares that the layout of all inputs, and views of inputs, that a graph returns is seen."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        end = graph.output_node()
+        (returned,) = end.args
+        assert isinstance(returned, list | tuple)
+        given = {storage for node in graph.find_nodes(op="placeholder") for storage in _storages(node)}
+        seen = {position for position, each in enumerate(returned) if not given.isdisjoint(_storages(each))}
+        end.meta[_SEEN] = sorted(seen.union(end.meta.get(_SEEN, ())))
+
+    def uuid(self) -> str:
+        """What tells Inductor's cache of compiled graphs apart."""
+        return "rotor_py.compile.stage_code 1"
+
+
+def _storages(node: object) -> set[int]:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
+
+
+# The compiled code of one kind of stage: one forward and one backward, made by AOTAutograd and Inductor.
+#
+# Note [The numbers of compiled stages]
+#
+# Inductor fuses operators, and fused operators round otherwise than those of eager mode. A planned step promises the
+# numbers of the same step with everything stored, so all runs of a stage have to round alike: the first forward, the
+# forward that is run again, and the backward of either. Hence
+#
+#  1. A stage is compiled or plain for a whole plan. Which of them it is belongs to the cut (`Cut`), beside the stage's
+#     name. It is no option of a single run, as storing in part is.
+#  2. A kind of stage has the forward and the backward of AOTAutograd's partitioner, which stores what is expensive to
+#     make and no more. A run without a graph is the same forward, on inputs that need no gradient. With a budget, less
+#     is stored (`budgets.py`). That is other code, which may round otherwise: a value that was written
+#     to memory in bfloat16 is made again in a register in float32. So it is a way to store the stage only if it makes
+#     the same bits of the input that is measured, outputs, buffers and gradients (`same_bits.py`). For other batches,
+#     that is likely and no more. Hence within a plan, all runs of a stage are by one code, that of its run with a
+#     graph (`ways_are_code`): what is run again is what ran first, whatever is in the batch. A graph that is compiled
+#     as a whole (`capture/whole_graph.py`) has another partition for each limit. That is other code,
+#     but never mixed within a plan. What is made again are the same operators on the same values, and on the CPU
+#     Inductor lets the compiler contract no products and sums: mostly, all bits are the same. Sums may be in another
+#     order, so this is no promise.
+#  3. What a run depends on beside its inputs is restored as for any stage (`stage.surroundings`). Generated kernels
+#     draw their seed from PyTorch's generator, so the same random state gives the same numbers, and the seed goes to
+#     the backward as a saved tensor. Buffers are inputs of the code, which writes into those that it is given: a later
+#     run is given copies.
+#  4. The backward gives none of its memory away (`donated_buffer`): a graph that is retained goes backward twice.
+#  5. Outputs have the strides that eager mode gives them (`keep_output_stride`, Inductor's default), so that a stage
+#     and its neighbours fit together, whichever of them are compiled. Inputs are saved as they were given, too, and not
+#     as copies in another layout (`saved_inputs.py`).
+#
+# The numbers therefore depend on which stages are compiled, and that may differ from plan to plan. They do not depend
+# on what is stored.
+
+
+
+Config = tuple[tuple[str, Any], ...]
+"""Options of Inductor, by name."""
+
+Place = tuple[dict[str, Any], str]
+"""A table of a module's parameters or buffers, and a name in it."""
+
+
+class NotCompilableError(Exception):
+    """The stage cannot be compiled; the text says why."""
+
+
+class _Output(NamedTuple):
+    """Where a leaf of a stage's output comes from: made by the code, given to it, each by position, or a constant."""
+
+    source: Literal["made", "given", "constant"]
+    value: Any
+
+
+class StageCode:
+    """Compiled code for stages of one kind, whose parameters and buffers are its first inputs."""
+
+    def __init__(self, call: Callable[..., Any], outputs: Sequence[_Output], spec: TreeSpec) -> None:
+        self._call = call
+        self._outputs = outputs
+        self._spec = spec
+        self._places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
+        """By stage that has run, where it keeps its tensors: to look for them takes longer than a small kernel."""
+
+    def run(self, stage: nn.Module, value: Any) -> Any:
+        """Run `stage`, which has to be of the kind that was compiled, on `value`."""
+        if stage not in self._places:
+            self._places[stage] = _places_of(stage)
+        arguments = [
+            *(table[name] for table, name in self._places[stage]),
+            *(leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)),
+        ]
+        del value
+        if torch.is_grad_enabled():
+            made = self._call(*arguments)
+        else:  # AOTAutograd would make a graph all the same
+            made = [each.detach() for each in self._call(*(tensor.detach() for tensor in arguments))]
+        sources: dict[str, Any] = {"made": made, "given": arguments}
+        leaves = [
+            each.value if each.source == "constant" else sources[each.source][each.value] for each in self._outputs
+        ]
+        return tree_unflatten(leaves, self._spec)
+
+
+def _places_of(stage: nn.Module) -> list[Place]:
+    """Where `stage` keeps its `owned_tensors`. They may be replaced there by others."""
+    return list({id(tensor): (table, name) for table, name, tensor in owned_slots(stage)}.values())
+
+
+def owned_slots(stage: nn.Module) -> list[Slot]:
+    """Every place where `stage` keeps a parameter, trained or not, or a buffer."""
+    tables = [module._parameters for module in stage.modules()]
+    parameters = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
+    return [*parameters, *buffer_slots(stage)]
+
+
+def owned_tensors(stage: nn.Module) -> list[torch.Tensor]:
+    """The parameters and buffers of `stage`, each once."""
+    return list({id(tensor): tensor for _, _, tensor in owned_slots(stage)}.values())
+
+
+def compile_code(
+    stage: nn.Module,
+    value: Any,
+    needs_gradient: Sequence[bool],
+    config: Config,
+    partitioner: CustomPartitionerFn | None = None,
+) -> StageCode:
+    """Compile `stage` for the shapes, strides and dtypes of `value`, and for the autocast that is on.
+
+    `needs_gradient` says so of every tensor in `value`. What the forward saves is decided by the `partitioner`, or else
+    by AOTAutograd's own. Nothing of the stage is changed. NotCompilableError, or whatever the partitioner, AOTAutograd
+    and Inductor raise, if it cannot be compiled.
+    """
+    if partitioner is not None:
+        config = (*config, ("custom_partitioner_fn", partitioner))
+    owned = owned_tensors(stage)
+    leaves, spec = tree_flatten(value)
+    given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    _refuse_other_tensors([*owned, *given])
+    flags = [*(tensor.requires_grad for tensor in owned), *needs_gradient]
+    function = _TensorFunction(stage, leaves, spec)
+    call = _compile(function, [*owned, *given], flags, config)
+    assert function.spec is not None
+    return StageCode(call, function.outputs, function.spec)
+
+
+def _refuse_other_tensors(tensors: list[torch.Tensor]) -> None:
+    """NotCompilableError for tensors that are more than their memory."""
+    for tensor in tensors:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise NotCompilableError(f"it uses a {type(tensor).__name__} of layout {tensor.layout}")
+
+
+class _TensorFunction(nn.Module):
+    """A stage as a function from tensors to tensors, which returns what the stage makes.
+
+    Its first inputs are the stage's parameters and buffers. Where everything else that the stage returns comes from is
+    noted in `outputs` and `spec`, once, by `note_outputs`.
+    """
+
+    def __init__(self, stage: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
+        super().__init__()
+        self._stage = (stage,)  # in a tuple, where nobody finds its parameters: they are inputs
+        self._slots = owned_slots(stage)
+        self._owned = [id(tensor) for tensor in owned_tensors(stage)]
+        # Without the tensors: this object lives as long as the code.
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._given = spec
+        self._made: list[int] = []
+        self.outputs: list[_Output] = []
+        self.spec: TreeSpec | None = None
+
+    def note_outputs(self, *tensors: torch.Tensor) -> None:
+        """Run the stage, and note what it returns. NotCompilableError if it makes no tensor."""
+        # Not whenever it is traced: AOTAutograd passes on other objects than it was given, so a tensor that the stage
+        # hands on would not be known again.
+        returned, self.spec = tree_flatten(self._returned(tensors))
+        for position, leaf in enumerate(returned):
+            given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
+            if given is not None:
+                self.outputs.append(_Output("given", given))
+            elif isinstance(leaf, torch.Tensor):
+                self.outputs.append(_Output("made", len(self._made)))
+                self._made.append(position)
+            else:
+                self.outputs.append(_Output("constant", leaf))
+        if not self._made:
+            raise NotCompilableError("it makes no tensor")
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        returned, _ = tree_flatten(self._returned(tensors))
+        return tuple(returned[position] for position in self._made)
+
+    def as_graph(self) -> fx.GraphModule:
+        """A graph that calls this function: Inductor takes graphs, and traces into it."""
+        graph = fx.Graph()
+        inputs = [graph.placeholder(f"tensor_{i}") for i in range(len(self._owned) + len(self._positions))]
+        made = graph.call_module("stage", tuple(inputs))
+        graph.output(tuple(graph.call_function(operator.getitem, (made, i)) for i in range(len(self._made))))
+        return fx.GraphModule({"stage": self}, graph)
+
+    def _returned(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        leaves = list(self._leaves)
+        count = len(self._owned)
+        for position, tensor in zip(self._positions, tensors[count:], strict=True):
+            leaves[position] = tensor
+        with substituted(self._slots, dict(zip(self._owned, tensors[:count], strict=True))):
+            return self._stage[0](tree_unflatten(leaves, self._given))
+
+
+def _compile(
+    function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
+) -> Callable[..., Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about parts of itself
+        return _compile_quietly(function, examples, flags, config)
+
+
+def _compile_quietly(
+    function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
+) -> Callable[..., Any]:
+    # Here, and not at the top: Inductor takes a second to import, and most plans do without it.
+    from torch._functorch import config as functorch_config
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import _disable_current_modes
+
+
+    # Fake tensors in a mode with shapes: without that, Inductor does not look into its cache on disk.
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fake = [
+        mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(flag)
+        for tensor, flag in zip(examples, flags, strict=True)
+    ]
+    with torch.no_grad(), _disable_current_modes(), mode:
+        function.note_outputs(*fake)
+    context = TracingContext(mode)
+    with (
+        _disable_current_modes(),  # whoever watches the first run of a stage would see its tracing
+        tracing(context),
+        torch.enable_grad(),
+        # Rule 4. The backward at once, since a first backward is not to take the time. AOTAutograd's own cache goes by
+        # the graph that it is given, in which all stages are one call: it would take one stage for another. Inductor's
+        # goes by the operators that were traced.
+        functorch_config.patch(
+            donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
+        ),
+    ):
+        call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
+    # PyTorch takes None, which stands for "nobody looked", for "some", and would refuse a graph that is retained.
+    if context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+    return cast(Callable[..., Any], call)
+
+
+Compile = bool | str | Mapping[str, Any]
+"""True, a mode of `torch.compile`, or options of Inductor by name."""
+
+
+def config_of(given: Compile) -> Config | None:
+    """The options of Inductor that `compile=` stands for; None where nothing is to be compiled.
+
+    ValueError for a mode or an option that does not exist, or that records CUDA graphs; TypeError for anything else.
+    """
+    if given is False:
+        return None
+    if not (given is True or isinstance(given, str | Mapping)):
+        raise InvalidTypeError(
+            f"compile is {given!r}; it can be True, a mode of torch.compile, or a dict of Inductor's options",
+            kind="unknown_value",
+            name="compile",
+        )
+    mode = given if isinstance(given, str) else None
+    options = dict(given) if isinstance(given, Mapping) else None
+    try:
+        # What torch.compile itself makes of a mode and of options, with its checks.
+        found: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic=False).config
+    except RuntimeError as error:
+        raise InvalidValueError(f"compile={given!r}: {error}", kind="unknown_value", name="compile") from error
+    return without_cuda_graphs(found, f"compile={given!r}")
+
+
+def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
+    """These options of Inductor. ValueError if CUDA graphs would be recorded; `what` says who gave them."""
+    from torch._inductor import config  # here, since most plans do without Inductor
+
+    if "triton.cudagraphs" not in options and config.triton.cudagraphs:
+        what = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
+    if options.get("triton.cudagraphs", config.triton.cudagraphs):
+        raise InvalidValueError(
+            f"{what} records CUDA graphs, which keep their memory for good, while a plan frees it and uses it again; "
+            'take the mode "max-autotune-no-cudagraphs", or the default',
+            kind="cuda_graphs",
+            name=what,
+        )
+    return tuple(sorted(options.items()))
+
+
+# The ways to store a compiled stage: other partitions of its graph, by the budgets that PyTorch's partitioner has.
+#
+# Without a budget, that keeps what is expensive to make, and what is cheap runs again in kernels that are there anyway.
+# With one, it keeps so much of that, and operators such as products of matrices run again in the compiled backward.
+
+
+
+BUDGETS = (0.6, 0.3, 0.1)
+"""Parts of what is kept without a budget. A guess: a stage is small, and further ones are often the same partition."""
+_WAY = "within a budget of {:.0%}"
+
+
+def way_of(budget: float) -> str:
+    """The name of the way to store a stage with this budget."""
+    return _WAY.format(budget)
+
+
+def budget_of(way: str) -> float:
+    """The budget of a way. ValueError if it is another way."""
+    for budget in BUDGETS:
+        if way == way_of(budget):
+            return budget
+    raise InvalidValueError(f"a compiled stage has no way {way!r}", kind="unknown_way", name=way)
+
+
+def is_budget(way: str) -> bool:
+    """Whether a way to store a stage is one of compiled code."""
+    return way in map(way_of, BUDGETS)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """How a partition differs from the one without a budget, as far as the graph of forward and backward shows.
+
+    It saves so many `bytes` instead of `usual_bytes`, takes `temp_bytes` more beside them while the backward runs, and
+    in all `longer` times as long.
+    """
+
+    way: str
+    bytes: int
+    usual_bytes: int
+    temp_bytes: int
+    longer: float
+
+
+class OnlySurveyedError(Exception):
+    """Ends a compilation whose joint graph was only to be looked at."""
+
+    def __init__(self, found: tuple[Foreseen, ...]) -> None:
+        super().__init__()
+        self.found = found
+
+
+class Partitions(Protocol):
+    """The partitions of stages by budgets."""
+
+    def survey(self) -> CustomPartitionerFn:
+        """What stands in for a partitioner, and raises OnlySurveyedError."""
+
+    def within(self, budget: float) -> CustomPartitionerFn:
+        """What partitions a stage by this budget."""

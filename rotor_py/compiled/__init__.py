@@ -1,1 +1,0 @@
-"""Stages of captured models, compiled by Inductor."""

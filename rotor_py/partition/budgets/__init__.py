@@ -1,1 +1,0 @@
-"""Compiled stages, partitioned by the budgets that PyTorch's partitioner has."""

@@ -1,1 +1,0 @@
-"""A joint graph as a chain of stages, for the solver."""

@@ -1,0 +1,291 @@
+"""Draw the curve of memory against time, and samples a second over the batch, as shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.sweep import Point, Sweep, format_share
+from rotor_py.units import format_bytes, format_seconds
+
+SCREEN, PHONE = 804, 354
+"""Pixels: how wide a picture is, with all its labels, on a screen; and on a phone, whose own width is 390.
+
+A page has each picture in both widths, and shows the one that there is room for. One picture made smaller would have
+letters too small to read; one that can be moved in its frame never shows the whole curve.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A part of a picture's width, in pixels, and what is said when it is pointed at."""
+
+    x: float
+    width: float
+    title: str
+
+
+def round_numbers(low: float, high: float, most: int) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten between `low` and `high`: as many as there can be up to `most`."""
+    if not high > low:
+        return [low]
+    power = math.floor(math.log10((high - low) / most))
+    for scale in (power, power + 1):
+        for factor in (1, 2, 5):
+            step = factor * 10.0**scale
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            if last - first < most:
+                return [step * at for at in range(first, last + 1)]
+    raise AssertionError
+
+
+# Memory against time, as shapes: a step function over all limits, this plan on it, and strategies as letters.
+#
+# Time is drawn as the logarithm of its ratio to the plain one. The least memory may cost many times the plain time, and
+# what ten percent more time saves can still be seen.
+
+
+
+HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
+WIDTH = SCREEN - LEFT - RIGHT
+_LABEL = 90
+"""Pixels for a size along the axis, the room beside it included."""
+_SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
+_APART, _FINEST = 20, 0.02
+"""The least distance between two labels of the time axis, in pixels; and a share for curves below a tenth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point and what it says when it is pointed at; and its letter, with the place where the letter stands."""
+
+    x: float
+    y: float
+    title: str
+    letter: str = ""
+    letter_x: float = 0.0
+    letter_y: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePicture:
+    """In pixels. `width` is that between the axes; `limit_x` is None where no limit is near the curve."""
+
+    width: float
+    line: str
+    columns: tuple[Column, ...]
+    sizes: tuple[tuple[float, str], ...]
+    shares: tuple[tuple[float, str], ...]
+    plan: Mark
+    limit_x: float | None
+    marks: tuple[Mark, ...]
+    legend: tuple[tuple[str, str], ...]
+
+
+def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> CurvePicture | None:
+    """The curve of `sweep` and the plan of `facts` in `room` pixels; None where there is nothing to choose from."""
+    points = sweep.points
+    if len(points) < 2:
+        return None
+    width = room - LEFT - RIGHT
+    plan = Point("", facts.peak_bytes, facts.step_seconds, facts.overhead, facts.sequence)
+    least, most = min(points[0].mem_limit, plan.mem_limit), max(points[-1].mem_limit, plan.mem_limit)
+    margin = 0.04 * (most - least)
+    left, right = least - margin, most + margin
+    highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
+    # A strategy may cost many times what the curve does. Those up to twice as high (in logarithms) are in the picture;
+    # one that is higher would press the curve flat, and is only listed in the legend.
+    others = [math.log(point.overhead) for point in sweep.strategies]
+    highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
+
+    def x(size: float) -> float:
+        return LEFT + width * (size - left) / (right - left)
+
+    def y(overhead: float) -> float:
+        return TOP + HEIGHT * (1 - math.log(max(1.0, overhead)) / highest)
+
+    def inside(point: Point) -> bool:
+        return left <= point.mem_limit <= right and y(point.overhead) >= TOP
+
+    limit = facts.mem_limit
+    limit_x = x(limit) if limit is not None and left <= limit <= right else None
+    sizes = round_numbers(left, right, max(2, int(width / _LABEL)))
+    return CurvePicture(
+        width=width,
+        line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points], LEFT + width)),
+        columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points], LEFT + width)),
+        sizes=tuple((x(size), format_bytes(int(size))) for size in sizes),
+        shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
+        plan=Mark(x(plan.mem_limit), y(plan.overhead), f"this plan: {_cost(sweep, plan)}"),
+        limit_x=limit_x,
+        marks=tuple(
+            _placed(
+                [
+                    (letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}")
+                    for letter, point in sweep.lettered()
+                    if inside(point)
+                ],
+                [(x(plan.mem_limit), y(plan.overhead))],
+                limit_x,
+                width,
+            )
+        ),
+        legend=tuple((letter, _named(point, inside(point))) for letter, point in sweep.lettered()),
+    )
+
+
+def _line(corners: list[tuple[float, float]], end: float) -> Iterator[str]:
+    yield f"M{corners[0][0]:.1f} {TOP}V{corners[0][1]:.1f}"
+    yield from (f"H{x:.1f}V{y:.1f}" for x, y in corners[1:])
+    yield f"H{end:.0f}"
+
+
+def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[Column]:
+    """First the limits that are too small for any plan; then, from every limit to the next, what its plan costs."""
+    yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
+    for (point, above), (start, end) in zip(pairwise((*sweep.points, None)), pairwise((*starts, right)), strict=True):
+        assert point is not None
+        if above is None:
+            limits = f"a limit of {format_bytes(point.mem_limit)} or more"
+        else:
+            limits = f"a limit from {format_bytes(point.mem_limit)} to {format_bytes(above.mem_limit)}"
+        yield Column(start, end - start, f"{limits}: {_cost(sweep, point)}")
+
+
+def _cost(sweep: Sweep, point: Point) -> str:
+    return (
+        f"peak {format_bytes(point.mem_limit)}, {format_seconds(point.step_seconds)} a step, "
+        f"{point.overhead - 1:+.1%} time, {format_share(sweep.saved(point))} of activation memory saved"
+    )
+
+
+def _named(point: Point, inside: bool) -> str:
+    text = f"{point.name}: {format_bytes(point.mem_limit)}, {point.overhead - 1:+.1%} time"
+    return text if inside else f"{text} (outside the picture)"
+
+
+def _shares(highest: float) -> list[float]:
+    """The round shares of more time whose labels have room beside each other."""
+    found = [0.0]
+    for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
+        place = math.log1p(share)
+        if place <= highest and HEIGHT * (place - math.log1p(found[-1])) >= _APART * highest:
+            found.append(share)
+    return found
+
+
+def _placed(
+    points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None, width: float
+) -> Iterator[Mark]:
+    """The points, with each letter as near to its point as `others`, other letters and the line at `wall` allow.
+
+    Places are tried from the nearest outwards, and above to the right first, as one would write a label.
+    """
+    taken = [*others, *((x, y) for _, x, y, _ in points)]
+    around = product(range(-70, 71, 10), range(-65, 66, 13))
+    offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
+    for letter, x, y, title in points:
+        places = ((x + across, y + down) for across, down in offsets if across or down)
+        place = next((place for place in places if _free(place, taken, wall, width)), (x, y))
+        taken.append(place)
+        yield Mark(x, y, title, letter, *place)
+
+
+def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None, width: float) -> bool:
+    """Whether a letter can stand here: inside the picture, and on nothing else."""
+    x, y = place
+    inside = LEFT + 6 <= x <= LEFT + width + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
+    clear = wall is None or abs(x - wall) >= 8
+    return inside and clear and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)
+
+
+# Samples a second over the batch, as shapes: a line for the fastest plans, one for storing everything, and the choice.
+#
+# Batches are drawn by their logarithm: from one to the next, what a step costs in any case is shared by as many times
+# more samples.
+
+
+
+_BATCH_LABEL = 32
+"""Pixels from the middle of one batch's number to that of the next, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPicture:
+    """In pixels; `width` is that between the axes. `stored` is empty where storing everything fits no batch, or one."""
+
+    width: float
+    line: str
+    stored: str
+    columns: tuple[Column, ...]
+    batches: tuple[tuple[float, str], ...]
+    rates: tuple[tuple[float, str], ...]
+    measured: tuple[Mark, ...]
+    chosen: Mark
+
+
+def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | None:
+    """The points of a choice in `room` pixels; None where there is but one batch."""
+    points = choice.points
+    if len(points) < 2:
+        return None
+    width = room - LEFT - RIGHT
+    first, last = math.log(points[0].batch), math.log(points[-1].batch)
+    highest = 1.08 * max(*(point.samples_per_second for point in points), *(p.stored_per_second or 0.0 for p in points))
+
+    def x(batch: float) -> float:
+        return LEFT + width * (math.log(batch) - first) / (last - first)
+
+    def y(rate: float) -> float:
+        return TOP + HEIGHT * (1 - rate / highest)
+
+    stored = [(x(point.batch), y(point.stored_per_second)) for point in points if point.stored_per_second is not None]
+    borders = [LEFT, *((x(one.batch) + x(other.batch)) / 2 for one, other in pairwise(points)), LEFT + width]
+    chosen = choice.point(choice.batch)
+    return BatchPicture(
+        width=width,
+        line=_batch_line((x(point.batch), y(point.samples_per_second)) for point in points),
+        stored=_batch_line(stored) if len(stored) > 1 else "",
+        columns=tuple(
+            Column(begin, end - begin, _words(point))
+            for point, (begin, end) in zip(points, pairwise(borders), strict=True)
+        ),
+        batches=tuple((x(batch), str(batch)) for batch in _apart(_powers(points[0].batch, points[-1].batch), x)),
+        rates=tuple((y(rate), format_rate(rate) if rate else "0") for rate in round_numbers(0, highest, 6)),
+        measured=tuple(
+            Mark(x(point.batch), y(point.samples_per_second), _words(point)) for point in points if point.measured
+        ),
+        chosen=Mark(x(chosen.batch), y(chosen.samples_per_second), f"chosen: {_words(chosen)}"),
+    )
+
+
+def _batch_line(corners: Iterable[tuple[float, float]]) -> str:
+    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in corners)
+
+
+def _powers(least: int, most: int) -> list[int]:
+    """The powers of two in a range, and its ends where they are not close to one."""
+    powers = [2**at for at in range(most.bit_length()) if least <= 2**at <= most]
+    ends = [end for end in (least, most) if all(abs(math.log2(end / power)) > 0.3 for power in powers)]
+    return sorted({*powers, *ends})
+
+
+def _apart(batches: list[int], x: Callable[[float], float]) -> list[int]:
+    """The largest batch, and of the others those whose labels have room beside the next one's."""
+    kept = batches[-1:]
+    for batch in reversed(batches[:-1]):
+        if x(kept[-1]) - x(batch) >= _BATCH_LABEL:
+            kept.append(batch)
+    return kept[::-1]
+
+
+def _words(point: BatchPoint) -> str:
+    stored = "does not fit" if point.stored_per_second is None else f"{format_rate(point.stored_per_second)}"
+    return (
+        f"batch {point.batch}: {format_rate(point.samples_per_second)} samples a second, storing everything {stored}"
+        + ("" if point.measured else " (predicted)")
+    )

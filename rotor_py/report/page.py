@@ -1,0 +1,142 @@
+"""Render the report as one page that loads nothing."""
+
+from __future__ import annotations
+
+import math
+import platform
+import re
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from html import escape
+from importlib.metadata import version
+
+import torch
+
+from rotor_py.report import curve_pictures as batch
+from rotor_py.report import curve_pictures as curve
+from rotor_py.report import step_pictures as schedule
+from rotor_py.report.curve_pictures import PHONE, SCREEN
+from rotor_py.report.facts import HEADINGS, ReportFacts, StageRow, stage_rows
+from rotor_py.report.step_pictures import LEFT, memory_picture
+from rotor_py.report.sweep import Sweep, format_gap, saving, spread_of_times
+from rotor_py.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a reader has to know before comparing the numbers of two pages. `device` is the device in words."""
+
+    made: datetime
+    device: str
+    versions: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions)
+        return f"Made on {self.made:%Y-%m-%d at %H:%M %Z} with {versions}, for {self.device}."
+
+
+def origin(device: str, made: datetime | None = None) -> Origin:
+    """Of a page that is made on this machine, now unless `made` says when; `device` as torch names it: "cuda:0"."""
+    versions = (
+        ("rotor_py", version("rotor-plan")),
+        ("torch", torch.__version__),
+        ("Python", platform.python_version()),
+    )
+    return Origin(datetime.now(timezone.utc) if made is None else made, _described(device), versions)
+
+
+def _described(device: str) -> str:
+    """The device with what its times depend on: the name of a GPU, the threads of a CPU."""
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # one that need not be here, which has a name of its own
+        return f"{device}, predicted"
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    if torch.device(device).type == "cpu":
+        return f"{device} ({platform.machine()}, threads: {torch.get_num_threads()})"
+    return device
+
+
+def page(
+    facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = (), usage: str = "", made: datetime | None = None
+) -> str:
+    """The page as text.
+
+    `remarks` are lines under the verdict, `usage` the Python that follows the plan. `made` is when the page is made,
+    if that is not now.
+    """
+    # Imported here because most who train never make a page.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("rotor_py.report"),
+        autoescape=True,  # names of modules are the user's
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    begin, rest = facts.verdict()
+    return environment.get_template("report.html").render(
+        title=facts.title,
+        fits=facts.fits,
+        begin=begin,
+        rest=rest,
+        remarks=(*facts.remarks(), *remarks),
+        amounts=_amounts(facts),
+        parts=facts.budget.parts() or "nothing",
+        **_pictures(facts, sweep, SCREEN, math.inf),
+        phone=_pictures(facts, sweep, PHONE, PHONE),
+        axes=curve,
+        plane=batch,
+        saving=saving(sweep),
+        left=LEFT,
+        cell=schedule,
+        headings=("#", "stage", *HEADINGS, "what happens"),
+        stages=[(row.name, _cells(row), row.kind, row.action) for row in stage_rows(facts)],
+        usage=usage,
+        origin=origin(facts.device, made),
+        sequences=[("" if name == "sequence" else name, str(each)) for name, each in facts.by_forwards().items()],
+    )
+
+
+def frame(text: str) -> str:
+    """A page in a frame, for a notebook, whose own page its styles and scripts then do not touch."""
+    source = escape(text, quote=True)
+    return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
+    """The pictures in `room` pixels; those with a column for each operation or stage may need up to `most`."""
+    return {
+        "curve": curve.curve_picture(facts, sweep, room),
+        "batch": None if facts.batches is None else batch.batch_picture(facts.batches, room),
+        "memory": memory_picture(facts, room, most),
+        "schedule": schedule.schedule_picture(facts, most),
+    }
+
+
+def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
+    limit = "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)
+    found = [
+        ("limit", limit),
+        ("planned peak", format_bytes(facts.peak_bytes)),
+        *facts.followed_step(),
+        ("fixed part", format_bytes(facts.budget.fixed.total)),
+        ("least possible", format_bytes(facts.budget.least_bytes())),
+        ("storing everything", format_bytes(facts.store_all_bytes)),
+    ]
+    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
+    names = {"planned": "planned step", "store-all": "plain step"}
+    times = [(names.get(name, name), said) for name, said in facts.times()]
+    # Where seconds are assumptions, what can be relied on comes first.
+    found += [overhead, *times] if facts.basis else [*times, overhead]
+    gap = facts.gap
+    optimum = [] if gap is None else [("from the optimum", format_gap(gap))]
+    return [*found, *optimum, *spread_of_times(facts.measurement.spread)]
+
+
+def _cells(row: StageRow) -> list[tuple[float, str]]:
+    """The numbers of a row: what to sort by, and what to show."""
+    return [
+        *((seconds, format_seconds(seconds)) for seconds in row.seconds),
+        *((float(size), format_bytes(size)) for size in row.bytes),
+    ]

@@ -1,0 +1,277 @@
+"""Draw the memory of a step by operation, and its schedule, as shapes."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rotor_py.report.curve_pictures import SCREEN, Column, round_numbers
+from rotor_py.report.facts import OptimizerStep, ReportFacts, optimizer_step
+from rotor_py.report.numbers import WORDS, kept_kind
+from rotor_py.report.sweep import kind, sentence
+from rotor_py.units import format_bytes, format_seconds
+from rotor_solver import Backward, Chain, ForwardEnable, Loss, Moment
+from rotor_solver.moving import Moves, timed_moments, transfers
+
+HEIGHT, LEFT, TOP, RIGHT = 280, 64, 12, 8
+_NARROW, _WIDE = 9, 40
+"""Pixels: the width of a column, where there is room for it, and the largest one."""
+_NEAR = 1.5
+"""A limit above this multiple of the peak is not drawn: it would flatten everything else. The number is a guess."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one owner has in memory: bytes after every operation, the colour, and the outline in the picture."""
+
+    name: str
+    sizes: tuple[int, ...]
+    colour: str
+    outline: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPicture:
+    """In pixels. `limit_y` is None where the limit is far above the peak, or there is none."""
+
+    width: float
+    height: int
+    layers: tuple[Layer, ...]
+    columns: tuple[Column, ...]
+    ticks: tuple[tuple[float, str], ...]
+    limit_y: float | None
+
+
+def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.inf) -> MemoryPicture:
+    """One column for each operation, and one for the optimizer's step, where an optimizer is known.
+
+    They share `room` pixels; where they are too many for that, the picture may be up to `most` pixels wide.
+
+    Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
+    while the operation runs.
+    """
+    found, step_after = timed_moments(facts.chain, facts.shown, facts.budget.link), optimizer_step(facts)
+    names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
+    sentences = [sentence(moment, names, beside) for moment in found]
+    top = beside + max(moment.during for moment in found)
+    if step_after is not None:
+        sentences.append(step_after.sentence)
+        top = max(top, step_after.total)
+    limit = facts.mem_limit
+    near = limit is not None and limit <= _NEAR * top
+    full = max(top, limit if near and limit is not None else 0) * 1.04
+    step = max((room - LEFT - RIGHT) / len(sentences), min(_NARROW, (most - LEFT - RIGHT) / len(sentences)))
+    step = min(_WIDE, step)
+
+    def y(size: float) -> float:
+        return TOP + HEIGHT * (1 - size / full)
+
+    below = [0] * len(sentences)
+    layers = []
+    for layer in layers_of(facts, found, step_after):
+        above = [low + size for low, size in zip(below, layer.sizes, strict=True)]
+        outline = " ".join(_outline([y(size) for size in below], [y(size) for size in above], step))
+        layers.append(Layer(layer.name, layer.sizes, layer.colour, outline))
+        below = above
+    return MemoryPicture(
+        width=LEFT + step * len(sentences) + RIGHT,
+        height=HEIGHT + TOP + 8,
+        layers=tuple(layer for layer in layers if layer.outline),
+        columns=tuple(
+            Column(LEFT + step * at, step, f"{words}; {_largest(layers, at)}") for at, words in enumerate(sentences)
+        ),
+        ticks=tuple((y(size), format_bytes(int(size))) for size in round_numbers(0, full, 5)),
+        limit_y=y(limit) if near and limit is not None else None,
+    )
+
+
+def layers_of(facts: ReportFacts, found: tuple[Moment, ...], step: OptimizerStep | None = None) -> Iterator[Layer]:
+    """From the bottom to the top: the fixed part, the chain's input, stages, the output, gradients, and the rest.
+
+    A layer has one size for each moment, in bytes, and one more for the optimizer's `step`, if there is one.
+    """
+    chain, names = facts.chain, facts.measurement.names
+    beside = facts.budget.beside_chain(facts.sequence)
+
+    def layer(name: str, colour: str, sizes: Iterable[int], stepping: int = 0) -> Layer:
+        return Layer(name, (*sizes, *(() if step is None else (stepping,))), colour)
+
+    last = step or OptimizerStep(0, 0, 0, 0, 0)
+    yield layer("fixed part", "hsl(220 8% 55%)", (beside for _ in found), last.fixed)
+    yield layer("input", "hsl(220 8% 70%)", (moment.inputs.get(0, 0) for moment in found), last.input)
+    for stage, name in enumerate(names):
+        sizes = (moment.inputs.get(stage + 1, 0) + moment.attached.get(stage + 1, 0) for moment in found)
+        hue, light = 190 + 130 * stage / max(1, len(chain) - 1), 48 + 14 * (stage % 2)
+        yield layer(name, f"hsl({hue:.0f} 55% {light}%)", sizes)
+    yield layer("output, held by the caller", "hsl(90 35% 50%)", (moment.output for moment in found), last.output)
+    yield layer("gradients", "hsl(145 45% 42%)", (moment.gradients for moment in found), last.gradients)
+    freed = (moment.during - moment.after for moment in found)
+    yield layer("freed when the operation ends", "hsl(38 90% 58%)", freed, last.scratch)
+
+
+def _largest(layers: list[Layer], at: int) -> str:
+    """The owners of the most memory in one column, in words."""
+    present = sorted((layer for layer in layers if layer.sizes[at]), key=lambda layer: -layer.sizes[at])
+    return "most of it " + ", ".join(f"{layer.name} {format_bytes(layer.sizes[at])}" for layer in present[:4])
+
+
+def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
+    """Closed lines around every run of columns in which the layer has a height."""
+    start = 0
+    while start < len(below):
+        end = start
+        while end < len(below) and above[end] < below[end]:  # y grows downwards
+            end += 1
+        if end > start:
+            columns = range(start, end)
+            edge = [f"M{LEFT + step * start:.1f} {below[start]:.1f}"]
+            edge += _stairs([above[at] for at in columns], [LEFT + step * (at + 1) for at in columns])
+            edge += _stairs([below[at] for at in reversed(columns)], [LEFT + step * at for at in reversed(columns)])
+            yield "".join(edge) + "Z"
+        start = max(end, start + 1)
+
+
+def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
+    """Steps from height to height, each as long as its column; neighbours of one height make one line."""
+    for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
+        if at == 0 or height != heights[at - 1]:
+            yield f"V{height:.1f}"
+        if at + 1 == len(heights) or heights[at + 1] != height:
+            yield f"H{end:.1f}"
+
+
+ROW, LEFT, TOP, RIGHT, LANE = 14, 64, 20, 8, 14
+_CELL, _LABEL = 18, 24
+"""Pixels: the largest width of a stage, and from one number of a stage to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Something that is in memory from row `first` to row `last`. The operation of `last` frees it, unless it `stays`.
+
+    `kind` is one of `kept_kinds.WORDS`: "kept" for all that a stage's backward needs, "input" for a checkpoint.
+    """
+
+    stage: int
+    kind: str
+    first: int
+    last: int
+    stays: bool
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A copy in the `lane` of those out (0) or back (1), from row `first` to row `last`, both with fractions."""
+
+    lane: int
+    first: float
+    last: float
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One operation; `kind` as `wording.kind` has it. The loss stands to the right of the last stage."""
+
+    column: int
+    row: int
+    kind: str
+    text: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePicture:
+    """In cells of `cell` by `ROW` pixels. `numbers` are the stages with their number above; the last is the loss.
+
+    Two lanes of `LANE` pixels for copies stand to the right of that, where there are any. `kinds` has the words for
+    what is kept anywhere.
+    """
+
+    cell: float
+    numbers: tuple[tuple[int, str], ...]
+    kept: tuple[Kept, ...]
+    kinds: dict[str, str]
+    copied: tuple[Copied, ...]
+    ran: tuple[Ran, ...]
+    width: float
+    height: int
+
+
+def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePicture:
+    """In `room` pixels: every operation of the plan, and from when to when each stage keeps something."""
+    found = timed_moments(facts.chain, facts.shown, facts.budget.link)
+    names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
+    length, copied = len(facts.chain), tuple(copies(facts, found))
+    right = RIGHT + (2 * LANE if copied else 0)
+    cell = min(_CELL, (room - LEFT - right) / (length + 1))
+    every = max(5, 5 * math.ceil(_LABEL / (5 * cell)))
+    numbers = [(stage, str(stage)) for stage in range(0, length, every) if (length - stage) * cell >= _LABEL / 2]
+    ran = (
+        Ran(
+            length if isinstance(moment.operation, Loss) else moment.operation.stage,
+            row,
+            kind(moment),
+            str(moment.operation),
+            sentence(moment, names, beside),
+        )
+        for row, moment in enumerate(found)
+    )
+    moves = facts.shown.moves
+    kept = tuple(life for stage, name in enumerate(names) for life in lives(facts.chain, found, stage, name, moves))
+    return SchedulePicture(
+        cell=cell,
+        numbers=(*numbers, (length, "L")),
+        kept=kept,
+        kinds={each: words for each, words in WORDS.items() if any(life.kind == each for life in kept)},
+        copied=copied,
+        ran=tuple(ran),
+        width=LEFT + cell * (length + 1) + right,
+        height=TOP + ROW * len(found) + 8,
+    )
+
+
+def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: Moves | None = None) -> Iterator[Kept]:
+    """Every period in which something is kept for `stage`: its input alone, or what its backward needs."""
+    first, now, way, away = 0, "", "kept", False
+    for row, moment in enumerate(found):
+        if isinstance(moment.operation, ForwardEnable) and moment.operation.stage == stage:
+            way = kept_kind(chain.stages[stage], moment.operation.option)
+        if moves is not None:
+            away = (away or stage in moves.wait_out[row]) and stage not in moves.fetch[row]
+        kept = _state(moment, stage, "kept" if way == "elsewhere" and not away else way)
+        if kept == now:
+            continue
+        if now:
+            stays = bool(kept) and moment.operation != Backward(stage)
+            yield Kept(stage, now, first, row, stays, f"{name}: {WORDS[now]}")
+        first, now = row, kept
+    if now:
+        yield Kept(stage, now, first, len(found) - 1, True, f"{name}: {WORDS[now]}")
+
+
+def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[Copied]:
+    """Every copy of the plan, where the operations are beside which it runs."""
+    begins, names = [moment.begin for moment in found], facts.measurement.names
+
+    def row(seconds: float) -> float:
+        # While an operation waits for a copy, the picture stands still at its upper edge.
+        at = max(0, bisect_right(begins, seconds) - 1)
+        share = (seconds - begins[at]) / found[at].seconds if found[at].seconds else 1.0
+        return at + min(1.0, share)
+
+    for each in transfers(facts.chain, facts.shown, facts.budget.link):
+        way = "out" if each.out else "back"
+        title = (
+            f"copy {way} of {names[each.stage]}: {format_bytes(each.moved)} in {format_seconds(each.end - each.begin)}"
+        )
+        yield Copied(0 if each.out else 1, row(each.begin), row(each.end), title)
+
+
+def _state(moment: Moment, stage: int, way: str) -> str:
+    if stage + 1 in moment.attached:
+        return way
+    return "input" if moment.inputs.get(stage) else ""

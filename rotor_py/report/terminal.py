@@ -1,0 +1,229 @@
+"""Render the report for a terminal: a verdict, then memory, time, the stages and the sequence."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator
+from shutil import get_terminal_size
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+from rotor_py.report.facts import HEADINGS, ReportFacts, stage_rows
+from rotor_py.report.sweep import format_gap, spread_of_times
+from rotor_py.units import format_bytes, format_seconds
+from rotor_solver import Operation, Sequence
+
+# Sentences in which no line ends between a number and its unit.
+#
+# No-break spaces alone do not do it: rich ends a line at them, too.
+
+
+_SPACE = re.compile(r"(?<!\d) +|(?<=\d) +(?!(?:[kMGT]?B\b|[mµ]?s\b|%))")
+
+
+class Prose:
+    """A text that is wrapped between words, but not inside an amount or at a no-break space."""
+
+    def __init__(self, text: Text | str) -> None:
+        self.text = Text(text) if isinstance(text, str) else text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.text.divide(self._ends(options.max_width)):
+            line.rstrip()
+            yield line
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(max(map(len, _SPACE.split(self.text.plain))), len(self.text))
+
+    def _ends(self, width: int) -> Iterator[int]:
+        """Where every line but the first begins."""
+        plain = self.text.plain
+        begin = last = 0
+        for found in (*_SPACE.finditer(plain), None):
+            end = len(plain) if found is None else found.start()
+            if end - begin > width and last > begin:
+                yield last
+                begin = last
+            if found is not None:
+                last = found.end()
+
+
+_GAP = "  "
+_STYLES = {
+    "kept": "",
+    "part": "cyan",
+    "packed": "green",
+    "rounded": "magenta",
+    "elsewhere": "bright_blue",
+    "input": "yellow",
+    "": "yellow",
+}
+"""By what is kept. The words beside them say the same."""
+_PIECE = re.compile(r"[^.+_-]*[.+_-]+|[^.+_-]+")
+
+
+class StageTable:
+    """What every stage costs, and what happens to it; with `costs_alone`, where there is no plan, costs."""
+
+    def __init__(self, facts: ReportFacts, *, costs_alone: bool = False) -> None:
+        rows = list(stage_rows(facts))
+        self.costs_alone = costs_alone
+        self.names = [row.name for row in rows]
+        self.actions = ["" if costs_alone else row.action for row in rows]
+        self.styles = ["" if costs_alone else _STYLES[row.kind] for row in rows]
+        self.numbers = [(*map(format_seconds, row.seconds), *map(format_bytes, row.bytes)) for row in rows]
+        self.widths = [max(map(len, column)) for column in zip(HEADINGS, *self.numbers, strict=True)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        # Numbers are never broken; what they leave is shared by the name and the action, which may be broken.
+        room = options.max_width - sum(self.widths) - len(_GAP) * (len(HEADINGS) + 1)
+        action = max((len(word) for text in ("happens", *self.actions) for word in text.split()), default=0)
+        piece = max(len(part) for name in ("stage", *self.names) for part in _PIECE.findall(name))
+        if piece + action <= room:
+            name = min(max(map(len, ("stage", *self.names))), room - action)
+            yield self._lines(name, room - name)
+        else:
+            yield from self._blocks(options.max_width)
+
+    def _lines(self, name: int, action: int) -> Table:
+        table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0), header_style="bold")
+        table.add_column("stage", max_width=name)
+        for heading in HEADINGS:
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("" if self.costs_alone else "what happens", max_width=action)
+        for text, numbers, happens in zip(self.names, self.numbers, self._happenings(), strict=True):
+            table.add_row(Text("\n".join(broken(text, name))), *numbers, happens)
+        return table
+
+    def _blocks(self, width: int) -> Iterator[Text]:
+        """The name of a stage and what happens to it, and its numbers in a line below."""
+        yield Text("stage" if self.costs_alone else "stage, and what happens", style="bold")
+        yield Text(self._columns(HEADINGS), style="bold", no_wrap=True)
+        for name, numbers, happens in zip(self.names, self.numbers, self._happenings(), strict=True):
+            *above, last = broken(name, width)
+            yield from map(Text, above)
+            if len(last) + len(_GAP) + len(happens) <= width:
+                yield Text.assemble(last, _GAP if happens else "", happens)
+            else:
+                yield Text(last)
+                yield happens
+            yield Text(self._columns(numbers), no_wrap=True)
+
+    def _happenings(self) -> Iterator[Text]:
+        for action, style in zip(self.actions, self.styles, strict=True):
+            yield Text(action, style=style)
+
+    def _columns(self, cells: Iterable[str]) -> str:
+        return _GAP + _GAP.join(f"{cell:>{width}}" for cell, width in zip(cells, self.widths, strict=True))
+
+
+def broken(name: str, width: int) -> list[str]:
+    """A name in lines of at most `width` characters; a line ends where a part of the name does, if the part fits."""
+    lines, width = [""], max(1, width)
+    for piece in _PIECE.findall(name):
+        if lines[-1] and len(lines[-1]) + len(piece) > width:
+            lines.append("")
+        lines[-1] += piece
+        while len(lines[-1]) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return lines
+
+
+_WIDEST = 100
+
+
+def plain_text(facts: ReportFacts, width: int | None = None) -> str:
+    """The report as text without colours, as wide as the terminal, and not wider than 100."""
+    file = io.StringIO()
+    if width is None:
+        width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
+    Console(file=file, width=width, highlight=False, color_system=None).print(Group(*parts(facts)))
+    return file.getvalue().rstrip()
+
+
+def parts(facts: ReportFacts) -> list[RenderableType]:
+    """The whole report, part by part."""
+    sequences = [sequence(each, name) for name, each in facts.by_forwards().items()]
+    remarks = map(Prose, facts.remarks())
+    return [Prose(verdict(facts)), *remarks, "", amounts(facts), "", StageTable(facts), "", *sequences]
+
+
+def verdict(facts: ReportFacts) -> Text:
+    """One sentence: whether the plan fits, and at what price."""
+    begin, rest = facts.verdict()
+    return Text.assemble((begin, "bold green" if facts.fits else "bold red"), rest)
+
+
+def amounts(facts: ReportFacts) -> Table:
+    """The memory line and the time line."""
+    table = Table.grid(padding=(0, 2))
+    least = facts.budget.least_bytes()
+    memory = (
+        ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
+        ("fixed", format_bytes(facts.budget.fixed.total)),
+        ("least possible", format_bytes(least)),
+        ("store-all", format_bytes(facts.store_all_bytes)),
+        ("planned", format_bytes(facts.peak_bytes)),
+        *facts.followed_step(),
+    )
+    overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
+    # Where seconds are assumptions, what can be relied on comes first.
+    time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
+    gap = facts.gap
+    if gap is not None:
+        time.append(("from the optimum", format_gap(gap)))
+    time += spread_of_times(facts.measurement.spread)
+    table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
+    table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
+    table.add_row(Text("fixed", style="bold"), Prose(facts.budget.parts() or "nothing"))
+    return table
+
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
+    text = Text()
+    for index, (name, value) in enumerate(pairs):
+        text.append("   " if index else "")
+        text.append(name.replace(" ", "\N{NO-BREAK SPACE}") + "\N{NO-BREAK SPACE}", style="dim")
+        text.append(value.replace(" ", "\N{NO-BREAK SPACE}"))
+    return text
+
+
+def sequence(operations: Sequence, name: str = "sequence") -> Text:
+    """The sequence in short notation; neighbours of one kind are folded to the first and the last."""
+    text = Text(f"{name}  ", style="bold")
+    text.append(", ".join(folded(operations)), style="not bold")
+    return text
+
+
+def folded(operations: Iterable[Operation]) -> Iterator[str]:
+    """`Fe_3, Fe_4, Fe_5` becomes `Fe_3…5`; nothing else changes."""
+    run: list[Operation] = []
+    for operation in operations:
+        if run and not _continues(run, operation):
+            yield _fold(run)
+            run = []
+        run.append(operation)
+    if run:
+        yield _fold(run)
+
+
+def _continues(run: list[Operation], operation: Operation) -> bool:
+    """Whether `operation` is of the kind of `run`, and its stage is the next one up or down."""
+    last = run[-1]
+    if type(operation) is not type(last) or not hasattr(operation, "stage") or not hasattr(last, "stage"):
+        return False
+    # `Fe_3'` is a stage that is stored in part: in a fold, nobody would see which of the stages are.
+    if getattr(operation, "option", 0) or getattr(last, "option", 0):
+        return False
+    step = operation.stage - last.stage
+    return step in (1, -1) and (len(run) < 2 or step == last.stage - getattr(run[-2], "stage", 0))
+
+
+def _fold(run: list[Operation]) -> str:
+    if len(run) < 3:  # two operations are no longer than their fold
+        return ", ".join(map(str, run))
+    return f"{run[0]}…{str(run[-1]).rpartition('_')[2]}"

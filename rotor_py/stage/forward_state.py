@@ -1,0 +1,401 @@
+"""Record what a forward finds around it, and restore it for a recomputation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rotor_profiling import storages
+from rotor_profiling.attributes import Attributes, Change
+from rotor_profiling.isolate import RandomState, Slot, buffer_slots
+from rotor_profiling.storage import equal
+from rotor_py.errors import InvalidStateError
+from rotor_py.stage.replayed_routing import Decisions, Drawn, decisions_recorded, decisions_repeated, other_draws
+
+
+class EarlierRuns:
+    """Modes and parameters of the stage `function` in its earlier runs of one forward, the first of which is over.
+
+    It is called `name` in errors.
+    """
+
+    __slots__ = ("_modes", "_module", "_name", "_written")
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        self._module = function if isinstance(function, nn.Module) else None
+        self._name = name
+        self._modes = self._modes_now()
+        """of its modules in the first run"""
+        self._written = self._written_now()
+        """how often each parameter had been written to when the stage ran last"""
+
+    def note(self) -> None:
+        """The stage has run, and may run again."""
+        self._written = self._written_now()
+
+    @property
+    def switched(self) -> bool:
+        """Whether a module of the stage was switched between training and evaluation since its first run."""
+        return self._modes_now() != self._modes
+
+    def refuse_changes(self) -> None:
+        """RuntimeError if a module was switched between training and evaluation, or if a parameter was written to."""
+        if self.switched:
+            raise InvalidStateError(
+                f"stage {self._name!r} was switched between training and evaluation after its forward, and has to be "
+                "run again for the backward; call train() and eval() before the forward or after the backward",
+                kind="mode_switched",
+                name=self._name,
+            )
+        if self._written != self._written_now():
+            raise InvalidStateError(
+                f"a parameter of stage {self._name!r} was changed between its forward and its backward, for which the "
+                "stage has to be run again; call optimizer.step() after the backward, and with step_in_backward use no "
+                "parameter detached in one stage that is trained in a later one",
+                kind="parameter_changed",
+                name=self._name,
+            )
+
+    def _modes_now(self) -> list[bool]:
+        return [] if self._module is None else [each.training for each in self._module.modules()]
+
+    def _written_now(self) -> list[int]:
+        return [] if self._module is None else [each._version for each in self._module.parameters()]
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The state of autocast for one kind of device."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def now(cls, device_type: str) -> Autocast:
+        """The state that holds where this is called."""
+        return cls(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def context(self, cache: bool) -> torch.autocast:
+        """A region in this state. With `cache`, weights that are cast in it are kept until its end."""
+        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=cache)
+
+
+def autocast_now(devices: Iterable[torch.device]) -> tuple[Autocast, ...]:
+    """The state of autocast on the CPU, and on each kind of `devices`."""
+    return tuple(map(Autocast.now, sorted({"cpu", *(device.type for device in devices)})))
+
+
+@contextmanager
+def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[None]:
+    """A region in `states`. Without `cache`, weights that are cast in it are not kept."""
+    with ExitStack() as stack:
+        for state in states:
+            # Off then and off now: there is nothing to put back, and this is entered for every run of every stage.
+            if state.enabled or torch.is_autocast_enabled(state.device_type):
+                stack.enter_context(state.context(cache=state.cache and cache))
+        yield
+
+
+# Buffers that operators write without saying so: the running statistics of batch norms.
+#
+# PyTorch declares what most operators write, and counts such writes in a tensor's version. For these operators it does
+# neither. Their writes show in the values alone, and not always: the mean of zeros is what it was before.
+
+
+
+_aten = torch.ops.aten
+_WRITING = {
+    _aten.native_batch_norm,
+    _aten.cudnn_batch_norm,
+    _aten.miopen_batch_norm,
+    _aten.batch_norm_gather_stats,
+    _aten.batch_norm_gather_stats_with_counts,
+    _aten.batch_norm_update_stats,
+}
+_STATISTICS = ("running_mean", "running_var")
+
+
+class WrittenStatistics(TorchDispatchMode):
+    """While entered, notes where running statistics lie that are written."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._addresses: set[int] = set()
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's memory was written."""
+        return not self._addresses.isdisjoint(storages([tensor]))
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled layers be run compiled."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in _WRITING:
+            names = [argument.name for argument in func._schema.arguments]
+            given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+            if given.get("training", True):
+                self._addresses.update(storages(given[name] for name in _STATISTICS if given[name] is not None))
+        return func(*args, **(kwargs or {}))
+
+
+# What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers,
+# attributes, and what the stage decides (`decisions`).
+#
+# Copies of buffers cost memory, so only those are copied that the stage was seen to change. The first forward of a
+# stage
+# copies them all, compares, and remembers which ones moved.
+
+
+
+# Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
+# switched off instead. A derived class may read its statistics, so types have to be equal.
+_PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+_moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+"""Per stage, the positions of the buffers that its forward was seen to change."""
+
+_moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+"""Per stage, the positions of the buffers that other stages change, perhaps before it is run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What one forward of a stage found around it, and what it decided.
+
+    `random` is None where the forward drew no random number.
+    """
+
+    autocast: tuple[Autocast, ...]
+    random: RandomState | None
+    buffers: tuple[tuple[Slot, torch.Tensor], ...]
+    decisions: Decisions = ()
+    slots: tuple[Slot, ...] = ()
+    """The buffers that there were: a model may have put others in their place since."""
+    drawn: Drawn = ()
+    changes: Callable[[], Sequence[Change]] = tuple
+    """Finds the attributes that are not as they were any more, and what they were."""
+    earlier: EarlierRuns | None = None
+    """What must not change until a later run; None if there has been no run."""
+
+    @contextmanager
+    def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
+        """Run `function` inside this context as it was run the first time, leaving no trace of the second.
+
+        Without a `graph`, weights that autocast has cast are not cached: a later forward with a graph in the same
+        autocast region would find them there without their history, and lose gradients. `alike` makes autograd save as
+        many tensors as the first time, where otherwise it may save fewer: regions (`execute/recompute.py`) count them.
+        """
+        with ExitStack() as stack:
+            # What puts a change back is registered before the change: an interrupt between the two does no harm.
+            stack.enter_context(restored_autocast(self.autocast, cache=graph))
+            stack.callback(Attributes(function).put_back)  # before anything in here sets one
+            for change in self.changes():
+                change.find_as_before()
+            if self.random is not None:
+                # The stream goes on afterwards as if this run had not been.
+                stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
+                self.random.restore()
+            for stream, state in self.drawn:
+                stack.callback(stream.set, stream.state())
+                stream.set(state)
+            for table, name, tensor in self.slots:
+                if table[name] is not tensor:
+                    stack.callback(table.__setitem__, name, table[name])
+                    table[name] = tensor
+            # Another tensor in the module's table and no write into the one there: autograd may have saved that one.
+            for (table, name, _), before in self.buffers:
+                stack.callback(table.__setitem__, name, table[name])
+                table[name] = before.clone()
+            for module in _tracking_batch_norms(function):
+                if alike:
+                    _let_copies_track(module, stack)
+                else:
+                    stack.callback(setattr, module, "track_running_stats", True)
+                    module.track_running_stats = False
+            stack.enter_context(decisions_repeated(self.decisions))
+            yield
+
+
+@contextmanager
+def recorded(
+    function: Callable[..., Any], devices: tuple[torch.device, ...], preserve_rng_state: bool, name: str
+) -> Iterator[list[Surroundings]]:
+    """Record what surrounds the first forward of `function`, which is run inside this context.
+
+    Yields a list that holds the surroundings once the context has been left. RuntimeError if the forward changes a
+    buffer, or writes into a tensor in an attribute, that no forward of the stage has changed before: of these there is
+    no copy.
+    """
+    autocast = autocast_now(devices)
+    before = RandomState.now(devices) if preserve_rng_state else None
+    slots = own_buffers(function)
+    copies = _copies(function, slots)
+    versions = [tensor._version for _, _, tensor in slots]
+    attributes = Attributes(function)
+    result: list[Surroundings] = []
+    statistics = WrittenStatistics()
+    with (
+        restored_autocast(autocast, cache=torch.is_grad_enabled()),  # no cache for weights without history
+        decisions_recorded(function) as decided,
+        other_draws(function) if preserve_rng_state else nullcontext([()]) as drawn,
+        statistics if slots and function not in _moving else nullcontext(),
+    ):
+        yield result
+    # Most stages draw nothing. The state that they need not restore need not be kept either.
+    drew = before is not None and RandomState.now(devices) != before
+    moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
+    buffers = tuple((slots[i], copies[i]) for i in moved)
+    changes = attributes.changes()
+    result.append(
+        Surroundings(
+            autocast,
+            before if drew else None,
+            buffers,
+            decided[0],
+            tuple(slots),
+            drawn[0],
+            (lambda: changes) if changes else tuple,
+            EarlierRuns(function, name),
+        )
+    )
+
+
+def _find_moving(
+    function: Callable[..., Any],
+    slots: list[Slot],
+    copies: dict[int, torch.Tensor],
+    versions: list[int],
+    statistics: WrittenStatistics,
+    name: str,
+) -> list[int]:
+    """The positions of the buffers to put back before another run, after a forward; they are remembered."""
+    assert isinstance(function, nn.Module)
+    changed = [i for i, (slot, version) in enumerate(zip(slots, versions, strict=True)) if _moved(slot, version)]
+    if function not in _moving:
+        # Some kernels write without raising the version. Values are compared once, when there is a copy of each; in
+        # every step it would cost as much as the copies.
+        changed = [i for i in copies if i in changed or slots[i][2] in statistics or not _equal(copies[i], slots[i])]
+    else:
+        changed = sorted({*changed, *copies})
+    _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
+    changed = sorted({*changed, *_moved_elsewhere.get(function, ())})
+    if surprise := [slots[i][1] for i in changed if i not in copies]:
+        raise InvalidStateError(
+            f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
+            "stage cannot be run again exactly in this step; run the step once more, it is now known to change",
+            kind="buffer_changed",
+            name=name,
+            buffer=surprise[0],
+        )
+    return changed
+
+
+def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
+    """Let a batch norm move copies of its statistics until `stack` is left."""
+    for name, buffer in list(module._buffers.items()):
+        if buffer is not None:
+            stack.callback(module._buffers.__setitem__, name, buffer)
+            module._buffers[name] = buffer.clone()
+
+
+def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
+    """What surrounds `function` now: a run inside `restored` will be like one that begins at this moment."""
+    slots = own_buffers(function)
+    copies = _copies(function, slots)
+    return Surroundings(
+        autocast_now(devices),
+        RandomState.now(devices),  # whether the run will draw numbers is not known yet
+        tuple((slots[i], copy) for i, copy in copies.items()),
+        changes=Attributes(function).changes,
+    )
+
+
+def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
+    if not isinstance(function, nn.Module):
+        return []
+    return [
+        module
+        for module in function.modules()
+        if type(module) in _PLAIN_BATCH_NORM and module.training and module.track_running_stats
+    ]
+
+
+def own_buffers(function: Callable[..., Any]) -> list[Slot]:
+    """The buffers of `function` that a forward in training may change, other than statistics that do not matter."""
+    statistics = {id(module._buffers) for module in _tracking_batch_norms(function)}
+    return [slot for slot in buffer_slots(function) if id(slot[0]) not in statistics]
+
+
+def _copies(function: Callable[..., Any], slots: list[Slot]) -> dict[int, torch.Tensor]:
+    unknown = not isinstance(function, nn.Module) or function not in _moving
+    return {i: slot[2].clone() for i, slot in enumerate(slots) if unknown or i in recall_moving(function)}
+
+
+def _moved(slot: Slot, version: int) -> bool:
+    table, name, tensor = slot
+    return table[name] is not tensor or tensor._version != version
+
+
+def _equal(copy: torch.Tensor, slot: Slot) -> bool:
+    table, name, _ = slot
+    return equal(copy, table[name])
+
+
+def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
+    """The positions of the buffers that runs of a stage, or of another one, have changed, as far as they are copied."""
+    if not isinstance(function, nn.Module):
+        return frozenset()
+    return _moving.get(function, frozenset()) | _moved_elsewhere.get(function, frozenset())
+
+
+def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
+    """Have these buffers of a stage counted, and copied from its first forward on: they move in a stage like it."""
+    _moving[function] = recall_moving(function) | positions
+
+
+def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
+    """Have each stage copy the buffers that any of them is known to change, and those of `also` that several have.
+
+    A stage that only reads one has to find it in its second run as in its first.
+    """
+    stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
+    holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
+    moved = {id(tensor) for tensor in also}
+    moved |= {id(slots[i][2]) for function, slots in stages for i in _moving.get(function, ()) if i < len(slots)}
+    for function, slots in stages:
+        here = {i for i, (_, _, tensor) in enumerate(slots) if id(tensor) in moved and holders[id(tensor)] > 1}
+        if here:
+            _moved_elsewhere[function] = _moved_elsewhere.get(function, frozenset()) | here
+
+
+def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
+    """The buffers of which a copy is kept while `function` may be run again, as far as its runs have shown."""
+    known = recall_moving(function)
+    return [slot[2] for i, slot in enumerate(own_buffers(function)) if i in known]
+
+
+def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
+    """The buffers that a forward of `function` may change, statistics included; all, until one has shown which."""
+    known = _moving.get(function) if isinstance(function, nn.Module) else None
+    own = own_buffers(function)
+    still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}
+    return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]

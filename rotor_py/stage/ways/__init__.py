@@ -1,1 +1,0 @@
-"""The ways to store a stage other than whole."""

@@ -1,0 +1,1 @@
+"""Check plans by real training steps: verify, compare, and choose among strategies."""

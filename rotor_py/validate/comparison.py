@@ -1,0 +1,297 @@
+"""Compare a plan with every other strategy, predicted and in real steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from rotor_py.by_hand.levels import LEVELS
+from rotor_py.by_hand.strategy import ByLevel
+from rotor_py.errors import InvalidValueError
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.measurement import Measurement
+from rotor_py.report.facts import ReportFacts
+from rotor_py.report.report import sweep_of
+from rotor_py.report.sweep import Sweep
+from rotor_py.stage.compression import Packed
+from rotor_py.stage.low_precision import FEWER_BITS
+from rotor_py.stage.storage_modes import ELSEWHERE
+from rotor_py.validate.verification import Verification, measured
+from rotor_solver import (
+    Algorithm,
+    Chain,
+    ForwardCheck,
+    ForwardEnable,
+    GriewankHeterogeneous,
+    InfeasibleError,
+    Loss,
+    Periodic,
+    Persistent,
+    RecomputeAll,
+    Revolve,
+    Sequence,
+    Sqrt,
+    StoreAll,
+)
+from rotor_solver.moving import Link, solve_moving
+from rotor_solver.progress import Progress
+
+_KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHERE.name)
+
+
+def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
+    """By name: stages stored whole or not at all, and then whole or by one of the ways that are known of any stage.
+
+    Nothing where there are no other ways. A single one, which is in the best plan already, has no row of its own.
+    """
+    own = {name for names in measurement.way_names for name in names if not name.endswith(_KEEPERS)}
+    families = {"in part": own, **{name: {name} for name in _KEEPERS}}
+    known = {name for names in measurement.way_names for name in names}
+    present = {family: names for family, names in families.items() if names & known}
+    if not known:
+        return {}
+    named = {"optimal, whole": set[str](), **{f"optimal, {family}": names for family, names in present.items()}}
+    if len(present) == 1 and known == next(iter(present.values())):
+        del named[f"optimal, {next(iter(present))}"]
+    return {
+        name: OneWay(name, _positions(measurement, ways), slots, link if ELSEWHERE.name in ways else None)
+        for name, ways in named.items()
+    }
+
+
+def _positions(measurement: Measurement, ways: set[str]) -> tuple[tuple[int, ...], ...]:
+    """Of every stage, the options that store it whole or by one of `ways`."""
+    return tuple(
+        (0, *(option for option, name in enumerate(names, 1) if name in ways)) for names in measurement.way_names
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OneWay:
+    """The best sequence that runs each stage by one of `options`, which are those of the whole chain."""
+
+    name: str
+    options: tuple[tuple[int, ...], ...]
+    slots: int
+    link: Link | None = None
+
+    def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        """A sequence for `chain` within `mem_limit` bytes. InfeasibleError if there is none."""
+        stages = tuple(
+            replace(stage, options=tuple(stage.options[option] for option in options))
+            for stage, options in zip(chain, self.options, strict=True)
+        )
+        fewer = replace(chain, stages=stages)
+        moves = None
+        if self.link is None:
+            found = Persistent(self.slots).solve(fewer, mem_limit)
+        else:
+            plan = solve_moving(fewer, mem_limit, self.link, self.slots)
+            found, moves = plan.sequence, plan.moves if plan.moves.stages else None
+        operations = [
+            ForwardEnable(each.stage, self.options[each.stage][each.option])
+            if isinstance(each, ForwardEnable)
+            else each
+            for each in found
+        ]
+        return Sequence(operations, found.algorithm, found.lower_bound, moves=moves)
+
+
+OPTIMAL, EVERY = "optimal", "every n layers"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedStrategy:
+    """A strategy and the predicted cost of a whole step with it, in bytes and seconds.
+
+    A strategy that does not fit into the limit is shown at the least peak that it can have. `overhead` is the ratio of
+    its time to the plain one.
+    """
+
+    strategy: str
+    fits: bool
+    peak_bytes: int
+    step_seconds: float
+    overhead: float
+    sequence: Sequence
+    verified: Verification | None = None
+    """What real steps showed, where any were trained."""
+
+
+def compare(
+    model: nn.Module, sample: Any = None, *, slots: int = 500, progress: Progress | None = None, **options: Any
+) -> tuple[ComparedStrategy, ...]:
+    """The plan, then every other strategy at the same limit: those that fit, fastest first, then the others.
+
+    Args:
+        model: a `Checkpointable` with a limit; or any model that it takes, which is then measured on `sample` and not
+            changed.
+        sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
+        slots: how finely the solver divides memory.
+        progress: called with (strategies done, all of them, name of the next).
+        options: those of `Checkpointable`: `mem_limit`, above all, `loss`, `optimizer`, and the others.
+
+    Raises:
+        ValueError: the plan has no limit, so there is none to compare at; there is no sample, or a `Checkpointable` has
+            not been measured or is given options.
+        InfeasibleError: no plan fits.
+        UnsupportedModelError: the model cannot be planned.
+    """
+    network = measured(model, sample, options)
+    return compare_at_limit(network.report(), network.model, slots, progress)
+
+
+def compare_at_limit(
+    facts: ReportFacts, model: nn.Module, slots: int = 500, progress: Progress | None = None
+) -> tuple[ComparedStrategy, ...]:
+    """The same for `facts` that are known. The modules of `model` decide which levels there are.
+
+    ValueError if the plan has no limit.
+    """
+    limit = facts.mem_limit
+    if limit is None:
+        raise InvalidValueError(
+            "the plan has no limit at which strategies could be compared; plan with mem_limit=", kind="no_limit"
+        )
+    others = []
+    known = strategies(model, facts.measurement.names, slots)
+    known |= one_way_each(facts.measurement, slots, facts.budget.link)
+    for name, algorithm in _told(known, progress):
+        sequence = at_limit(facts.budget, algorithm, limit)
+        others.append(_compared(facts, limit, name, sequence))
+    # Those that fit are told apart by their time; of the others, by how much memory they are away from fitting.
+    others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
+    return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
+
+
+def with_verified(compared: Iterable[ComparedStrategy], found: Iterable[Verification]) -> tuple[ComparedStrategy, ...]:
+    """The same with what was measured: `found` has a result for each strategy that fits, in their order."""
+    measured = iter(found)
+    return tuple(replace(each, verified=next(measured)) if each.fits else each for each in compared)
+
+
+def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, Algorithm]:
+    """The strategies by name, for a model whose stages have these names."""
+    return {
+        **_levels(model, [*names]),
+        EVERY: Periodic(),
+        "sqrt": Sqrt(),
+        "revolve": Revolve(),
+        "griewank-heterogeneous": GriewankHeterogeneous(slots),
+        "store-all": StoreAll(),
+        "recompute-all": RecomputeAll(),
+    }
+
+
+def leanest_of_each(
+    facts: ReportFacts, model: nn.Module, slots: int, progress: Progress | None = None
+) -> dict[str, Sequence]:
+    """A sequence of every strategy by name, each with the least memory that the strategy needs."""
+    found = {}
+    for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
+        sequence = leanest(facts.budget, algorithm)
+        found[named(name, sequence)] = sequence
+    return found
+
+
+def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
+    """The strategies one by one; `progress` is told about each before it is worked on."""
+    for done, (name, algorithm) in enumerate(found.items()):
+        if progress is not None:
+            progress(done, len(found), name)
+        yield name, algorithm
+
+
+def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
+    """What `algorithm` plans for a step within `mem_limit` bytes; where that is too little, its leanest sequence."""
+    # A plan that computes something twice needs room for a snapshot of the random state; whether it does is only known
+    # afterwards. So all the room is tried first, and the room beside a snapshot if the plan turns out to need one.
+    for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
+        try:
+            sequence = algorithm.solve(budget.chain, max(0, room))
+        except InfeasibleError:
+            break
+        if budget.peak_bytes(sequence) <= mem_limit:
+            return sequence
+    return leanest(budget, algorithm)
+
+
+def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
+    """What `algorithm` plans at the least limit at which it has a plan at all."""
+    try:
+        return algorithm.solve(budget.chain, 0)  # to be told in the error what it needs
+    except InfeasibleError as error:
+        return algorithm.solve(budget.chain, error.min_bytes)
+
+
+def named(strategy: str, sequence: Sequence) -> str:
+    """The strategy's name; for checkpoints at a distance, with the distance that was chosen."""
+    if strategy != EVERY:
+        return strategy
+    before_loss = sequence[: list(sequence).index(Loss())]
+    kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
+    stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
+    # Only the last segment is stored as it runs. Those before it are as long as the distance, with a checkpoint each.
+    distance = stored[0] // kept if kept else len(stored)
+    return "every layer" if distance == 1 else f"every {distance} layers"
+
+
+def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
+    """The levels that the model has: those that group its stages in another way than the level below does."""
+    found: dict[str, Algorithm] = {}
+    below: list[str | None] = [None] * len(names)
+    for level in sorted(set(LEVELS) - {0}):  # level 0 checkpoints nothing, which "store-all" is
+        by_level = ByLevel.of(model, level)
+        units = by_level.units(names)
+        if units != below:
+            found[f"level {level}"] = by_level
+        below = units
+    return found
+
+
+def _compared(facts: ReportFacts, limit: int, strategy: str, sequence: Sequence) -> ComparedStrategy:
+    peak, seconds = facts.budget.peak_bytes(sequence), facts.seconds_of(sequence)
+    return ComparedStrategy(
+        strategy=named(strategy, sequence),
+        fits=peak <= limit,
+        peak_bytes=peak,
+        step_seconds=seconds,
+        overhead=seconds / facts.store_all_seconds if facts.store_all_seconds else 1.0,
+        sequence=sequence,
+    )
+
+
+def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: Any) -> Sweep:
+    """What every limit costs: the curve of time against memory, and other strategies beside it.
+
+    Args:
+        model: any model that `Checkpointable` takes, which is then measured on `sample` and not changed; or a
+            `Checkpointable`, for the plan in use.
+        sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
+        slots: how finely the solver divides memory.
+        options: those of `Checkpointable`: `loss`, `optimizer`, `fresh_grads`, and the others.
+
+    Raises:
+        ValueError: there is no sample, or a `Checkpointable` has not been measured or is given options.
+        UnsupportedModelError: the model cannot be planned.
+    """
+    network = measured(model, sample, options)
+    facts = network.report()
+    return sweep_of(facts, slots, leanest_of_each(facts, network.model, slots))
+
+
+def least_limit(
+    model: nn.Module, sample: Any = None, *, max_overhead: float | None = None, slots: int = 500, **options: Any
+) -> int:
+    """The least limit of a whole step, in bytes, that has a plan.
+
+    With `max_overhead`, the least whose plan costs at most so much more time than storing everything: 0.1 for a tenth.
+    Arguments and errors are those of `sweep`.
+    """
+    facts = measured(model, sample, options, closely=max_overhead is not None).report()
+    if max_overhead is None:
+        return facts.budget.least_bytes()
+    return sweep_of(facts, slots, overhead=max_overhead).least_for(max_overhead).mem_limit

@@ -1,0 +1,326 @@
+"""Run real training steps, planned and plain, and put the model back as it was."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from rotor_profiling import Phase, RandomState, leaves_of, measured_peak, measured_phases, tensors_in
+from rotor_profiling.attributes import attributes_kept
+from rotor_py.plan.sample import arguments_of
+from rotor_py.stage.error_context import BACKWARD, watched
+from rotor_py.transparent import Transparent, in_training
+from rotor_solver import Backward, Loss, Operation, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOperation:
+    """An operation of a step: when it begins, in seconds since the step began, and how long it takes.
+
+    `again` tells whether its stage ran before. `during` are the most bytes on the device while it runs, `after` the
+    bytes at its end.
+    """
+
+    operation: Operation
+    again: bool
+    begin: float
+    seconds: float
+    during: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    doing: str
+    name: str
+    begins: bool
+
+
+def measured_operations(
+    step: Callable[[], object],
+    sequence: Sequence,
+    names: list[str],
+    present: Iterable[torch.Tensor],
+    device: torch.device,
+    between: Callable[[], object] = lambda: None,
+) -> tuple[TimedOperation, ...]:
+    """Take `step` twice, once for time and once for memory; it follows `sequence` in a chain of stages called `names`.
+
+    `present` are the tensors that are on the device before the step; `between` is called between the two steps. An
+    operation lasts until the next one begins, so it includes what autograd does meanwhile. Backwards that no gradient
+    reaches are not in the result.
+    """
+    times: list[float] = []
+
+    def clock() -> None:
+        # CUDA runs behind Python: without waiting, the time of an operation would be that of starting it.
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter())
+
+    clock()  # the step begins
+    # Not both at once: counting memory makes a step slower.
+    events = _events(step, clock)
+    clock()
+    between()
+    marks = iter(range(len(events)))
+
+    def with_marks(mark: Callable[[str], None]) -> None:
+        found = _events(step, lambda: mark(str(next(marks))))
+        assert found == events, "the same step did something else the second time"
+
+    phases = measured_phases(with_marks, present, device)
+    bounds = [moment - times[0] for moment in times[1:]]
+    return tuple(_ran(_begins(events, sequence, names), bounds, [phases[str(at)] for at in range(len(events))]))
+
+
+def _events(step: Callable[[], object], also: Callable[[], None]) -> list[_Event]:
+    """What happens while `step` runs; `also` is called at each event."""
+    found: list[_Event] = []
+
+    def note(doing: str, name: str, begins: bool) -> None:
+        found.append(_Event(doing, name, begins))
+        also()
+
+    with watched(note):
+        step()
+    return found
+
+
+def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Iterator[tuple[int, Operation, bool]]:
+    """The event at which each operation begins, and whether its stage was run before.
+
+    Forwards come in the order of the sequence, and backwards from the last stage down; the loss is what follows the end
+    of the last forward before it.
+    """
+    forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
+    before_loss = list(sequence).index(Loss())
+    backward, forward = len(names), 0
+    ran: set[str] = set()
+    for at, event in enumerate(events):
+        if event.doing == BACKWARD:
+            # A stage whose output has several tensors is told once for each gradient: only the first begins anything.
+            if event.begins and event.name in names[:backward]:
+                backward = names.index(event.name)
+                yield at, Backward(backward), False
+        elif event.begins:
+            yield at, forwards[forward], event.name in ran
+            ran.add(event.name)
+            forward += 1
+        elif forward == before_loss:
+            yield at, Loss(), False
+
+
+def _ran(
+    begins: Iterable[tuple[int, Operation, bool]], bounds: list[float], phases: list[Phase]
+) -> Iterator[TimedOperation]:
+    found = list(begins)
+    ends = [*(at for at, _, _ in found[1:]), len(phases)]
+    for (at, operation, again), end in zip(found, ends, strict=True):
+        during = max(phase.peak for phase in phases[at:end])
+        yield TimedOperation(operation, again, bounds[at], bounds[end] - bounds[at], during, phases[end - 1].end)
+
+
+@contextmanager
+def left_alone(network: Transparent, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """Training mode, without gradients of earlier steps; puts modes, gradients and the optimizer's state back.
+
+    Parameters and buffers are put back by each measurement, and not here: see `TrainingStep`.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
+    with in_training(network), torch.enable_grad(), ExitStack() as stack:
+        if optimizer is not None:
+            stack.enter_context(same_state(optimizer))
+        # The first step would add to them otherwise.
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@contextmanager
+def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Write the present values into `tensors` again afterwards."""
+    # The copies are on the CPU: on a CUDA device they would count in the peaks that are measured meanwhile.
+    saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in saved:
+                before = copy.to(tensor.device)
+                # What has not changed is not written: a buffer may be one number seen many times (`expand`), which
+                # cannot be written to.
+                if not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+
+@contextmanager
+def same_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the optimizer's state back: the same tensors with the same values, and none that were not there."""
+    # Not by load_state_dict: it casts the state to the dtype of the parameters, and so would lose digits.
+    entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]
+    try:
+        with put_back(tensors_in([leaves for _, leaves, _ in entries])):
+            yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update({parameter: tree_unflatten(leaves, spec) for parameter, leaves, spec in entries})
+
+
+TIMED_STEPS = 3
+"""Steps of which the median time is taken: the fewest whose median one disturbed step cannot spoil."""
+
+Network = Callable[..., Any]
+"""What a step runs: the model itself, or something that runs it by a plan, with the same parameters."""
+
+
+class TrainingStep:
+    """Forward, loss, backward and the optimizer's step, of `model` on `sample`.
+
+    `sample` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` is a function of the output.
+    With `fresh_grads`, gradients are freed between steps; without, they are set to zero and stay in memory.
+    With several `forwards`, their losses are added up, and one backward goes through all of them.
+    Without `steps_optimizer`, the optimizer's state counts as memory, but the optimizer takes no step. If some of the
+    networks step `in_backward`, results are the parameters after the step, since no gradients are left.
+
+    Each of the methods begins with the same parameters, buffers and random state, and puts them back. Gradients and the
+    optimizer's state go on existing from one to the next, as they do in training: see `left_alone`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Any,
+        loss: Callable[[Any], torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        *,
+        fresh_grads: bool,
+        steps_optimizer: bool = True,
+        forwards: int = 1,
+        in_backward: bool = False,
+    ) -> None:
+        self.model, self.sample, self.loss, self.optimizer = model, sample, loss, optimizer
+        self.device, self.steps_optimizer = device, steps_optimizer
+        self.fresh_grads = fresh_grads or in_backward
+        self.forwards, self.in_backward = forwards, in_backward
+        self.last_loss = float("nan")
+        """The loss of the last step that `taken` took."""
+
+    @contextmanager
+    def taken(self, network: Network) -> Iterator[int]:
+        """The measured peak of a step, in bytes; inside the context, gradients and buffers are those after the step."""
+        with self._same_state():
+            with self._restored():
+                self._clear()
+                self._train(network)  # the first step makes gradients and optimizer state, which all others find
+            with self._restored():
+                self._clear()
+                yield measured_peak(lambda: self._train(network), self._present(), self.device)
+
+    def results(self) -> list[torch.Tensor]:
+        """The gradients, or parameters, and the buffers that there are now."""
+        if self.in_backward:
+            return [*self.model.parameters(), *self.model.buffers()]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [*gradients, *self.model.buffers()]
+
+    def seconds(self, network: Network) -> float:
+        """The median time of forward, loss and backward.
+
+        The optimizer's step is in it if some networks step in the backward. Otherwise it is the same in all plans.
+        """
+        times = []
+        with self._same_state(), self._restored():
+            for _ in range(TIMED_STEPS):
+                self._clear()
+                self._synchronize()
+                begin = time.perf_counter()
+                self._timed(network)
+                self._synchronize()
+                times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def operations(self, network: Network, sequence: Sequence, names: list[str]) -> tuple[TimedOperation, ...]:
+        """What a step of one forward by `sequence` does in stages called `names`, but for the optimizer's step."""
+        with self._same_state(), self._restored():
+            self._clear()
+            return measured_operations(
+                lambda: self._timed(network, 1),
+                sequence,
+                names,
+                self._present(),
+                self.device,
+                between=self._clear,
+            )
+
+    def _timed(self, network: Network, forwards: int | None = None) -> None:
+        self._forward_backward(network, forwards)
+        if self.in_backward and self.optimizer is not None:
+            self.optimizer.step()
+
+    def _train(self, network: Network) -> None:
+        held = self._forward_backward(network)
+        if self.steps_optimizer and self.optimizer is not None:
+            self.optimizer.step()
+        self.last_loss = held[1].item()
+        del held  # not before: a training loop holds output and loss to the end of its step, so they count
+
+    def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
+        """The outputs of all forwards, with what they were called with; and the loss."""
+        held = []
+        for number in range(self.forwards if forwards is None else forwards):
+            # A batch of its own for every forward: as another view of the same images, or the rejected answers.
+            given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
+            sample = tree_map_only(torch.Tensor, _without_history, given)
+            args, kwargs = arguments_of(sample, self.model)
+            held.append((sample, network(*args, **kwargs)))
+        loss: torch.Tensor = sum(self.loss(output) for _, output in held)  # type: ignore[assignment] # not an int
+        loss.backward()
+        return held, loss
+
+    def _clear(self) -> None:
+        self.model.zero_grad(set_to_none=self.fresh_grads)
+
+    def _present(self) -> list[torch.Tensor]:
+        entries = [] if self.optimizer is None else [list(entry.values()) for entry in self.optimizer.state.values()]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        held = [*self.model.parameters(), *gradients, *self.model.buffers()]
+        return [*held, *tensors_in(entries), *tensors_in(self.sample)]
+
+    def _synchronize(self) -> None:
+        torch.get_device_module(self.device).synchronize(self.device)
+
+    def _same_state(self) -> AbstractContextManager[None]:
+        """Put the optimizer's state back where parameters are compared: the next step is to begin with the same."""
+        return same_state(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Put the random state back afterwards, and what a step changes in the model."""
+        # A step without the optimizer's changes no parameter, and copies of all of them to the CPU take time.
+        changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
+        state = RandomState.now((self.device,))
+        try:
+            with put_back(changing), attributes_kept(self.model):
+                yield
+        finally:
+            state.restore()
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """An input that needs a gradient becomes a new leaf in each step, so that none is left in the caller's tensor."""
+    leaf: torch.Tensor = leaves_of(tensor) if tensor.requires_grad else tensor
+    return leaf

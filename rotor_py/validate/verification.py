@@ -1,0 +1,312 @@
+"""Verify a plan by real steps: peak, time, and the numbers of plain training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import tensors_in
+from rotor_py.checkpointable import Checkpointable
+from rotor_py.errors import InvalidValueError, UnsupportedModelError
+from rotor_py.stage.low_precision import rounded_stages
+from rotor_py.validate.steps import Network, TimedOperation, TrainingStep, left_alone
+from rotor_solver import Sequence, store_all
+from rotor_solver.progress import Progress
+
+
+def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:
+    """`model`, if it is a `Checkpointable`; else one of it, measured on `sample`, `closely` if asked.
+
+    `options` are those of the class.
+
+    ValueError if there is no sample, or if a `Checkpointable` is given one, or options. UnsupportedModelError if the
+    model cannot be planned, InfeasibleError if a limit is among the options and no plan fits.
+    """
+    if isinstance(model, Checkpointable):
+        if sample is not None or options:
+            raise InvalidValueError(
+                "a Checkpointable has been given its sample and options already; pass it alone",
+                kind="sample_given_twice",
+            )
+        return model
+    if sample is None:
+        raise InvalidValueError(
+            "a model has to be measured on a sample: pass one as the second argument", kind="no_sample"
+        )
+    if not closely:
+        return Checkpointable(model, sample, **options)
+    network = Checkpointable(model, **options)
+    network.measure(sample, closely=True)
+    return network
+
+
+def default_loss(output: Any) -> torch.Tensor:
+    """The model's own loss (`output.loss`, `output["loss"]`) if it returns one, else the mean of squares of its output.
+
+    If the output has several tensors, it is the sum of their means. UnsupportedModelError if no tensor of the output
+    needs a gradient.
+    """
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor) and own.requires_grad:
+        return own
+    parts = [tensor.square().mean() for tensor in tensors_in(output) if tensor.requires_grad]
+    if not parts:
+        raise UnsupportedModelError(
+            "the model's output does not depend on anything that needs a gradient, so there is nothing to train",
+            kind="no_gradient",
+        )
+    return sum(parts[1:], parts[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What steps of one network need, and gradients and buffers after one of them.
+
+    These are on the CPU: on the device they would take the room of the next network's step.
+    """
+
+    peak_bytes: int
+    seconds: float
+    results: list[torch.Tensor]
+    buffers: int
+    """how many of the results are buffers, the last ones"""
+    loss: float
+
+
+def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
+    """Take steps of `network`: one for its peak and its results, and those that are timed."""
+    with step.taken(network) as peak:
+        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
+    return Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
+
+
+def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """The largest absolute difference; infinite where a tensor is missing, or NaN on one side only."""
+    if len(found) != len(expected):
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(found, expected, strict=True):
+        if torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and _same(a, b)):
+            continue
+        distance = (a.double() - b.double()).abs().max().item()
+        worst = max(worst, distance if distance == distance else float("inf"))  # NaN: a number on one side only
+    return worst
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded:
+    """What a step showed whose plan keeps stages in the fewer bits that `word` asks for (`keep=`)."""
+
+    word: str
+    gradient_error: float
+    """The length of the difference of all gradients, as a part of the length of those of the plain step. (Of parameters
+    after the step, where they are stepped in the backward.)"""
+    buffer_difference: float
+    """The largest absolute difference of a buffer, which the forward alone changes."""
+    noise: float = 0.0
+    """By how much two plain steps differ."""
+
+    def problem(self) -> str | None:
+        """What is wrong beyond that gradients differ, in words; None if nothing is."""
+        if not math.isfinite(self.gradient_error):
+            return f"gradients of stages that are kept in {self.word} are not finite, and those of plain training are"
+        if not self.buffer_difference <= 4 * self.noise:
+            return f"buffers differ from plain training by up to {self.buffer_difference:g}, and the forward is exact"
+        return None
+
+
+def rounded_beside(found: Outcome, plain: Outcome, noise: float, word: str) -> Rounded:
+    """What a step with the plan showed beside a plain one; two of these differ by `noise`."""
+    count = len(plain.results) - plain.buffers
+    exact = torch.stack([each.double().norm() for each in plain.results[:count]]).norm()
+    pairs = zip(found.results[:count], plain.results[:count], strict=True)
+    apart = torch.stack([(one.double() - other.double()).norm() for one, other in pairs]).norm()
+    error = 0.0 if not apart else float(apart / exact)
+    return Rounded(word, error, difference(found.results[count:], plain.results[count:]), noise)
+
+
+def word_of_plan(network: Checkpointable) -> str | None:
+    """The word for the fewer bits in which the plan keeps stages; None if it keeps none in fewer."""
+    assert network.chain is not None
+    assert network.sequence is not None
+    assert network.inspection_values is not None
+    kept = rounded_stages(network.chain, network.sequence)
+    return network.inspection_values.fewer_bits if kept else None
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a real training step showed, in bytes and seconds.
+
+    Times are of forward, loss and backward; the optimizer's step is in the peaks. `max_grad_difference` is the largest
+    absolute difference of a gradient or buffer from the plain step, or of a parameter after the step where parameters
+    are stepped in the backward. It and `plain_*` are None where the plain step did not fit into the device.
+    """
+
+    measured_peak_bytes: int
+    measured_step_seconds: float
+    max_grad_difference: float | None
+    plain_peak_bytes: int | None
+    plain_step_seconds: float | None
+    noise: float = 0.0
+    """By how much two plain steps differ: operators may sum in another order each time."""
+    eager_difference: float | None = None
+    """Where stages run compiled, the plain step is that of the same stages with everything stored: compiled code rounds
+    otherwise than the model's own. This is by how much that step differs from one of the model uncompiled; None where
+    nothing is compiled, or where that step does not fit into the device."""
+    operations: tuple[TimedOperation, ...] = ()
+    """What the step with the plan did one after the other, if that was asked for."""
+    loss: float | None = None
+    """The loss of the step with the plan. Where it is not finite, equal gradients say little."""
+    rounded: Rounded | None = None
+    """How far gradients are from exact ones, where the plan keeps stages in fewer bits (`keep=`)."""
+
+    def problem(self, mem_limit: int) -> str | None:
+        """What is wrong with the step for a limit of `mem_limit` bytes, in words; None if nothing is."""
+        if self.measured_peak_bytes > mem_limit:
+            return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
+        if self.rounded is not None:
+            return self.rounded.problem()
+        # One measured difference is no bound on the noise, so four times as much is allowed. The factor is a guess.
+        if self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
+            plain = "plain training" if self.eager_difference is None else "the compiled step that stores everything"
+            return f"gradients or buffers differ from {plain} by up to {self.max_grad_difference:g}"
+        return None
+
+
+def verify(
+    model: nn.Module,
+    sample: Any,
+    *,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    fresh_grads: bool | None = None,
+    others: Iterable[Sequence] = (),
+    operations: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> tuple[Verification, ...]:
+    """Train steps of `model` with its plan and without, from the same state, and compare them.
+
+    The first result is that of the plan; then follows one for each of `others`. Parameters, buffers, gradients, the
+    optimizer's state, the random state, the mode and the plan in use are afterwards what they were.
+
+    Args:
+        model: a `Checkpointable`, whose plan is verified; without one, the first step makes it. Or any model that it
+            takes, which is planned for that.
+        sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
+        loss: a function of the output that returns a single number; `default_loss` if it is not given.
+        optimizer: takes its step in the steps whose peak is measured. Give what the `Checkpointable` was given. One
+            that steps in the backward is known, and parameters are compared instead of gradients.
+        fresh_grads: gradients are freed between steps. None: as the `Checkpointable` was told.
+        others: sequences to be followed instead of the plan.
+        operations: take two more steps with the plan, for the time and the memory of each of its operations.
+        progress: called with (steps compared, all of them, what the next one is).
+        options: other options of `Checkpointable`, such as `mem_limit`, for a model that is none yet.
+
+    Raises:
+        ValueError: a `Checkpointable` is given options.
+        UnsupportedModelError: the output depends on nothing that needs a gradient, or the model cannot be planned.
+        InfeasibleError: the network has no plan yet, and none fits.
+        torch.OutOfMemoryError: a step with a plan does not fit into the device. A plain step that does not is no error.
+    """
+    others = list(others)
+    if isinstance(model, Checkpointable):
+        network = measured(model, None, options)
+    else:
+        given = {"loss": loss or default_loss, "optimizer": optimizer, "fresh_grads": bool(fresh_grads), **options}
+        network = measured(model, sample, given)
+    in_backward = network.step_in_backward
+    optimizer = optimizer if in_backward is None else in_backward
+    step = TrainingStep(
+        network.model,
+        sample,
+        loss or default_loss,
+        optimizer,
+        network.device,
+        fresh_grads=network.fresh_grads if fresh_grads is None else fresh_grads,
+        forwards=network.forwards_in_flight,
+        in_backward=in_backward is not None,
+    )
+
+    def tell(done: int, what: str) -> None:
+        if progress is not None:
+            progress(done, 3 + len(others), what)
+
+    with left_alone(network, optimizer), _not_watched(network):
+        tell(0, "a step with the plan")
+        with_plan = measure_outcome(step, network)
+        word = word_of_plan(network)
+        tell(1, "a plain step")
+        plain: Outcome | None = None
+        noise = 0.0
+        with suppress(torch.OutOfMemoryError):  # people come here because the plain step may not fit
+            found = measure_outcome(step, network.model)
+            tell(2, "a plain step again")
+            # A captured graph may round in another way than the model's own code. That is no fault of the plan, so
+            # the second plain step runs the graph, and the difference counts as noise.
+            second = _as_captured(network.model) if network.captured else network.model
+            noise, plain = difference(measure_outcome(step, second).results, found.results), found
+        eager: float | None = None
+        if network.compiled:
+            with suppress(torch.OutOfMemoryError), _same_plan_afterwards(network), network.compiled_without_budget():
+                assert network.chain is not None
+                network.sequence = store_all(network.chain)
+                stored, again = (measure_outcome(step, network) for _ in range(2))
+                eager = None if plain is None else difference(stored.results, plain.results)
+                noise, plain = difference(stored.results, again.results), stored
+        results = [replace(_compared(with_plan, plain, noise, word), eager_difference=eager)]
+        del with_plan  # its gradients, on the CPU, are as large as the model
+        if operations:
+            assert network.sequence is not None
+            ran = step.operations(network, network.sequence, network.names)
+            results[0] = replace(results[0], operations=ran)
+        with _same_plan_afterwards(network):
+            for number, sequence in enumerate(others):
+                tell(3 + number, f"a step with {sequence.algorithm or 'another plan'}")
+                network.sequence = sequence
+                results.append(_compared(measure_outcome(step, network), plain, noise, word_of_plan(network)))
+    return tuple(results)
+
+
+def _as_captured(model: nn.Module) -> Callable[..., Any]:
+    from rotor_py.capture.captured_forward import run_as_captured  # TorchDynamo takes as long as half of torch
+
+    return run_as_captured(model)
+
+
+def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | None) -> Verification:
+    if plain is None:
+        return Verification(found.peak_bytes, found.seconds, None, None, None, loss=found.loss)
+    compared = (difference(found.results, plain.results), plain.peak_bytes, plain.seconds, noise)
+    rounded = None if word is None else rounded_beside(found, plain, noise, word)
+    return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss, rounded=rounded)
+
+
+@contextmanager
+def _not_watched(network: Checkpointable) -> Iterator[None]:
+    """Have the plan stay what it is, even if a step shows that it needs more than the limit."""
+    watch, network.watch = network.watch, False
+    try:
+        yield
+    finally:
+        network.watch = watch
+
+
+@contextmanager
+def _same_plan_afterwards(network: Checkpointable) -> Iterator[None]:
+    sequence = network.sequence
+    try:
+        yield
+    finally:
+        network.sequence = sequence
