@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
+from rotor_profiling.torch_compat import disable_dynamo
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compile.stage_code import Compile
 from rotor_py.errors import InvalidValueError, UnsupportedModelError, record_fields, what_it_is
@@ -189,7 +189,7 @@ class Checkpointable(PlannedModel):
 
     # `torch.compiler.disable` would import TorchDynamo here; torch has this one for itself, which imports it when it is
     # first called.
-    @_disable_dynamo
+    @disable_dynamo
     def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return self.model.forward(*args, **kwargs)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from rotor_cli.errors import model_code, usage
 from rotor_cli.model_file_errors import WANTED_SAMPLE, no_module, split_target, unusable, wanted_model
@@ -29,6 +28,7 @@ from rotor_cli.option_values import (
 from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, dtype_called
 from rotor_profiling import tensors_in
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.plan.sample import arguments_of
 
 DEFAULT_BATCH = 8

@@ -11,12 +11,12 @@ from typing import Any, Literal
 import click
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from rotor_cli.errors import INFEASIBLE, Failure, about_option, kind_of, usage
 from rotor_cli.option_values import autocast_dtype, floating_dtype, no_floating_dtype
 from rotor_cli.request import Request
 from rotor_profiling import tensors_in
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.data_sheet import UNANCHORED, Devices
 from rotor_py.estimation.calibration import as_toml, calibrate
 from rotor_py.estimation.device_table import devices_from_file, find_devices

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
 from rotor_profiling.timing import Stopwatch, cpu_stopwatch, cuda_stopwatch
+from rotor_profiling.torch_compat import function_mode_stack, pop_function_mode, push_function_mode
 from rotor_solver.errors import InvalidValueError
 
 _CUDA_BLOCK = 512
@@ -184,12 +184,12 @@ def operators_as_called() -> Iterator[None]:
     if _prediction.get() is None:
         yield
         return
-    aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    aside = [pop_function_mode() for _ in function_mode_stack()]
     try:
         yield
     finally:
         for mode in reversed(aside):
-            _push_mode(mode)
+            push_function_mode(mode)
 
 
 # What libraries allocate on a CUDA device when they are first asked, and keep: there before a step is planned.

@@ -22,10 +22,10 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rotor_profiling import torch_compat
 from rotor_profiling.storage import local, tensors_in
+from rotor_profiling.torch_compat import TorchDispatchMode, engine_run_backward
 
 if TYPE_CHECKING:  # Python has it from 3.11 on
     from typing_extensions import Self
@@ -51,7 +51,7 @@ def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
 
 
 _ADD = torch.ops.aten.add.Tensor
-_ENGINE = _engine_run_backward.__code__
+_ENGINE = engine_run_backward.__code__
 _BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_ops.py")
 """Files whose functions are between modes, to keep TorchDynamo out of them, and to call the next one."""
 
@@ -71,7 +71,7 @@ class AddedGradients:
 
     def first_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The gradient that the engine is about to add another one to; None for any other call of an operator."""
-        node = torch._C._current_autograd_node()
+        node = torch_compat.current_autograd_node()
         called = None if node is None else (node.name(), node._sequence_nr())
         if called != self._node:
             self._node = called

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.storage import equal
+from rotor_profiling.torch_compat import unset_fake_temporarily
 
 Slot = tuple[dict[str, Any], str, torch.Tensor]
 """A place where a module keeps a tensor: its table of parameters or buffers, the name there, and the tensor."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rotor_profiling import torch_compat
 from rotor_profiling.timing import Stopwatch
 
 _MARK = "rotor_profiling.mark:"
@@ -116,7 +117,7 @@ def _record(name: str) -> None:
 
 def _record_operators(enabled: bool) -> None:
     """Whether profilers see the operators that this thread runs, as they do by default."""
-    torch._C._autograd._enable_record_function(enabled)  # a switch of this thread, for which torch has no public name
+    torch_compat.enable_record_function(enabled)  # a switch of this thread, for which torch has no public name
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.backends import prediction
 from rotor_profiling.live_bytes import LiveBytes
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
+from rotor_profiling.torch_compat import tree_map_only, unset_fake_temporarily
 from rotor_solver.errors import DescribedError
 
 _SCALARS = 64

@@ -36,6 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rotor_profiling import torch_compat
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.memory import CpuMeter, Phase
 from rotor_profiling.storage import storage_bytes
@@ -199,11 +200,11 @@ def _have_profilers_announced() -> None:
 
 def _is_on() -> bool:
     """Whether this thread has a profiler."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined] # private
+    return bool(torch_compat.profiler_enabled())
 
 
 def _in_engine() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return torch_compat.current_graph_task_id() != -1
 
 
 def _when_pass_is_freed(do: Callable[[], object]) -> None:
@@ -214,7 +215,7 @@ def _when_pass_is_freed(do: Callable[[], object]) -> None:
 
     token = _Token()
     weakref.finalize(token, do).atexit = False
-    torch.autograd.Variable._execution_engine.queue_callback(functools.partial(hold, token))
+    torch_compat.queue_callback(functools.partial(hold, token))
 
 
 class _Token:
@@ -225,17 +226,17 @@ def _config() -> Any:
     """As `torch.autograd.profiler_legacy` has it, which warns that it is old and parses all events when it stops."""
     kinds: Any = torch.autograd
     shapes, memory, stack, flops, modules = False, True, False, False, False
-    experimental = torch._C._profiler._ExperimentalConfig()
+    experimental = torch_compat.ExperimentalConfig()
     return kinds.ProfilerConfig(kinds.ProfilerState.CPU, shapes, memory, stack, flops, modules, experimental)
 
 
 def _enable(config: Any) -> None:
-    torch.autograd._enable_profiler_legacy(config)  # type: ignore[attr-defined] # private
+    torch_compat.enable_profiler_legacy(config)
 
 
 def _disable() -> list[list[Any]]:
     """The events of all threads that worked for this one."""
-    found: list[list[Any]] = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined] # private
+    found: list[list[Any]] = torch_compat.disable_profiler_legacy()
     return found
 
 

@@ -6,10 +6,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from rotor_profiling.backends import storages_of
+from rotor_profiling.torch_compat import FakeTensor, tree_leaves
 
 
 def allocated(size: int, kind: str) -> int:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import nn
 
 if TYPE_CHECKING:
-    from torch._dynamo.eval_frame import OptimizedModule
     from torch.distributed.tensor import DTensor
+
+    from rotor_profiling.torch_compat import OptimizedModule
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_profiling.isolate import accelerators
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.by_hand.strategy import whole_number
 from rotor_py.errors import CheckpointLimitError, InvalidStateError, InvalidValueError, MissingCheckpointError
 from rotor_py.execute.program import program

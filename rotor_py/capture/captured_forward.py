@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo
 from torch import fx, nn
-from torch._dynamo.exc import TorchRuntimeError, Unsupported
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from rotor_profiling import tensors_in
+from rotor_profiling import tensors_in, torch_compat
 from rotor_profiling.backends import prediction
 from rotor_profiling.storage import layout_of
+from rotor_profiling.torch_compat import TorchRuntimeError, Unsupported, dispatch_mode_stack
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.fsdp_markers import FSDPMarks
 from rotor_py.capture.graph.stage_graph import raise_own_error, run_graph
@@ -150,7 +149,7 @@ def _refuse_modes() -> None:
 
     It would run the function as it is, and not look at it again, in this step and all that follow.
     """
-    modes = [mode for mode in _get_current_dispatch_mode_stack() if not _is_torchs_own(mode)]
+    modes = [mode for mode in dispatch_mode_stack() if not _is_torchs_own(mode)]
     if modes:
         names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
         raise UnsupportedModelError(
@@ -169,8 +168,8 @@ def _is_torchs_own(mode: Any) -> bool:
 def _traced_when_called(*, fullgraph: bool, dynamic: bool) -> Callable[..., Any]:
     """`_own_function` under TorchDynamo, whose settings are those of the Note in `tracing.py` while it traces."""
     # What `torch.compile` does. That does not let its context be seen, which has the callback.
-    backend = torch._TorchCompileWrapper(_backend, None, None, dynamic)
-    context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **_alone)
+    backend = torch_compat.TorchCompileWrapper(_backend, None, None, dynamic)
+    context: Any = torch_compat.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **_alone)
     if hasattr(context, "callback"):  # not where TorchDynamo is switched off
         context.callback = _tracing_as_noted(context.callback)
     function: Callable[..., Any] = context(_own_function())

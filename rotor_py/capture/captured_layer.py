@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 
 from rotor_profiling import RandomState, isolated, leaves_of, tensors_in
 from rotor_profiling.attributes import sets_attributes
 from rotor_profiling.backends import operators, operators_as_called, prediction
 from rotor_profiling.storage import equal
+from rotor_profiling.torch_compat import TorchDynamoException
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage

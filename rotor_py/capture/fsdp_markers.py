@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from rotor_profiling import torch_compat
+from rotor_profiling.torch_compat import tree_flatten, tree_unflatten
 from rotor_py.distributed.sharding import ShardedParameter, ShardGroup, Tensors, cast, groups_of
 from rotor_py.errors import UnsupportedModelError
 
@@ -43,7 +44,7 @@ def leave(place: str, *tensors: torch.Tensor) -> Tensors:
 MARKS: dict[Any, str] = {enter: "enter", leave: "leave"}
 # Otherwise TorchDynamo would trace into them, and the graph would have views instead of marks.
 for _mark in MARKS:
-    torch._dynamo.allow_in_graph(_mark)
+    torch_compat.allow_in_graph(_mark)
 
 
 @cache  # so that TorchDynamo meets the same function at every step, and in every model that is built alike
@@ -242,4 +243,4 @@ def passed_through(place: str, *tensors: torch.Tensor) -> Tensors:
 def _in_backward() -> bool:
     """Whether autograd runs a backward in this thread: then a stage is being run again."""
     # PyTorch has no public way to ask. Its own FSDP reads the same number.
-    return bool(torch._C._current_graph_task_id() != -1)
+    return bool(torch_compat.current_graph_task_id() != -1)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from rotor_profiling import torch_compat
+from rotor_profiling.torch_compat import BatchNorm
+from rotor_profiling.torch_compat import is_fake_tensor as is_fake
 from rotor_py.capture.guarded_branches import holds
 
 # Functions of libraries, replaced by others while a model is captured.
@@ -82,8 +83,8 @@ def batch_norm_over_all(
 
 @cache  # so that TorchDynamo meets the same function at every step
 def _forward() -> Any:
-    original = _BatchNorm.forward
-    operator = torch._dynamo.allow_in_graph(batch_norm_over_all)
+    original = BatchNorm.forward
+    operator = torch_compat.allow_in_graph(batch_norm_over_all)
 
     def forward(self: Any, input: torch.Tensor) -> Any:
         averages = self.training and self.momentum is None and self.num_batches_tracked is not None
@@ -97,12 +98,12 @@ def _forward() -> Any:
 
 
 def _batch_norm_forward() -> list[Replaced]:
-    return [(_BatchNorm, "forward", _forward())]
+    return [(BatchNorm, "forward", _forward())]
 
 
 def has_batch_norms(model: nn.Module) -> bool:
     """Whether any layer of `model` has the forward that is replaced."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
+    return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 batch_norms_in_graphs = Replacement(_batch_norm_forward).in_place
@@ -138,7 +139,7 @@ def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tens
 
 @cache  # so that TorchDynamo meets the same function at every step
 def _at_once(original: Function) -> Function:
-    operator = torch._dynamo.allow_in_graph(grouped_products)
+    operator = torch_compat.allow_in_graph(grouped_products)
 
     def multiply_experts(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
         return (operator if torch.compiler.is_compiling() else original)(input, weight, offs)

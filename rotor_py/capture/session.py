@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
 
+from rotor_profiling.torch_compat import TorchDynamoException
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage

@@ -33,11 +33,11 @@ import torch
 import torch._dynamo
 import torch.fx.experimental._config as shape_config
 from torch import fx, nn
-from torch._dynamo.callback import callback_handler as callbacks
-from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import ConstantVariable, builder
 
+from rotor_profiling import torch_compat
+from rotor_profiling.torch_compat import ConstantVariable, GuardBuilder, graph_break_reasons
+from rotor_profiling.torch_compat import dynamo_builder as builder
+from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
 # Settings of torch, changed for a while.
@@ -103,7 +103,7 @@ class OpenNumbers:
         floats: dict[str, Any] = {"specialize_float": False} if self.names else {}
         with (
             settings_of(builder, self._of_integers()),
-            settings_of(torch._dynamo.config, floats),
+            settings_of(torch_compat.dynamo_config, floats),
             settings_of(builder.VariableBuilder, {"wrap_symfloat": wrap} if self.names else {}),
         ):
             yield
@@ -132,7 +132,7 @@ a model may ask about the length of its input, and a data set has dozens of leng
 _IMAGE = 4
 """Dimensions of a batch of images: its number, channels, height and width."""
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
-_LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch._dynamo.config, name))
+_LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
     # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that compiled
     # backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
@@ -174,7 +174,7 @@ def _is_image(tensor: torch.Tensor) -> bool:
 
 def _keep_sizes(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
     for dimension in dimensions:
-        torch._dynamo.mark_static(tensor, dimension)
+        torch_compat.mark_static(tensor, dimension)
 
 
 class Tracing:
@@ -198,7 +198,7 @@ class Tracing:
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
         self._numbers.look()
         with (
-            settings_of(torch._dynamo.config, dynamo),
+            settings_of(torch_compat.dynamo_config, dynamo),
             settings_of(shape_config, _SHAPES),
             self._numbers.left_open(),
             _shapes_unlogged(),

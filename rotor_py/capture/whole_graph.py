@@ -26,7 +26,7 @@ from rotor_py.measure.measurement import Measurement
 from rotor_solver.progress import Progress
 
 if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from rotor_profiling.torch_compat import CustomPartitionerFn
 
 _log = logging.getLogger("rotor_py")
 

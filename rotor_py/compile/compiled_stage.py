@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from rotor_profiling import tensors_in
 from rotor_profiling.isolate import accelerators, buffer_slots, isolated
 from rotor_profiling.stage.stage_signature import HasKind, stage_signature
+from rotor_profiling.torch_compat import disable_current_modes, tree_flatten, tree_leaves, tree_unflatten
 from rotor_py.compile.stage_code import (
     Config,
     Foreseen,
@@ -32,7 +31,7 @@ from rotor_py.stage.protocol import Run, StageOffers, offers_of
 from rotor_py.stage.side_effects import recall_effects, remember_effects
 
 if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from rotor_profiling.torch_compat import CustomPartitionerFn
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
@@ -40,7 +39,7 @@ def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one:
 
     Nothing of the stage is changed. `needs_gradient` says so of every tensor in `value`.
     """
-    with _disable_current_modes():  # whoever watches a run of the stage would see these
+    with disable_current_modes():  # whoever watches a run of the stage would see these
         expected = _results(stage, value, needs_gradient, one)
         found = _results(stage, value, needs_gradient, other)
     return all(
@@ -179,7 +178,7 @@ class StageCompiler:
 
 def _misses_tools(error: Exception) -> bool:
     """Whether a compiler is missing, so that nothing else can be compiled, either."""
-    from torch._inductor import exc
+    from rotor_profiling.torch_compat import inductor_exceptions as exc
 
     missing = exc.InvalidCxxCompiler, exc.TritonMissing, exc.GPUTooOldForTriton
     return isinstance(getattr(error, "inner_exception", error), missing)

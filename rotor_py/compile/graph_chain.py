@@ -9,8 +9,8 @@ from functools import cached_property
 from itertools import pairwise
 
 from torch import fx
-from torch._functorch import partitioners
 
+from rotor_profiling.torch_compat import partitioners
 from rotor_py.compile.joint_graph import JointGraph, is_number, usually_saved
 from rotor_py.compile.operator_costs import Cost
 from rotor_py.compile.peak import weigh

@@ -12,13 +12,13 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._functorch import partitioners
-from torch._functorch._aot_autograd.utils import _is_tangent
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
+from rotor_profiling import torch_compat
 from rotor_profiling.storage import allocated, tensors_in
+from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
 
 # A graph of forward and backward together, as AOTAutograd traces it: who allocates what, and what may run again.
@@ -26,7 +26,6 @@ from rotor_py.errors import record_fields
 # AOTAutograd hands a partitioner one graph for both directions. Its values are immutable, so a value can be made again
 # from other values at any time. Three kinds of nodes never run again: random ones would draw anew, collectives and
 # effects would happen twice, and what reads a buffer that the forward overwrites would read what is there afterwards.
-
 
 
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
@@ -90,7 +89,7 @@ class JointGraph:
 
     @cached_property
     def _before_gradients(self) -> list[fx.Node]:
-        after: set[fx.Node] = {node for node in self.inputs if _is_tangent(node)}
+        after: set[fx.Node] = {node for node in self.inputs if is_tangent(node)}
         for node in self._calls:
             if not after.isdisjoint(node.all_input_nodes):
                 after.add(node)
@@ -113,12 +112,12 @@ class JointGraph:
     @cached_property
     def primals(self) -> list[fx.Node]:
         """Inputs of the forward: parameters, buffers and what the caller passes."""
-        return [node for node in self.inputs if not _is_tangent(node)]
+        return [node for node in self.inputs if not is_tangent(node)]
 
     @cached_property
     def tangents(self) -> list[fx.Node]:
         """Gradients of the outputs, which come into the backward."""
-        return [node for node in self.inputs if _is_tangent(node)]
+        return [node for node in self.inputs if is_tangent(node)]
 
     @cached_property
     def order(self) -> dict[fx.Node, int]:
@@ -195,7 +194,7 @@ class JointGraph:
         if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:
             return False
         target = node.target
-        if not isinstance(target, torch._ops.OpOverload):
+        if not isinstance(target, torch_compat.OpOverload):
             return is_number(node)
         if target.namespace not in _REPLAYED or target._schema.is_mutable:
             return False
@@ -264,7 +263,7 @@ def _storages(value: Any) -> dict[int, int]:
 
 
 def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, torch_compat.OpOverload)
     names = (argument.name for argument in node.target._schema.arguments)
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 

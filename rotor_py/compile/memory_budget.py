@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
-from torch._functorch import config as functorch_config
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
 
-from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling import storage_bytes, tensors_in, torch_compat
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.step import watch_step
+from rotor_profiling.torch_compat import CompileContext, TracingContext, compile_context, functorch_config, tracing
 from rotor_py.compile.partitioner import BudgetPartitioner
 from rotor_py.errors import DescribedWarning, InvalidValueError, record_fields
 from rotor_py.measure.device import limit_bytes
@@ -85,7 +84,7 @@ class GraphWatch:
         self._gradients.append(gradient)
         if owned:
             # A watch cannot be stopped while the engine works. The callback is freed with the pass, and the token too.
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_keep, owned.pop()))
+            torch_compat.queue_callback(partial(_keep, owned.pop()))
             self._watch.mark("backward")
 
     def _over(self) -> None:
@@ -124,7 +123,7 @@ _FUSION = 4
 Call = Callable[..., Any]
 
 
-class WatchedInductor(torch._TorchCompileInductorWrapper):
+class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
     """The backend inductor of `torch.compile` with these `options`, and a `partitioner` that has a budget."""
 
     def __init__(self, options: dict[str, Any], dynamic: bool | None, partitioner: BudgetPartitioner) -> None:
@@ -148,8 +147,8 @@ class Compilation:
 
     def __call__(self, partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
         """The compiled code, with small fusions if it is `narrow`."""
-        from torch._inductor import config
-        from torch._inductor.compile_fx import compile_fx
+        from rotor_profiling.torch_compat import compile_fx
+        from rotor_profiling.torch_compat import inductor_config as config
 
         patches = {**self._config, "custom_partitioner_fn": partitioner}
         if narrow:
@@ -301,7 +300,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     def bound(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Arguments of `torch.compile` with this budget. Raises ValueError for a backend that cannot keep it."""
-        from torch._dynamo.backends import registry
+        from rotor_profiling.torch_compat import dynamo_registry as registry
 
         self.compiled += 1
         default = getattr(registry, "get_default_backend", lambda: "inductor")  # torch 2.11 has no other one
@@ -316,7 +315,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             return settings  # torch.compile refuses that
         if mode is not None:
             # Options go with no mode, so the mode is spelt out.
-            options = torch._inductor.list_mode_options(mode, settings.get("dynamic"))
+            options = torch_compat.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
         partitioner = self._partitioner()
         if options.get("custom_partitioner_fn", partitioner) != partitioner:
@@ -332,10 +331,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         return {**settings, "backend": backend, "mode": None, "options": None}
 
     def _bound_backend(self, backend: Any) -> Any:
-        from torch._dynamo.backends.common import AotAutograd
-        from torch._dynamo.backends.debugging import boxed_nop
-        from torch._dynamo.backends.registry import lookup_backend
-
+        from rotor_profiling.torch_compat import AotAutograd, boxed_nop, lookup_backend
         from rotor_py.compile.partitioner import BudgetPartitioner
 
         partition = BudgetPartitioner(self.limit)

@@ -13,14 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._functorch import partitioners
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
+from rotor_profiling import torch_compat
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.storage import tensors_in
+from rotor_profiling.torch_compat import (
+    disable_current_modes,
+    partitioners,
+    tree_leaves,
+    tree_map,
+    unset_fake_temporarily,
+)
 from rotor_py.compile.joint_graph import JointGraph, is_number, known
 from rotor_py.errors import record_fields
 
@@ -37,7 +41,6 @@ from rotor_py.errors import record_fields
 # the forward again, Inductor gives it an image with rows before channels, the gradient as the graph would have it, and
 # the weight as it is. That takes longer, and for a ConvNeXt a fiftieth of the scratch memory. Where it runs one again,
 # all images have their channels last.
-
 
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
@@ -108,7 +111,6 @@ def _on_cpu(node: fx.Node) -> bool:
 #
 # Its seconds decide what is worth running again. Its scratch memory, which no graph shows, counts towards the peak:
 # convolutions, attention and reductions allocate more than they return.
-
 
 
 _log = logging.getLogger("rotor_py")
@@ -190,7 +192,7 @@ def _measure(joint: JointGraph, missing: dict[Hashable, _Run]) -> None:
     """Put the costs of nodes of kinds that are not known yet into `_known`."""
     with ExitStack() as stack:
         # While a graph is compiled, tensors have no memory and operators are traced.
-        for mode in (unset_fake_temporarily, _disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
+        for mode in (unset_fake_temporarily, disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
             stack.enter_context(mode())
         for device, kinds in _by_device(missing).items():
             devices = [device] if device.type == "cuda" else []
@@ -218,7 +220,7 @@ def _by_device(runs: dict[Hashable, _Run]) -> dict[torch.device, dict[Hashable, 
 def _runnable(run: _Run) -> Callable[[], Callable[[], Any]] | None:
     """What makes the arguments of a node, and returns what runs it on them. None if it is not one of PyTorch's own."""
     node, target = run.node, run.node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, torch_compat.OpOverload) or target.namespace not in ("aten", "prims"):
         return None
 
     def made(value: Any) -> Any:
@@ -303,7 +305,6 @@ def _scratch(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torc
 # make again.
 
 
-
 _SHARE = 0.15
 """The part of its time that a fused operator takes. A guess: what it computes, without the way through memory."""
 _REDUCED_SHARE = 0.5
@@ -338,7 +339,7 @@ def reduces(node: fx.Node) -> bool:
 @cache
 def _seconds_per_byte(device: torch.device) -> float:
     """Seconds to write a byte into fresh memory, and to read it again."""
-    with unset_fake_temporarily(), _disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
+    with unset_fake_temporarily(), disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
         source = torch.ones(_SAMPLE_BYTES // 4, device=device)
 
         def once() -> float:

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch import config, partitioners
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._guards import CompileContext
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from rotor_profiling.storage import tensors_in
+from rotor_profiling.torch_compat import CompileContext, CustomPartitionerFn, fx_graph_cse, partitioners
+from rotor_profiling.torch_compat import functorch_config as config
 from rotor_py.compile.candidates import (
     Candidate,
     by_budgets,
@@ -42,7 +40,6 @@ from rotor_solver import Chain
 #
 # Running dropout again would draw anew. The CPU's operator multiplies by the mask, and then by the scale; so do the two
 # operators that are put beside it, bit for bit. Inductor takes dropout apart by itself, and CUDA's kernel rounds once.
-
 
 
 aten = torch.ops.aten
@@ -273,7 +270,6 @@ def _foreseen(way: str, found: Candidate, usual: Candidate) -> Foreseen:
 #
 # What to keep is what PyTorch's own partitioner would. The graphs are ours: with a budget, PyTorch's draw the random
 # numbers of a dropout anew in the backward (seen in torch 2.13), and ours draw nothing twice.
-
 
 
 class StagePartitions:

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 import torch
 from torch import fx
-from torch._functorch import partitioners
 
+from rotor_profiling.torch_compat import partitioners
 from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, reduces
 from rotor_py.compile.program import Program, Run
@@ -21,7 +21,6 @@ from rotor_py.compile.program import Program, Run
 # a
 # convolution, attention. What passes between fused operators stays in registers. In its place, what it was made from is
 # in memory until it has been read.
-
 
 
 def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
@@ -82,7 +81,6 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
 # registers costs nothing either, and a kernel writes its result over what it reads last. How Inductor fuses is only
 # known
 # once it has: the peak is then an estimate, for code that is measured.
-
 
 
 _Memory = dict[int, "_Block"]
@@ -261,6 +259,6 @@ class GraphCosts:
 
 def _lays_out() -> bool:
     """Whether Inductor lays images out by itself, on the CPU."""
-    from torch._inductor import config
+    from rotor_profiling.torch_compat import inductor_config as config
 
     return bool(config.layout_optimization and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available())

@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
-from torch._functorch import partitioners
-from torch._functorch._aot_autograd import graph_compile
-from torch._functorch._aot_autograd.utils import _is_bwd_seed_offset, _is_primal
-from torch._functorch.compile_utils import raise_getitems
-from torch.utils._ordered_set import OrderedSet
 
+from rotor_profiling.torch_compat import (
+    OrderedSet,
+    graph_compile,
+    is_bwd_seed_offset,
+    is_primal,
+    partitioners,
+    raise_getitems,
+)
 from rotor_py.compile.joint_graph import JointGraph, ancestors, is_number
 
 # What a partitioned graph does: the operators of its forward and of its backward, in order, and what lies between.
 #
 # A `Program` is what is chosen among. It can be weighed (`peak.py`) and made into two graphs (`extract.py`), and says
 # which of the joint graph's nodes run again in the backward, when, and what they read.
-
 
 
 @dataclass(eq=False, slots=True)
@@ -194,7 +196,7 @@ def extract(
     apart = {*numbers, *options.get("saved_opaque_nodes", ())}
     rest = [node for node in saved if node not in apart]
     static = set(static_inputs or ())
-    primals = [node for node in graph.find_nodes(op="placeholder") if _is_primal(node)]
+    primals = [node for node in graph.find_nodes(op="placeholder") if is_primal(node)]
     forward, backward = partitioners._extract_fwd_bwd_modules(
         module,
         rest,
@@ -217,5 +219,5 @@ def _mapped(value: object, copies: dict[fx.Node | Run, fx.Node]) -> fx.Node | No
 
 def _passed_on(node: fx.Node) -> bool:
     """Whether a value is handed from the forward to the backward. Some reach the backward in other ways."""
-    special = _is_bwd_seed_offset(node) or partitioners._is_backward_state(node)
+    special = is_bwd_seed_offset(node) or partitioners._is_backward_state(node)
     return node.op != "get_attr" and not special

@@ -11,14 +11,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from rotor_profiling import torch_compat
 from rotor_profiling.isolate import Slot, buffer_slots, substituted
+from rotor_profiling.torch_compat import CustomGraphPass, TreeSpec, tree_flatten, tree_unflatten
 from rotor_py.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from rotor_profiling.torch_compat import CustomPartitionerFn
 
 
 # Inputs that a compiled forward saves for its backward, saved as they were given.
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # inputs are declared to be seen, and the backward lays each out when it reads it, which takes no longer.
 
 
-
 _PASSES = "post_grad_custom_post_pass"
 _SEEN = "user_visible_output_idxs"
 
@@ -40,7 +39,7 @@ def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Passes over graphs that the options have, or else Inductor's configuration, run before.
     """
-    from torch._inductor import config
+    from rotor_profiling.torch_compat import inductor_config as config
 
     passes = options.get(_PASSES, getattr(config, _PASSES))
     if passes is None:
@@ -102,7 +101,6 @@ def _storages(node: object) -> set[int]:
 #
 # The numbers therefore depend on which stages are compiled, and that may differ from plan to plan. They do not depend
 # on what is stored.
-
 
 
 Config = tuple[tuple[str, Any], ...]
@@ -273,13 +271,16 @@ def _compile_quietly(
     function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
 ) -> Callable[..., Any]:
     # Here, and not at the top: Inductor takes a second to import, and most plans do without it.
-    from torch._functorch import config as functorch_config
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.utils._python_dispatch import _disable_current_modes
 
+    from rotor_profiling.torch_compat import (
+        FakeTensorMode,
+        TracingContext,
+        compile_fx,
+        disable_current_modes,
+        functorch_config,
+        tracing,
+    )
 
     # Fake tensors in a mode with shapes: without that, Inductor does not look into its cache on disk.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -287,11 +288,11 @@ def _compile_quietly(
         mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(flag)
         for tensor, flag in zip(examples, flags, strict=True)
     ]
-    with torch.no_grad(), _disable_current_modes(), mode:
+    with torch.no_grad(), disable_current_modes(), mode:
         function.note_outputs(*fake)
     context = TracingContext(mode)
     with (
-        _disable_current_modes(),  # whoever watches the first run of a stage would see its tracing
+        disable_current_modes(),  # whoever watches the first run of a stage would see its tracing
         tracing(context),
         torch.enable_grad(),
         # Rule 4. The backward at once, since a first backward is not to take the time. AOTAutograd's own cache goes by
@@ -329,7 +330,7 @@ def config_of(given: Compile) -> Config | None:
     options = dict(given) if isinstance(given, Mapping) else None
     try:
         # What torch.compile itself makes of a mode and of options, with its checks.
-        found: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic=False).config
+        found: dict[str, Any] = torch_compat.TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
         raise InvalidValueError(f"compile={given!r}: {error}", kind="unknown_value", name="compile") from error
     return without_cuda_graphs(found, f"compile={given!r}")
@@ -337,7 +338,7 @@ def config_of(given: Compile) -> Config | None:
 
 def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
     """These options of Inductor. ValueError if CUDA graphs would be recorded; `what` says who gave them."""
-    from torch._inductor import config  # here, since most plans do without Inductor
+    from rotor_profiling.torch_compat import inductor_config as config  # here, since most plans do without Inductor
 
     if "triton.cudagraphs" not in options and config.triton.cudagraphs:
         what = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
@@ -355,7 +356,6 @@ def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
 #
 # Without a budget, that keeps what is expensive to make, and what is cheap runs again in kernels that are there anyway.
 # With one, it keeps so much of that, and operators such as products of matrices run again in the compiled backward.
-
 
 
 BUDGETS = (0.6, 0.3, 0.1)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.storage import local
 from rotor_profiling.torch_classes import has_fsdp_module, is_dtensor, is_fsdp_module
+from rotor_profiling.torch_compat import tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 # PyTorch has no public way to ask for them, so this file reads FSDP's private attributes, and is the only one that
 # does.
 # Where they differ between versions of torch, both names are here.
-
 
 
 Tensors = tuple[torch.Tensor, ...]

@@ -21,8 +21,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rotor_profiling import torch_compat
+from rotor_profiling.torch_compat import tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
 
 
@@ -107,7 +108,7 @@ def cuda_autocast() -> Iterator[None]:
 
 
 def _replace_kernels(library: torch.library.Library) -> None:
-    present = {name.removeprefix("aten::") for name in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY)}
+    present = {name.removeprefix("aten::") for name in torch_compat.dispatch_get_registrations_for_dispatch_key(_KEY)}
     kernels: dict[str, _Kernel] = {}
     for names, kernel in (
         ([name for name in LOWER_PRECISION if name not in present], _in_low_precision),
@@ -124,10 +125,10 @@ def _replace_kernels(library: torch.library.Library) -> None:
         library.impl(name, torch.library.fallthrough_kernel, _KEY)
 
 
-def _operator(name: str) -> torch._ops.OpOverload | None:
+def _operator(name: str) -> torch_compat.OpOverload | None:
     """The operator of ATen called `name`; None if this version of torch has none."""
     packet, _, overload = name.partition(".")
-    found: torch._ops.OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+    found: torch_compat.OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     return found
 
 
@@ -150,7 +151,7 @@ def _to_32_bits(operator: _Operator) -> _Kernel:
     return kernel
 
 
-def _norm_to_32_bits(operator: torch._ops.OpOverload) -> _Kernel:
+def _norm_to_32_bits(operator: torch_compat.OpOverload) -> _Kernel:
     wider = _operator(FLOAT32_NORM[operator._schema.name.removeprefix("aten::") + "." + operator._overloadname])
     assert wider is not None
     defaults = [each.default_value for each in operator._schema.arguments]
@@ -189,7 +190,7 @@ def _refused(operator: _Operator) -> _Kernel:
 
 def _below(operator: _Operator, *args: Any, **kwargs: Any) -> Any:
     """Call an operator without autocast, which is also off for those that it is made of."""
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+    with torch_compat.ExcludeDispatchKeyGuard(torch_compat.DispatchKeySet(torch_compat.DispatchKey.AutocastCPU)):
         return operator(*args, **kwargs)
 
 

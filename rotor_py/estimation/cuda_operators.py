@@ -24,8 +24,10 @@ from typing import Any, Literal
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
+from rotor_profiling import torch_compat
+from rotor_profiling.torch_compat import function_mode_stack
 from rotor_py.estimation.cuda_autocast import cast_down
 
 _aten = torch.ops.aten
@@ -196,7 +198,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
     ) -> torch.Tensor:
         assert _FORWARD is not None
-        with torch._C._AutoDispatchBelowAutograd():  # where autograd is, it becomes many operators
+        with torch_compat.AutoDispatchBelowAutograd():  # where autograd is, it becomes many operators
             made, by_row = _FORWARD(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, by_row)
         ctx.shape = shape
@@ -263,7 +265,7 @@ def _also_in_backwards(mode: CudaOperators) -> Iterator[None]:
     run = autograd._engine_run_backward
 
     def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-        if any(each is mode for each in _get_current_function_mode_stack()):
+        if any(each is mode for each in function_mode_stack()):
             return run(*args, **kwargs)
         with mode:
             return run(*args, **kwargs)

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rotor_profiling.storage import has_values
+from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_only, unset_fake_temporarily
 
 _aten = torch.ops.aten
 

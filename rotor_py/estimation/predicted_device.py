@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling.backends import Storages
 from rotor_profiling.live_bytes import LiveBytes, OperatorBytes, no_scratch
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
+from rotor_profiling.torch_compat import TorchDispatchMode
 
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 """Seconds that an operator would take: of (operator, arguments, keywords, result)."""

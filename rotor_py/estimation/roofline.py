@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from rotor_profiling import torch_compat
 from rotor_profiling.storage import tensors_in
 from rotor_py.data_sheet import Device
 
@@ -41,7 +42,7 @@ EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward
 CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward
 
 
-def argument(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
     """The argument called `name`: as it was given, or its default. None where the operator has no such argument."""
     for number, one in enumerate(func._schema.arguments):
         if one.name == name:
@@ -50,7 +51,7 @@ def argument(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[s
 
 
 def query_key_value(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What an attention reads, forward or backward: (batch, heads, length, width) each."""
     query, key, value = (argument(func, args, kwargs, name) for name in ("query", "key", "value"))
@@ -110,12 +111,14 @@ class Roofline:
         self.device = device
         self._tf32 = tf32
 
-    def __call__(self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    def __call__(
+        self, func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> float:
         return work_of(func, args, kwargs, out, tf32=self._tf32).seconds(self.device)
 
 
 def work_of(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, tf32: bool | None = None
+    func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, tf32: bool | None = None
 ) -> Work:
     """What a call of an operator has to do, given its arguments and its result."""
     packet = func.overloadpacket
@@ -135,7 +138,7 @@ def work_of(
     )  # fmt: skip
 
 
-def operations_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Floating point operations of matrix products, convolutions and attention; 0 for anything else."""
     packet = func.overloadpacket
     if packet in ATTENTION or packet in ATTENTION_BACKWARD:
@@ -154,7 +157,7 @@ def operations_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapp
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
-def bytes_of(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """Bytes that an operator reads and writes: each tensor once, and of an expanded one what is there."""
     packet = func.overloadpacket
     if func.is_view or packet in _FREE or func.namespace in _OTHERS:
@@ -188,7 +191,7 @@ def touched(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
-def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments that an operator writes to."""
     named = zip(func._schema.arguments, args, strict=False)
     found = [value for one, value in named if one.alias_info is not None and one.alias_info.is_write]

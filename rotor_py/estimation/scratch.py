@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rotor_profiling import torch_compat
 from rotor_profiling.storage import tensors_in
 from rotor_py.estimation.roofline import (
     CUDNN_BACKWARD,
@@ -28,10 +29,10 @@ _THREADS = 132 * 2048
 """That run at once, on an H100."""
 _FLOAT = 4
 _LONG = 8
-_Call = tuple[torch._ops.OpOverload, Sequence[Any], Mapping[str, Any], Any]
+_Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]
 
 
-def scratch_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
     """The bytes that `func` holds on CUDA beyond what it is given and what it returns. 0 where none are known of."""
     found = _SCRATCH.get(func.overloadpacket)
     return 0 if found is None else found((func, args, kwargs, out))

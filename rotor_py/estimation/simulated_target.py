@@ -21,14 +21,14 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import (
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rotor_profiling.backends import using
+from rotor_profiling.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     unset_fake_temporarily,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from rotor_profiling.backends import using
 from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
 from rotor_py.estimation.communication import Communication
@@ -125,7 +125,7 @@ def world_of(size: int) -> Iterator[DeviceMesh]:
             "before init_process_group, or in a process of its own",
             kind="has_process_group",
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # has the backend registered
+    from rotor_profiling.torch_compat import FakeStore  # has the backend registered
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:

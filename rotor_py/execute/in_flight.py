@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
-import torch
 from torch.autograd.graph import Node
 
+from rotor_profiling import torch_compat
 from rotor_py.errors import InvalidStateError
 from rotor_py.execute.program import Program
 from rotor_py.execute.store import ActivationStore
@@ -29,7 +29,7 @@ _NO_TASK = -1
 
 def current_task() -> int:
     """The number of the pass: no two of a process have the same."""
-    return torch._C._current_graph_task_id()
+    return torch_compat.current_graph_task_id()
 
 
 def in_backward() -> bool:
@@ -39,13 +39,13 @@ def in_backward() -> bool:
 
 def retains_graph() -> bool:
     """Whether the pass leaves the graph as it is, so that another can follow."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
+    return torch_compat.get_current_graph_task_keep_graph()
 
 
 def goes_through(node: Node) -> bool:
     """Whether the pass runs `node`, or was asked for the gradient of the leaf that it stands for."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return torch_compat.will_engine_execute_node(node)
     except RuntimeError:  # said of a leaf whose gradient `torch.autograd.grad` was asked for
         return True
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rotor_profiling.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 from rotor_py.errors import InvalidStateError
 from rotor_py.execute.in_flight import goes_through, retains_graph
 from rotor_py.stage.runner import StageRunner

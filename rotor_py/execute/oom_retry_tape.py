@@ -26,10 +26,10 @@ from collections.abc import Sequence as Operations
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.storage import tensors_in
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.execute.in_flight import Held, Passes
 from rotor_py.execute.program import Program, from_input, in_nodes, program
 from rotor_py.execute.tape import Tape

@@ -26,10 +26,10 @@ from weakref import ref
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.saved_tensors import (
     HandingOver,

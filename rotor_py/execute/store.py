@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.torch_compat import tree_map_only
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in
+from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in, torch_compat
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.in_place import PlannedForward, is_planned
@@ -191,7 +191,7 @@ class FirstTrainingStep:
         self._end_again()
         planned = self._planned
         # In a backward, other gradients are still to come: the step is over when the model is called again.
-        if self._over or planned is None or torch._C._current_graph_task_id() != -1:
+        if self._over or planned is None or torch_compat.current_graph_task_id() != -1:
             return
         if planned.went_back and trains(optimizer, planned.model):
             self._show(optimizer)
@@ -370,7 +370,6 @@ def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
     """
     # Not a global forward hook of torch: it is not told keyword arguments, which models of transformers are called by.
     # TorchDynamo compares `Module.__call__` with the one that it found when it was imported.
-    import torch._dynamo
 
     kind: Any = nn.Module
     called, here = kind.__call__, (os.getpid(), threading.get_ident())
@@ -380,7 +379,7 @@ def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         nonlocal inside
         elsewhere = here != (os.getpid(), threading.get_ident())
-        if inside or elsewhere or torch._C._current_graph_task_id() != -1:
+        if inside or elsewhere or torch_compat.current_graph_task_id() != -1:
             return called(self, *args, **kwargs)
         inside, kind.__call__ = True, called  # as it is: TorchDynamo looks at it while it captures
         try:

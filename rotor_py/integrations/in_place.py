@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
-from torch._compile import _disable_dynamo
 
+from rotor_profiling.torch_compat import disable_dynamo
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import record_fields
 
@@ -39,7 +39,7 @@ class PlannedForward:
             self.__dict__["__signature__"] = inspect.signature(planned.model.forward)
 
     # Checkpointable says why it is this one, and not `torch.compiler.disable`.
-    @_disable_dynamo
+    @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.planned.model
         if args and args[0] is model:  # Accelerate, where it takes its autocast away, makes a method of what was inside

@@ -24,12 +24,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from rotor_profiling import StageBytes, timing
+from rotor_profiling import StageBytes, timing, torch_compat
 from rotor_profiling.stage.seconds import StageRun
 from rotor_profiling.stage.stage_signature import Unlike
 from rotor_profiling.timing import several_processes
+from rotor_profiling.torch_compat import current_dispatch_mode
 from rotor_py.errors import record_fields
 from rotor_solver import InvalidValueError
 
@@ -180,7 +180,7 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(sorted(map(_text, value)))}}}"
     if isinstance(value, slice):
         return f"slice{_text((value.start, value.stop, value.step))}"
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if isinstance(value, torch_compat.OpOverload | torch_compat.OpOverloadPacket):
         if str(value).partition(".")[0] not in _NAMESPACES:
             raise UnstableKeyError(f"the operator {value}")
         return f"operator {value}"
@@ -222,7 +222,7 @@ def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementC
 
     That is so for several processes, which measure together, and inside of a mode that changes what operators do.
     """
-    if several_processes() or _get_current_dispatch_mode() is not None:
+    if several_processes() or current_dispatch_mode() is not None:
         return None
     with suppress(OSError, RuntimeError):  # no home directory, or it cannot be written to
         return MeasurementCache(cache_folder(), (environment(device), settings))

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, memory_meter, storage_bytes, storages, tensors_in
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.distributed.sharding import Sharding, gathered, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import PrefixCost

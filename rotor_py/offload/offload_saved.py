@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 
 import torch
 
+from rotor_profiling import torch_compat
 from rotor_py.errors import InvalidStateError
 from rotor_py.offload.tier import Moved, Tier
 
@@ -82,7 +83,7 @@ class Piece:
             return False
         # Our own: the tensor, the one that it is a view of, and the object by which Python asks.
         own = 3 if memory._is_view() else 2
-        return bool(torch._C._storage_Use_Count(memory.untyped_storage()._cdata) == own)
+        return bool(torch_compat.storage_use_count(memory.untyped_storage()._cdata) == own)
 
     def leave(self, tier: Tier) -> None:
         assert self._memory is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotor_profiling import OptimizerCost
+from rotor_profiling import OptimizerCost, torch_compat
 from rotor_profiling.backends import allocate_workspaces, prediction
 from rotor_profiling.step import give_way
 from rotor_py.errors import record_fields
@@ -199,7 +199,7 @@ def _rooms(model: TrainedModel, device: torch.device, noticed: Callable[[], Opti
 def _tell_of_a_profiler() -> None:
     """A warning if the user's profiler is on: measuring bytes on the CPU needs PyTorch's only one, and ends it."""
     give_way()  # else it may be our own
-    if prediction() is None and torch.autograd._profiler_enabled():  # type: ignore[attr-defined] # private
+    if prediction() is None and torch_compat.profiler_enabled():
         _log.warning(
             "a profiler is on while the model is measured, which takes PyTorch's profiler for itself: what it has seen "
             "so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts.",

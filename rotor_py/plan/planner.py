@@ -68,7 +68,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import UnknownOptimizerError, tensors_in
+from rotor_profiling import UnknownOptimizerError, tensors_in, torch_compat
 from rotor_py.compile.stage_code import Compile, config_of
 from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import (
@@ -416,7 +416,7 @@ class Planner:
         UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan fits,
         PlanMismatchError if the plan is from a file and was made for something else.
         """
-        if torch._C._functorch.maybe_current_level() is not None:
+        if torch_compat.maybe_current_level() is not None:
             raise UnsupportedModelError(
                 "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
                 "its tensors have no memory of their own; call the model itself there, the attribute `model`",

@@ -36,7 +36,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from rotor_profiling import tensors_in
+from rotor_profiling import tensors_in, torch_compat
 from rotor_profiling.optimizer import plain_step
 from rotor_py.errors import DescribedError, InvalidStateError
 from rotor_py.execute.in_flight import current_task
@@ -81,11 +81,11 @@ class SpentGradientError(DescribedError, RuntimeError):
 class ConsumedGradient(torch.Tensor):
     """Looks like the gradient of a parameter, takes no memory, and raises SpentGradientError when it is read."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, untyped
+    __torch_function__ = torch_compat.disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, untyped
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> ConsumedGradient:
-        made: ConsumedGradient = torch.Tensor._make_wrapper_subclass(
+        made: ConsumedGradient = torch_compat.make_wrapper_subclass(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         return made

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from rotor_profiling.storage import layout_of
+from rotor_profiling.torch_compat import tree_flatten, tree_leaves, tree_map_only
 from rotor_py.distributed.sharding import at_rest
 
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_leaves
 
 from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.optimizer import step_bytes_without
+from rotor_profiling.torch_compat import tree_leaves
 from rotor_py.distributed.processes import (
     alone_in_a_prediction,
     around,

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from rotor_profiling import torch_compat
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.saved_tensors import (
     AsItIs,
@@ -32,7 +33,6 @@ from rotor_py.stage.saved_tensors import (
 # What is kept of a storage that autograd has saved, who reads it, and the views that autograd holds of it.
 #
 # Rules are those of the Note in `keeper`.
-
 
 
 class KeptStorage:
@@ -84,7 +84,7 @@ class KeptStorage:
 
         Both have been written to equally often.
         """
-        with torch.autograd._unsafe_preserve_version_counter(tensor):  # type: ignore[attr-defined]  # not in its list
+        with torch_compat.unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
             return self._writes._version == tensor._version
 
@@ -102,7 +102,7 @@ class KeptStorage:
         if self._given is None or self._given.expired():
             return None
         # Another thread may let go of it in between.
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._given.cdata)
+        storage: torch.UntypedStorage | None = torch_compat.new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
         whole = torch.empty(0, dtype=self.dtype, device=self._writes.device)
@@ -155,7 +155,6 @@ class SavedView:
 #     with the last tensor that is waited for goes on until it is known.
 # 12. What a form leaves as it is, is offered to the form of the run around this one: for the same reason as in Rule 9,
 #     that would see nothing of it. Packed first, the rest may leave memory.
-
 
 
 LEAST_BYTES = 4096
@@ -382,5 +381,5 @@ def _is_strided(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch_compat.is_functorch_wrapped_tensor(tensor)
     )

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling.storage import storages, tensors_in
+from rotor_profiling.torch_compat import TorchDispatchMode
 
 
 class ForeignParameters(TorchDispatchMode):

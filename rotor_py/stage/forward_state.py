@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import storages
 from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
 from rotor_profiling.storage import equal
+from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.replayed_routing import Decisions, Drawn, decisions_recorded, decisions_repeated, other_draws
 
@@ -117,7 +117,6 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[No
 # neither. Their writes show in the values alone, and not always: the mean of zeros is what it was before.
 
 
-
 _aten = torch.ops.aten
 _WRITING = {
     _aten.native_batch_norm,
@@ -163,7 +162,6 @@ class WrittenStatistics(TorchDispatchMode):
 # Copies of buffers cost memory, so only those are copied that the stage was seen to change. The first forward of a
 # stage
 # copies them all, compares, and remembers which ones moved.
-
 
 
 # Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is

@@ -12,17 +12,15 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
 
 # Random streams that PyTorch does not keep: Python's, NumPy's, and those of generators that a model has.
 #
 # A stage may draw whether to skip a layer with `random.random()`. To look at these streams takes longer than to look at
 # PyTorch's own, so only those are looked at in every step from which the first forward of a stage has drawn.
-
 
 
 class Stream(NamedTuple):
@@ -112,7 +110,6 @@ def _of_generator(generator: torch.Generator) -> Stream:
 # loss
 # would be of one expert, and its gradient of another; processes that decide differently would wait for each other. So
 # what the first run of a stage has decided is kept, and later runs take it over.
-
 
 
 Decisions = tuple[tuple[Any, Any], ...]

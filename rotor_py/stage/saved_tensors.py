@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import Node
 
+from rotor_profiling import torch_compat
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.errors import InvalidStateError
 
@@ -130,7 +131,7 @@ _SEEN = ("cpu", "cuda")
 
 def last_node() -> int:
     """The number of the node that was made last, of this thread: the one that saves, where a hook is called."""
-    return torch._C._autograd._get_sequence_nr() - 1
+    return torch_compat.get_sequence_nr() - 1
 
 
 def own_need(tensor: torch.Tensor, number: int) -> Need | None:

@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling import isolated, leaves_of, tensors_in
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.stage.forward_state import Surroundings, autocast_now, own_buffers, recall_moving, remember_moving
 from rotor_py.stage.replayed_routing import remember_undecided
 
@@ -24,7 +24,6 @@ from rotor_py.stage.replayed_routing import remember_undecided
 #
 # Such a stage can be run again without having run before: what a first run would record is known. So what shows that it
 # makes the same numbers without a graph (`graph_effects`) also saves its first run when it is measured.
-
 
 
 class Steady(NamedTuple):
@@ -81,7 +80,6 @@ def before_first(function: Callable[..., Any], devices: tuple[torch.device, ...]
 # Both are found out once, when the stage is measured, and remembered as long as the stage lives. The run without a
 # graph
 # that this takes also shows whether another run needs more than its random numbers restored.
-
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only
 from rotor_py.stage.protocol import Run, offers_of
 
 _aten = torch.ops.aten

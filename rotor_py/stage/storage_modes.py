@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from rotor_profiling.torch_compat import has_any_global_hook
 from rotor_py.stage.protocol import Run
 
 _AND = ", "
@@ -130,7 +130,7 @@ def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -
     The same of all modules in it. `but_for_its_hooks`, hooks of `module` itself do not count.
     """
     unhooked = [each for each in module.modules() if not (but_for_its_hooks and each is module)]
-    return not _has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
+    return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
 
 
 @contextmanager

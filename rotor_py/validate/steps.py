@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from rotor_profiling import Phase, RandomState, leaves_of, measured_peak, measured_phases, tensors_in
 from rotor_profiling.attributes import attributes_kept
+from rotor_profiling.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 from rotor_py.plan.sample import arguments_of
 from rotor_py.stage.error_context import BACKWARD, watched
 from rotor_py.transparent import Transparent, in_training

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_map_only
 from torch.utils.dlpack import from_dlpack
 
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.stage.gradients import leaves_of, scalar_after
 from rotor_profiling.stage.stage_context import Runner, StageContext
 from rotor_profiling.storage import allocated, storages, tensors_in
+from rotor_profiling.torch_compat import tree_map_only
 
 # What a run with a graph does not hold of its input and output.
 #

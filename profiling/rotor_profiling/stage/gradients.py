@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
+from rotor_profiling.torch_compat import tree_map_only
 
 Strides = tuple[int, ...]
 Layouts = tuple[Strides | None, ...]

@@ -12,10 +12,10 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
+from rotor_profiling.torch_compat import tree_flatten
 
 _OF_NO_STEP = (
     "_state_dict_hooks",

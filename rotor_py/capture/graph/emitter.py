@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor_profiling import value_signature
+from rotor_profiling import torch_compat, value_signature
 from rotor_profiling.stage.stage_signature import HasKind, Unlike
 from rotor_py.capture.fsdp_markers import MARKS, Table
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
@@ -30,7 +30,7 @@ from rotor_py.distributed.sharding import GatheredToRead, ShardGroup
 from rotor_py.stage.partial_storage import Around, Reading, reading_all_there
 from rotor_py.stage.protocol import StageOffers, Wrap
 
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 
 class Emitter:
@@ -124,12 +124,12 @@ class Emitter:
             self._open.append((node, self.graph.call_function(_ENTER, node.args, node.kwargs)))
             self.signature.append(("autocast", node.args))
         if modes.gradients and self._gradients_off is not None:
-            self.graph.call_function(torch._C._set_grad_enabled, (self._gradients_off,))
+            self.graph.call_function(torch_compat.set_grad_enabled, (self._gradients_off,))
             self._gradients_off = None
         elif not modes.gradients and self._gradients_off is None:
             # Remembered and put back, not switched on afterwards: the piece may itself run without a graph.
             self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
-            self.graph.call_function(torch._C._set_grad_enabled, (False,))
+            self.graph.call_function(torch_compat.set_grad_enabled, (False,))
             self.signature.append("no gradients")
 
     def _plain(self, value: Any) -> Hashable:

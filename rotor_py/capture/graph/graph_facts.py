@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rotor_profiling import torch_compat
 from rotor_py.capture.fsdp_markers import MARKS, FSDPMarks, Place
 from rotor_py.capture.graph.graph_nodes import (
     Sizes,
@@ -31,8 +32,8 @@ from rotor_py.capture.graph.stage_graph import Codes
 from rotor_py.capture.guarded_branches import give_up, is_question
 from rotor_py.distributed.sharding import ShardGroup
 
-_GRAD_MODE = torch._C._set_grad_enabled
-_ENTER, _EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_GRAD_MODE = torch_compat.set_grad_enabled
+_ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 
 @dataclass(frozen=True, slots=True)

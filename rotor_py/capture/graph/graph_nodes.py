@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from rotor_profiling.storage import local
+from rotor_profiling.torch_compat import tree_leaves
 
 # The sizes of a graph's tensors in numbers: one graph serves many shapes, and has symbols for what may differ.
 #

@@ -12,6 +12,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from rotor_profiling import torch_compat
 from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, name_of, tensors_of, written_by
 from rotor_py.capture.graph.stage_graph import line_of
 from rotor_py.errors import UnsupportedModelError
@@ -159,13 +160,13 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
         module = fx.GraphModule(torch.nn.Module(), graph, "TransformedFunction")
 
         def transformed(*values: Any) -> Any:
-            level = torch._C._functorch.maybe_current_level()
+            level = torch_compat.maybe_current_level()
             try:
                 return type(module).forward(module, *values)
             except BaseException:
                 # Generated code has no `with` blocks, so an error would leave the transform on.
-                while torch._C._functorch.maybe_current_level() != level:
-                    torch._C._functorch.pop_dynamic_layer_stack()
+                while torch_compat.maybe_current_level() != level:
+                    torch_compat.pop_dynamic_layer_stack()
                 raise
 
         # By their names, operators that draw random numbers are known, and graphs that are the same but for sizes.

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from rotor_profiling import torch_compat
 from rotor_profiling.storage import layout_of, local
+from rotor_profiling.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
 from rotor_py.capture.fsdp_markers import is_mark, passed_through
 from rotor_py.capture.graph.graph_nodes import GATHERED, Sizes, example_of, is_random, overwrites, owned_by, tensors_of
 from rotor_py.capture.graph.stage_graph import StageGraph
@@ -76,14 +76,14 @@ def _named(names: tuple[str, ...], *modules: Any) -> set[Any]:
     return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
 
 
-CHEAP: set[Any] = _named(_OPERATORS, torch, operator) | _named(_LAYERS, F, torch._C._nn) - set(_LAYERS)
+CHEAP: set[Any] = _named(_OPERATORS, torch, operator) | _named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
 """Operators that take no longer than reading and writing their tensors, as functions and as names of methods. Matrix
 products, convolutions and attention take longer. Random operators would have to draw again from the same state.
 """
 _KINDS: dict[str, set[Any]] = {
-    "attention": _named(_ATTENTION, F, torch._C._nn),
+    "attention": _named(_ATTENTION, F, torch_compat.c_nn),
     "convolutions": _named(_CONVOLUTIONS, torch, F),
-    "products": _named(_PRODUCTS, torch, operator, F, torch._C._nn),
+    "products": _named(_PRODUCTS, torch, operator, F, torch_compat.c_nn),
 }
 """Operators that take longer and make the same bits from the same tensors."""
 
@@ -137,7 +137,7 @@ class FlopCount(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             self.total += int(flop_registry[packet](*args, **(kwargs or {}), out_val=made))
-        elif packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        elif packet is torch_compat.scaled_dot_product_flash_attention_for_cpu:
             self.total += int(sdpa_flop_count(*(each.shape for each in args[:3])))
         return made
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import fx
 
+from rotor_profiling import torch_compat
 from rotor_py.capture.graph.graph_nodes import Sizes, tensors_of
 from rotor_py.capture.graph.saved_values import SavedPart, SavedValues, find_saved_values, is_cheap, kind_of, price_of
 from rotor_py.errors import record_fields
@@ -165,9 +165,9 @@ _MOST = 5
 _DEEP = 4
 """How often a line is divided: at most fifteen cuts for a stage."""
 _MODES = (
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-    torch._C._set_grad_enabled,
+    torch_compat.enter_autocast,
+    torch_compat.exit_autocast,
+    torch_compat.set_grad_enabled,
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor_profiling import isolated
+from rotor_profiling import isolated, torch_compat
 from rotor_profiling.stage.stage_signature import Unlike
 from rotor_py.stage.error_context import add_note
 
@@ -32,7 +32,7 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
     try:
         return type(graph).forward(graph if owner is None else owner, *arguments)
     except BaseException as error:
-        torch._C._set_grad_enabled(gradients)
+        torch_compat.set_grad_enabled(gradients)
         _explain(graph, error)
         raise
 

@@ -25,9 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._C import _autograd
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
-
+from rotor_profiling.torch_compat import c_autograd, dispatch_mode_stack, pop_dispatch_mode, push_dispatch_mode
 from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.step_plan import StepPlan
@@ -41,7 +39,7 @@ _log = logging.getLogger("rotor_py")
 _REGIONS = "torch.utils.checkpoint"
 _Hook = Callable[[Any], Any]
 _innermost: Callable[[bool], tuple[_Hook, _Hook] | None]
-_innermost = getattr(_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+_innermost = getattr(c_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 """The hooks that were put there last, those too that are off. Before torch 2.8, nobody can tell."""
 
 
@@ -58,7 +56,7 @@ def outer_hooks_aside() -> Iterator[None]:
 
 def anything_around() -> bool:
     """Whether there are saved-tensor hooks or modes of the caller; if not, there is nothing to put aside."""
-    return _innermost(True) is not None or bool(_get_current_dispatch_mode_stack())
+    return _innermost(True) is not None or bool(dispatch_mode_stack())
 
 
 @contextmanager
@@ -77,19 +75,19 @@ def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
     hooks: list[tuple[_Hook, _Hook]] = []
     # Those too that are off while something is traced.
     while (found := _innermost(True)) is not None and which(found[0]):
-        _autograd._pop_saved_tensors_default_hooks()
+        c_autograd._pop_saved_tensors_default_hooks()
         hooks.append(found)
     try:
         yield [pack for pack, _ in hooks]
     finally:
         for pack, unpack in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+            c_autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager
 def _modes_aside() -> Iterator[None]:
     """Without the modes of selective checkpointing, which count operators."""
-    modes = _get_current_dispatch_mode_stack()
+    modes = dispatch_mode_stack()
     if not any(type(mode).__module__ == _REGIONS for mode in modes):
         yield
         return
@@ -103,9 +101,9 @@ def _modes_aside() -> Iterator[None]:
 
 def _replace(modes: list[Any], others: list[Any]) -> None:
     for _ in modes:
-        _pop_mode()
+        pop_dispatch_mode()
     for mode in others:
-        _push_mode(mode)
+        push_dispatch_mode(mode)
 
 
 class NestedRecompute:

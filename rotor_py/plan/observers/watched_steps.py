@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rotor_profiling import Phase, StepWatch, optimizer_cost, storage_bytes, tensors_in, watch_step
+from rotor_profiling import Phase, StepWatch, optimizer_cost, storage_bytes, tensors_in, torch_compat, watch_step
 from rotor_profiling.storage import local
 from rotor_py.plan.observers.limit_overrun import account_for, compare_with_prediction, tell_of_several_plans
 from rotor_py.plan.observers.observer import PlannedForward
@@ -135,7 +135,7 @@ def _gradient_arrived(step: WatchedStep, owned: list[_Token], gradient: torch.Te
     step.begin_backward()
     # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of the
     # Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
-    torch.autograd.Variable._execution_engine.queue_callback(partial(_pass_done, step, owned.pop()))
+    torch_compat.queue_callback(partial(_pass_done, step, owned.pop()))
 
 
 def _pass_done(step: WatchedStep, token: _Token) -> None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from rotor_profiling import tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
+from rotor_profiling.torch_compat import FakeTensor
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute.program import Runners
 from rotor_py.measure.cut import Cut, cut
