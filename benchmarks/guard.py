@@ -21,7 +21,6 @@ the differences from plain training are.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import multiprocessing
@@ -63,22 +62,17 @@ def recorded(name: str) -> tuple[str, Record, float]:
     return name, found, time.perf_counter() - begun
 
 
-def record_all(names: list[str], jobs: int, loud: bool = True) -> Record:
-    """Records of cases by name, each made in a process of its own."""
+def records(names: list[str], jobs: int) -> Iterator[tuple[str, Record, float]]:
+    """Records of cases, each made in a process of its own, with the seconds that it took; in any order."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import guard_cases  # what cases have in common is imported once
 
     assert guard_cases.ROOT == ROOT
-    if importlib.util.find_spec("transformers") is not None:
+    if any(name.removesuffix(", larger") in guard_cases.README for name in names):
         import transformers  # noqa: F401 # takes seconds
-    found: Record = {}
-    context = multiprocessing.get_context("fork")
-    with context.Pool(jobs, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1) as pool:
         for name, record, seconds in pool.imap_unordered(recorded, names):
-            found[name] = json.loads(json.dumps(record))
-            if loud:
-                print(f"{name}: {seconds:.1f} s{', ' + record['error'] if 'error' in record else ''}", flush=True)
-    return {name: found[name] for name in names}
+            yield name, json.loads(json.dumps(record)), seconds
 
 
 def differences(before: Any, after: Any, where: str = "", *, numbers: bool = True) -> Iterator[str]:
@@ -112,14 +106,11 @@ def shortened(value: Any, most: int = 160) -> str:
     return text if len(text) <= most else f"{text[:most]}…"
 
 
-def compared(baseline: Record, found: Record) -> list[str]:
-    """The differences between a baseline's cases and those that were `found`."""
-    before = baseline.get("cases", {})
-    numbers = baseline.get("machine") == machine()
-    if not numbers:
-        print(f"digests of numbers are not compared: the baseline is from {baseline.get('machine')}", flush=True)
-    known = {name: before[name] for name in found if name in before}
-    return list(differences(known, found, numbers=numbers))
+def compared(baseline: Record, name: str, record: Record) -> list[str]:
+    """The differences of a case from the baseline."""
+    if name not in baseline.get("cases", {}):
+        return [f"{name}: is not in the baseline"]
+    return list(differences(baseline["cases"][name], record, name, numbers=baseline["machine"] == machine()))
 
 
 def load(path: Path) -> Record:
@@ -166,17 +157,22 @@ def main() -> int:
         if unknown:
             parser.error(f"there is no case {', '.join(unknown)}; --list names them")
         names = options.only
-    begun = time.perf_counter()
-    found = record_all(names, options.jobs)
-    lines = [f"{name}: {record['error']}" for name, record in found.items() if "error" in record]
-    if options.check:
-        baseline = load(options.baseline)
-        unrecorded = [name for name in names if name not in baseline.get("cases", {})]
-        lines += [f"{name}: is not in the baseline" for name in unrecorded]
-        lines += [line for line in compared(baseline, found) if line not in lines]
+    begun, baseline = time.perf_counter(), load(options.baseline)
+    if options.check and baseline.get("machine") != machine():
+        print(f"digests of numbers are not compared: the baseline is from {baseline.get('machine')}")
+    found: Record = {}
+    lines: list[str] = []
+    for name, record, seconds in records(names, options.jobs):
+        print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        found[name] = record
+        more = [f"{name}: {record['error']}"] if "error" in record else []
+        if options.check and not more:
+            more = compared(baseline, name, record)
+        for line in more:
+            print(line, flush=True)
+        lines += more
     if options.record:
-        save(options.baseline, found)
-    print("\n".join(lines))
+        save(options.baseline, {name: found[name] for name in names})
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{len(found)} cases, {len(lines)} differences or errors, {time.perf_counter() - begun:.0f} s "

@@ -87,10 +87,23 @@ class Block(nn.Module):
         return value + self.narrow(self.dropout(nn.functional.gelu(self.wide(self.norm(value)))))
 
 
+class Counting(nn.Module):
+    """Its output depends on a buffer that every forward changes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.mean += 0.1 * (value.detach().mean(0) - self.mean)
+        return value * torch.sigmoid(value - self.mean)
+
+
 def chain_model(width: int = 64, blocks: int = 5, batch: int = 96) -> Trained:
-    """A chain of layers, of which one works in place, with dropout, BatchNorm and a frozen layer."""
+    """A chain of layers, of which one works in place, with dropout, BatchNorm, a moving buffer and a frozen layer."""
     layers: list[nn.Module] = [nn.Linear(32, width), nn.ReLU(inplace=True)]
     layers += [Block(width) for _ in range(blocks)]
+    layers.insert(4, Counting(width))
     model = nn.Sequential(*layers, nn.Linear(width, 10))
     layers[2].wide.weight.requires_grad_(False)
     labels = torch.randint(10, (batch,))

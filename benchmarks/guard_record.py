@@ -432,6 +432,7 @@ def record_limit(planned: Checkpointable, trainee: Trainee, limit: int, expected
         "limit": limit,
         "sequence": str(sequence),
         "beside": [str(each) for each in sequence.beside],
+        "moves": str(sequence.moves),
         "sequence_after_steps": "the same" if after == sequence else str(after),
         "simulated": [number(simulated.makespan), simulated.peak, digest(simulated.after), digest(simulated.during)],
         "predicted_peak": budget.peak_bytes(sequence),

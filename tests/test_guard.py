@@ -12,9 +12,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-import guard  # noqa: E402 # beside the other benchmarks
-import guard_cases  # noqa: E402
-import guard_record  # noqa: E402
+import guard  # beside the other benchmarks
+import guard_cases
+import guard_record
 
 
 def record() -> dict[str, Any]:
