@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from ecosystem import bert, convnext, gpt2, llama, mixtral, resnet, swin, t5, unet, vit, whisper
-from guard_chains import Record, record_chain, record_revolve
+from guard_chains import Record, record_chain, record_long_chains, record_revolve
 from guard_record import Trained, digest, fixed_clocks, fixed_times, record_model
 from torch import nn
 
@@ -233,6 +233,7 @@ def cases(small: bool = False) -> dict[str, Callable[[], Record]]:
     )
     found["functions"] = record_functions
     found["revolve"] = record_revolve
+    found["long chains"] = record_long_chains
     for first in range(0, CHAINS, AT_ONCE):
         if first == FEW_CHAINS:
             if small:

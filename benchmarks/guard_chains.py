@@ -45,10 +45,10 @@ def number(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def random_chain(seed: int) -> Chain:
+def random_chain(seed: int, length: int | None = None) -> Chain:
     """Small sizes, where every byte is a slot, or large ones; options, gradients, scratch, and what is released."""
     random = np.random.default_rng(seed)
-    length = int(random.integers(1, 13)) if seed % 5 else int(random.integers(20, 45))
+    length = length or int(random.integers(1, 13) if seed % 5 else random.integers(20, 45))
     large = 10**6 if seed % 3 == 0 else 1
 
     def size(most: int) -> int:
@@ -186,6 +186,23 @@ def record_pipelines(chain: Chain) -> Record:
                 [part.peak_bytes for part in plan.parts],
                 plan.fits,
             ]
+    return found
+
+
+def record_long_chains() -> Record:
+    """Chains that are long enough for compiled kernels: different stages, and the same ones again and again."""
+    different = random_chain(3, 120)
+    again = random_chain(6, 12)
+    stages = tuple(replace(stage, input_released=0) for stage in again.stages)
+    repeated = replace(again, stages=(stages[0], *stages[1:] * 10))
+    found: Record = {}
+    for name, chain in (("different", different), ("repeated", repeated)):
+        least, stored = min_bytes(chain), simulate(chain, store_all(chain)).peak
+        for share in (0.05, 0.3):
+            limit = int(least + share * (stored - least))
+            found[f"{name}, {share}"] = found_by(
+                chain, lambda chain=chain, limit=limit: solve(chain, limit, slots=2000)
+            )
     return found
 
 

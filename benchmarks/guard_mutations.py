@@ -43,21 +43,21 @@ def mutation(why: str, old: str, new: str, *cases: str) -> Mutation:
 MUTATIONS = [
     # The tape
     mutation(
-        "a checkpoint is kept until the backward of its stage is over",
-        "            current.held.release(self.program.replay[self.program.backward_at[stage]].live)\n",
-        "",
+        "checkpoints are kept to the end of the step",
+        "        self.inputs.drop_all_but(live)\n",
+        "        pass\n",
         "chain",
+    ),
+    mutation(
+        "every checkpoint asks for a gradient",
+        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(needed)",
+        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(True)",
+        "two in flight, in reverse",
     ),
     mutation(
         "of the inputs that nobody reads any more, one is kept",
         "for index in self._held.keys() - live:",
         "for index in sorted(self._held.keys() - live)[1:]:",
-        "chain",
-    ),
-    mutation(
-        "the graph of a stage that ran again is kept for the whole backward",
-        "attached = current.held.attached.pop(stage)\n",
-        "attached = current.held.attached[stage]\n",
         "chain",
     ),
     mutation(
@@ -70,24 +70,6 @@ MUTATIONS = [
         "a checkpoint holds its history",
         "        value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)\n        self._held[index]",
         "        self._held[index]",
-        "chain",
-    ),
-    mutation(
-        "a run right before its backward computes its output",
-        "skip_output=step.skips_output)",
-        "skip_output=False)",
-        "captured",
-    ),
-    mutation(
-        "every checkpoint asks for a gradient",
-        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(needed)",
-        "self.needs_gradient[stage], strict=True):\n                tensor.requires_grad_(True)",
-        "chain",
-    ),
-    mutation(
-        "a checkpoint is taken to be needed after it was read",
-        "live = live if stage in saved[position] else live - {stage}",
-        "live = live",
         "chain",
     ),
     mutation(
@@ -206,9 +188,9 @@ MUTATIONS = [
         "two in flight",
     ),
     mutation(
-        "the forward that needs least decides the peak",
+        "no forward in flight needs more while it runs",
         "sum(each.waiting for each in footprints) + max(each.working for each in footprints)",
-        "sum(each.waiting for each in footprints) + min(each.working for each in footprints)",
+        "sum(each.waiting for each in footprints)",
         "two in flight",
     ),
     mutation(
@@ -238,10 +220,16 @@ MUTATIONS = [
     ),
     mutation("the input counts twice while a checkpoint is made", "        kept[0] = 0\n", "", *SOLVER),
     mutation(
-        "what an option takes is rounded up to slots",
-        "shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit",
-        "shift = -(-(costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit) + 1",
+        "what an option takes is a slot more",
+        "shift = (self._taken[state][k] + self.offset[following] - self.offset[s]) // self._unit",
+        "shift = (self._taken[state][k] + self.offset[following] - self.offset[s]) // self._unit + 1",
         *SOLVER,
+    ),
+    mutation(
+        "what an option takes is a slot more, in compiled kernels",
+        "shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit",
+        "shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit + 1",
+        "long chains",
     ),
     mutation(
         "the simulator forgets the gradient that the loss makes",

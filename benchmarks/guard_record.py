@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import count
 from typing import Any
@@ -89,8 +89,11 @@ class FixedTimes:
     """An algorithm: the best persistent sequence for `fixed_times`."""
 
     name: str = "fixed times"
+    asked: list[int] = field(default_factory=list)
+    """The limits that it was asked for: what is left for the chain."""
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
+        self.asked.append(mem_limit)
         return solve(fixed_times(chain), mem_limit)
 
 
@@ -312,23 +315,26 @@ def limits_of(planned: Checkpointable) -> dict[str, int]:
     return {"store-all": full, "halfway": (least + full) // 2, "least": least}
 
 
-def plan_for(planned: Checkpointable, name: str, limit: int) -> None:
-    """Have the sequence for this limit followed; it rests on fixed times."""
+def plan_for(planned: Checkpointable, name: str, limit: int) -> int | None:
+    """Have the sequence for this limit followed; it rests on fixed times. Returns what is left for the chain."""
     assert planned.chain is not None
     if name == "store-all":
         planned.sequence = store_all(fixed_times(planned.chain))
-        return
+        return None
+    algorithm = FixedTimes()
     try:
-        planned.compute_sequence(limit, algo=FixedTimes())
+        planned.compute_sequence(limit, algo=algorithm)
     except InfeasibleError:
         planned.sequence = store_all(fixed_times(planned.chain))
+    # Of several forwards in flight, the limit of each is searched for.
+    return algorithm.asked[0] if len(algorithm.asked) == 1 else None
 
 
 def record_model(
     make: Callable[[], Trained],
     options: Record | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
-    plan: Callable[[Checkpointable, str, int], None] = plan_for,
+    plan: Callable[[Checkpointable, str, int], int | None] = plan_for,
     exact: bool = True,
 ) -> Record:
     """Measure a model and train it at three limits.
@@ -383,8 +389,9 @@ def record_model(
     for name, limit in limits_of(planned).items():
         planned.load_state_dict(start)
         optimizer.state.clear()
-        plan(planned, name, limit)
-        found["limits"][name] = record_limit(planned, trainee, limit, expected, exact)
+        left = plan(planned, name, limit)
+        record = record_limit(planned, trainee, limit, expected, exact)
+        found["limits"][name] = {"limit": limit, "limit_of_chain": left, **record}
     seen = [weakref.ref(each) for each in (planned, model, next(iter(planned.parameters())))]
     trainee.optimizer.zero_grad()
     found["start_again"] = live_bytes() - before
@@ -426,10 +433,10 @@ def record_limit(planned: Checkpointable, trainee: Trainee, limit: int, expected
         trainee.optimizer.zero_grad()
 
     changes, calls = allocations(whole_step)
+    dropped, _ = allocations(trainee.output)
     after = planned.sequence
     most = max((held for _, held in changes), default=0)
     found = {
-        "limit": limit,
         "sequence": str(sequence),
         "beside": [str(each) for each in sequence.beside],
         "moves": str(sequence.moves),
@@ -441,6 +448,7 @@ def record_limit(planned: Checkpointable, trainee: Trainee, limit: int, expected
         "digests": numbers,
         "operators": calls,
         "held_after_step": changes[-1][1] if changes else 0,
+        "held_after_dropped_output": dropped[-1][1] if dropped else 0,
     }  # fmt: skip
     if exact:
         turns = curve(changes)
