@@ -79,8 +79,7 @@ def fixed_times(chain: Chain) -> Chain:
             replace(option, forward_time=forward, backward_time=2 * forward + (0.25 + position % 3 / 8) * way)
             for way, option in enumerate(stage.options)
         )
-        skipped = 0.125 if stage.skipped_output_time else 0.0
-        stages.append(replace(stage, options=options, nograd_time=forward - 0.0625, skipped_output_time=skipped))
+        stages.append(replace(stage, options=options, nograd_time=forward - 0.0625, skipped_output_time=0.125))
     return replace(chain, stages=tuple(stages), loss_time=0.5)
 
 
@@ -335,12 +334,10 @@ def record_model(
     options: Record | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     plan: Callable[[Checkpointable, str, int], int | None] = plan_for,
-    exact: bool = True,
 ) -> Record:
     """Measure a model and train it at three limits.
 
-    `wrap` is put around the model before it is planned. `plan` chooses the sequence. Where other threads free memory,
-    nothing is `exact` but what is held at the end.
+    `wrap` is put around the model before it is planned. `plan` chooses the sequence.
     """
     gc.collect()
     before = live_bytes()
@@ -390,7 +387,7 @@ def record_model(
         planned.load_state_dict(start)
         optimizer.state.clear()
         left = plan(planned, name, limit)
-        record = record_limit(planned, trainee, limit, expected, exact)
+        record = record_limit(planned, trainee, expected)
         found["limits"][name] = {"limit": limit, "limit_of_chain": left, **record}
     seen = [weakref.ref(each) for each in (planned, model, next(iter(planned.parameters())))]
     trainee.optimizer.zero_grad()
@@ -413,7 +410,7 @@ def refused(planned: Checkpointable, limit: int) -> int | None:
     return None
 
 
-def record_limit(planned: Checkpointable, trainee: Trainee, limit: int, expected: list[Record], exact: bool) -> Record:
+def record_limit(planned: Checkpointable, trainee: Trainee, expected: list[Record]) -> Record:
     """Three steps at a limit: by themselves, with the product's meter, and with every allocation counted."""
     budget, sequence = planned.budget, planned.sequence
     assert budget is not None
@@ -434,28 +431,27 @@ def record_limit(planned: Checkpointable, trainee: Trainee, limit: int, expected
 
     changes, calls = allocations(whole_step)
     dropped, _ = allocations(trainee.output)
-    after = planned.sequence
-    most = max((held for _, held in changes), default=0)
-    found = {
+    after, turns = planned.sequence, curve(changes)
+    return {
         "sequence": str(sequence),
         "beside": [str(each) for each in sequence.beside],
         "moves": str(sequence.moves),
         "sequence_after_steps": "the same" if after == sequence else str(after),
         "simulated": [number(simulated.makespan), simulated.peak, digest(simulated.after), digest(simulated.during)],
         "predicted_peak": budget.peak_bytes(sequence),
-        "differs_from_plain": [name for mine, plain in zip(numbers, expected, strict=True)
-                               for name in mine if mine[name] != plain[name]],
+        "measured_peak": peak,
+        "most_beside_what_was_there": max((held for _, held in changes), default=0),
+        "differs_from_plain": differing(numbers, expected),
         "digests": numbers,
         "operators": calls,
+        "curve": thinned(turns),
+        "whole_curve": digest(turns),
         "held_after_step": changes[-1][1] if changes else 0,
         "held_after_dropped_output": dropped[-1][1] if dropped else 0,
-    }  # fmt: skip
-    if exact:
-        turns = curve(changes)
-        found |= {
-            "measured_peak": peak,
-            "most_beside_what_was_there": most,
-            "curve": thinned(turns),
-            "whole_curve": digest(turns),
-        }
-    return found
+    }
+
+
+def differing(numbers: list[Record], expected: list[Record]) -> list[str]:
+    """What is not as after plain training, in any step."""
+    pairs = zip(numbers, expected, strict=True)
+    return [name for mine, plain in pairs for name in mine if mine[name] != plain[name]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
@@ -18,8 +19,13 @@ import guard_record
 
 
 def record() -> dict[str, Any]:
-    with guard_record.fixed_clocks():
-        return guard_record.record_model(lambda: guard_cases.chain_model(width=16, blocks=2, batch=64))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with guard_record.fixed_clocks():
+            return guard_record.record_model(lambda: guard_cases.chain_model(width=16, blocks=2, batch=64))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
