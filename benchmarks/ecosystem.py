@@ -52,20 +52,20 @@ def gpt2(layers: int = 6, length: int = 128, batch: int = 4) -> Case:
     return GPT2LMHeadModel(config), words(batch, length), its_own
 
 
-def bert(batch: int = 4) -> Case:
+def bert(batch: int = 4, layers: int = 6) -> Case:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=1000, hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512
+        vocab_size=1000, hidden_size=128, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=512
     )
     return BertForMaskedLM(config), words(batch, 128), its_own
 
 
-def t5(batch: int = 4) -> Case:
+def t5(batch: int = 4, layers: int = 6) -> Case:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
-        vocab_size=1000, d_model=128, d_kv=32, d_ff=512, num_layers=6, num_heads=4, decoder_start_token_id=0
+        vocab_size=1000, d_model=128, d_kv=32, d_ff=512, num_layers=layers, num_heads=4, decoder_start_token_id=0
     )
     inputs = {**words(batch, 128), "labels": torch.randint(1000, (batch, 96))}
     return T5ForConditionalGeneration(config), inputs, its_own
@@ -126,14 +126,14 @@ def resnet(batch: int = 8) -> Case:
     return ResNetForImageClassification(config), images(batch, 64), its_own
 
 
-def mixtral(batch: int = 4) -> Case:
+def mixtral(batch: int = 4, layers: int = 6) -> Case:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
         vocab_size=1000,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=6,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         num_local_experts=4,
@@ -141,14 +141,14 @@ def mixtral(batch: int = 4) -> Case:
     return MixtralForCausalLM(config), words(batch, 128), its_own
 
 
-def whisper(batch: int = 4) -> Case:
+def whisper(batch: int = 4, layers: int = 6) -> Case:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
         vocab_size=1000,
         num_mel_bins=40,
-        encoder_layers=6,
-        decoder_layers=6,
+        encoder_layers=layers,
+        decoder_layers=layers,
         encoder_attention_heads=4,
         decoder_attention_heads=4,
         encoder_ffn_dim=256,
