@@ -82,7 +82,6 @@ def _make(stages: Stages, writer: BackwardWriter, number: int, kept: frozenset[f
 # would have been chosen before.
 
 
-
 _SLOTS = 300
 """How finely the solver divides memory. A guess: what is found is weighed exactly in any case."""
 _WORK = 300_000

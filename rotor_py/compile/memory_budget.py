@@ -270,7 +270,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     @property
     def options(self) -> dict[str, Any]:
         """Options of `torch.compile` for the backend inductor."""
-        from rotor_py.compile.stage_code import saving_inputs
+        from rotor_py.compile.saved_inputs import saving_inputs
 
         return saving_inputs({"custom_partitioner_fn": self._partitioner()})
 
@@ -324,7 +324,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
                 kind="excluded_together",
                 name="custom_partitioner_fn",
             )
-        from rotor_py.compile.stage_code import saving_inputs
+        from rotor_py.compile.saved_inputs import saving_inputs
 
         options = saving_inputs({**options, "custom_partitioner_fn": partitioner})
         backend = WatchedInductor(options, settings.get("dynamic"), partitioner)

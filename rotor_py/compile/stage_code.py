@@ -14,59 +14,11 @@ from torch import fx, nn
 
 from rotor_profiling import torch_compat
 from rotor_profiling.isolate import Slot, buffer_slots, substituted
-from rotor_profiling.torch_compat import CustomGraphPass, TreeSpec, tree_flatten, tree_unflatten
+from rotor_profiling.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 from rotor_py.errors import InvalidTypeError, InvalidValueError
 
 if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn
-
-
-# Inputs that a compiled forward saves for its backward, saved as they were given.
-#
-# In a graph with convolutions, Inductor lays images out with their channels last, and the weights of convolutions, too.
-# It lays out what a forward saves likewise, inputs included: beside every weight, a copy of it would be saved. No
-# partition of the graph shows that; of a U-Net, it was 8 MB of 27 MB. But what the caller sees keeps its layout. So
-# saved
-# inputs are declared to be seen, and the backward lays each out when it reads it, which takes no longer.
-
-
-_PASSES = "post_grad_custom_post_pass"
-_SEEN = "user_visible_output_idxs"
-
-
-def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """These options of Inductor, by which a forward saves inputs as they were given.
-
-    Passes over graphs that the options have, or else Inductor's configuration, run before.
-    """
-    from rotor_profiling.torch_compat import inductor_config as config
-
-    passes = options.get(_PASSES, getattr(config, _PASSES))
-    if passes is None:
-        return {**options, _PASSES: SavedInputs()}
-    others = passes if isinstance(passes, list | tuple) else [passes]
-    return {**options, _PASSES: [*(each for each in others if not isinstance(each, SavedInputs)), SavedInputs()]}
-
-
-class SavedInputs(CustomGraphPass):
-    """Declares that the layout of all inputs, and views of inputs, that a graph returns is seen."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        end = graph.output_node()
-        (returned,) = end.args
-        assert isinstance(returned, list | tuple)
-        given = {storage for node in graph.find_nodes(op="placeholder") for storage in _storages(node)}
-        seen = {position for position, each in enumerate(returned) if not given.isdisjoint(_storages(each))}
-        end.meta[_SEEN] = sorted(seen.union(end.meta.get(_SEEN, ())))
-
-    def uuid(self) -> str:
-        """What tells Inductor's cache of compiled graphs apart."""
-        return "rotor_py.compile.stage_code 1"
-
-
-def _storages(node: object) -> set[int]:
-    value = node.meta.get("val") if isinstance(node, fx.Node) else None
-    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()
 
 
 # The compiled code of one kind of stage: one forward and one backward, made by AOTAutograd and Inductor.
@@ -281,6 +233,7 @@ def _compile_quietly(
         functorch_config,
         tracing,
     )
+    from rotor_py.compile.saved_inputs import saving_inputs
 
     # Fake tensors in a mode with shapes: without that, Inductor does not look into its cache on disk.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
