@@ -20,7 +20,10 @@ def raises(
     """Expect an error of this class and kind, with these fields: `stage`, `name`, and what is in `numbers`."""
     with pytest.raises(error) as caught:
         yield caught
-    check(caught.value, kind, **fields)
+    try:
+        check(caught.value, kind, **fields)
+    finally:
+        del caught  # this frame is in the error's traceback: the cycle would keep what the failed step held
 
 
 @contextmanager

@@ -68,7 +68,9 @@ class SequenceExecutor:
         )
         if read is None:
             instructions = program(len(stages), how.sequence)
-            runners = make(how).by(instructions.options)
+            whole = make(how)
+            # A region recomputes stages whole: what a stage stored in part recomputes would be held to its end.
+            runners = whole if is_sharded(self._model) else whole.by(instructions.options)
             read = _Read(how.sequence, stages, how.ways, how.preserve_rng_state, instructions, runners)
             self._read = [*self._read[1 - _MOST_READ :], read]
         instructions, runners = read.program, read.runners
