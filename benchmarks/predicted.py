@@ -113,7 +113,7 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     # The same ways on both sides, whatever seconds they take: the sequence names them by their position. Layers of a
     # chain are not captured: which of their ways save anything depends on scratch memory.
     with (
-        patch.object(Settings, "keepers", ()),
+        patch.object(Settings, "_keepers", lambda _: ()),
         patch.object(layer_source, "_LEAST_BYTES", math.inf),
         patch.object(stage_measurer, "worth_choosing", lambda _, ways: (*ways,)),
     ):
@@ -139,7 +139,7 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     ratios, bounds, chains, reasons = [], [], [], list[str]()
     for plan in plans:
         predicted.sequence = real.sequence = plan.sequence
-        with patch.object(Settings, "keepers", ()):
+        with patch.object(Settings, "_keepers", lambda _: ()):
             step = Step(real, _keywords(sample), loss, torch.optim.AdamW(real.parameters()))
             measured = step.peak()
             ratios.append(measured / plan.peak)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from rotor_py.estimation.estimate import estimate
     from rotor_py.execute.tape import CheckpointOptim
+    from rotor_py.plan.saved_plan import Plan
     from rotor_py.report import Report
     from rotor_py.report.sweep import Sweep
     from rotor_py.units import format_bytes, parse_bytes

@@ -59,7 +59,7 @@ def test_the_wheel_has_every_package_and_every_file_that_is_no_code() -> None:
     code = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/py.typed")}
     code |= {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*/py.typed")}
     assert packed == code
-    names = ("devices/devices.toml", "report/templates/report.html", "report/templates/style.css")
+    names = ("estimation/devices.toml", "report/templates/report.html", "report/templates/style.css")
     data = [ROOT / "rotor_py" / name for name in names]
     assert all(path.is_file() for path in data)
     if (ROOT / ".git").exists():
