@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_profiling.memory import CpuMeter, Phase
 from rotor_py import Checkpointable
-from rotor_py.execute import tape
+from rotor_py.execute.program import Runners
 from rotor_py.execute.tape import Tape
 from rotor_solver import Backward, Loss, Operation, simulate
 
@@ -78,7 +78,7 @@ class Followed:
         come: set[int] = set()
 
         def begin(self_: Tape, held: Any, value: Any) -> Any:
-            self.inputs = _weakly((value, self_.runners.context))
+            self.inputs = _weakly((value, self_.context))
             return forward(self_, held, value)
 
         def first(self_: Tape, held: Any, step: Any, stage: int, value: Any) -> Any:
@@ -109,7 +109,7 @@ class Followed:
                 self.come_to(Backward(stage))
 
         changed = {"_forward": begin, "_run_next": first, "_run_again": again, "_advance": advanced}
-        with patch.multiple(Tape, **changed), patch.object(tape, "run_through", lambda *_: None):
+        with patch.multiple(Tape, **changed), patch.object(Runners, "joined", lambda *_: None):
             yield
 
     def begin(self, phase: str) -> None:

@@ -402,7 +402,7 @@ class NamelessFile:
         return OffloadError(
             f"{what} in {self.folder}, where {format_bytes(free)} ({free} bytes) are free: {error.strerror}; free room "
             "there, name another folder in offload=, or leave offload= out",
-            kind="no_space" if error.errno == errno.ENOSPC else "file_failed",
+            kind="no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "file_failed",
             name=str(self.folder),
             free=free,
         )

@@ -61,7 +61,7 @@ def planned_for(kind: str, count: int) -> tuple[Checkpointable, nn.Module]:
 def test_a_batch_that_is_too_large_is_refused_and_smaller_ones_train_as_before(kind: str) -> None:
     planned, plain = planned_for(kind, 256)
     sequence, report = planned.sequence, str(planned.report())
-    with raises(InfeasibleError, "limit_too_small"):
+    with raises(InfeasibleError, "limit_below_held"):
         planned(rows(8192))
     assert planned.sequence is sequence
     assert str(planned.report()) == report

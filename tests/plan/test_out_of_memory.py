@@ -174,7 +174,7 @@ def test_the_rest_of_a_backward_stays_inside_the_smaller_limit(later: int, caplo
     with Capacity() as device:
         once.fault = Fault("backward", device)
         step(network, batch=batch)
-    (record,) = logged(caplog, "out_of_memory", name="backward")
+    (record,) = logged(caplog, "out_of_memory")
     limit = record.__dict__["numbers"]["limit"]
     assert device.peak + network.budget.fixed.total + batch.nbytes <= limit
 

@@ -145,12 +145,19 @@ def test_a_model_that_changes_after_loading_is_refused(file: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "3", '"plan"', "{}", '{"schema": 5}', '{"schema": 2}', "[" * 100_000, "\x00", "\udcff"],
+    ["", "{", "[]", "null", "3", '"plan"', "{}", '{"schema": 2}', "[" * 100_000, "\x00", "\udcff"],
 )
 def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with raises(ValueError, "not_a_plan", name=str(path)):
+        Checkpointable(network(), plan=path)
+
+
+def test_a_plan_without_its_fields_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"schema": 5}')
+    with raises(ValueError, "damaged_plan", name=str(path), field="model"):
         Checkpointable(network(), plan=path)
 
 

@@ -129,5 +129,5 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
     data = json.loads((tmp_path / "plan").read_text())
     data["predicted_for"] = 3
     (tmp_path / "plan").write_text(json.dumps(data))
-    with raises(ValueError, "damaged_plan", cause="other_digest"):
+    with raises(ValueError, "damaged_plan", cause="bad_field", field="predicted_for"):
         plan_file.read(tmp_path / "plan")

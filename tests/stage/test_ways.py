@@ -70,7 +70,7 @@ def _read(saved: Any) -> torch.Tensor:
 @pytest.fixture
 def _two_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
     keepers = Written("half written", most=False), Written("written", most=True)
-    monkeypatch.setattr(Settings, "keepers", property(lambda self: keepers))
+    monkeypatch.setattr(Settings, "_keepers", lambda self: keepers)
     # Whether one of them is beaten depends on a clock.
     monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
 
@@ -136,9 +136,9 @@ def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(
     assert found.inspection_values == planned.inspection_values
     # The keepers come in another order.
     turned = Written("written", most=True), Written("half written", most=False)
-    monkeypatch.setattr(Settings, "keepers", property(lambda self: turned))
+    monkeypatch.setattr(Settings, "_keepers", lambda self: turned)
     compare(loaded(), Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
-    monkeypatch.setattr(Settings, "keepers", property(lambda self: ()))
+    monkeypatch.setattr(Settings, "_keepers", lambda self: ())
     with raises(ValueError, "unknown_way"):
         loaded()(x=batch)
 

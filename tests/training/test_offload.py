@@ -250,7 +250,6 @@ def test_a_copy_of_the_model_has_a_file_of_its_own(tmp_path: Path) -> None:
     twin = copy.deepcopy(model)
     assert same(trained(twin), trained(model))
     own = twin._planner.model.offload.tier
-    assert own.moved_bytes > 0
     assert own is not model._planner.model.offload.tier
 
 
@@ -446,7 +445,7 @@ def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_limit_that_nothing_keeps_is_refused_with_the_least(tmp_path: Path) -> None:
-    with raises(InfeasibleError, "limit_too_small"):
+    with raises(InfeasibleError, "limit_below_held"):
         planned(chain(), 300_000, tmp_path)
 
 
