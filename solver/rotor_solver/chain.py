@@ -154,7 +154,7 @@ def checked_seconds(value: Any, what: str) -> float:
 
 
 def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE) -> int:
-    """Return `value` as an int. Raises ValueError, naming `what`, unless it is a whole number from `least` to `most`."""
+    """Return `value` as an int. Raises ValueError, naming `what`, unless it is an integer from `least` to `most`."""
     number = _number(value)
     if number is None or not math.isfinite(number) or number != int(number):
         raise InvalidValueError(

@@ -125,7 +125,7 @@ class PlanMemory:
 
 
 def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> PlanMemory:
-    """Compare the memory that `sequence` keeps with storing everything. Raises ValueError if `sequence` is not valid."""
+    """Compare the memory of `sequence` with storing everything. Raises ValueError if `sequence` is not valid."""
     kept, plain = _kept(chain, sequence), _kept(chain, store_all(chain))
     stages = tuple(
         StageMemory(stage.name, here, max(0, there - here))

@@ -55,7 +55,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 
 def last_reads(sequence: Sequence) -> dict[int, int]:
-    """Map the position of each stage's last forward to the stage: after it, only the stage's backward reads its input."""
+    """Map each stage's last forward, by position, to the stage: after it, only its backward reads its input."""
     last = {
         operation.stage: position
         for position, operation in enumerate(sequence)
