@@ -303,7 +303,7 @@ def _begin(best: Best, mem_limit: int) -> None:
 
 
 def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
-    """Yield bytes in a slot, whether that is exact, and the intervals with rows: from coarse to fine, to the exact end."""
+    """Yield bytes in a slot, whether that is exact, and the intervals with rows, from coarse to exact."""
     costs, length = problem.costs, len(problem.chain)
     sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
     unit, exact = next(sizes)
