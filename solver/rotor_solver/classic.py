@@ -1,5 +1,4 @@
-"""Strategies of the literature that store inputs, for comparison: Revolve, its heterogeneous form, periodic
-checkpoints.
+"""Input-storing strategies of the literature, for comparison: Revolve, heterogeneous Revolve, periodic checkpoints.
 
 Plain Python and NumPy; a second for 300 stages. Each stage runs by its fastest option. An interval [i, stop) has the
 stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
@@ -33,9 +32,9 @@ class Revolve:
     """Binomial checkpointing with `snapshots` stored inputs, or with the fastest number of them that fits.
 
     Griewank & Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software 26 (2000): optimal for
-    identical stages. A snapshot is a stored input; a_0 takes one of the s. Every step runs a last time with a graph,
-    immediately before its backward, or before the loss. If no snapshot is left for the state before that run, it is one
-    more input in memory. Raises ValueError if `snapshots` < 1.
+    identical stages. A snapshot is a stored input; a_0 is one of them. Every step runs a last time with a graph,
+    immediately before its backward or the loss; without a free snapshot, its input is one more in memory. Raises
+    ValueError if `snapshots` < 1.
     """
 
     snapshots: int | None = None
@@ -253,8 +252,7 @@ class _Heterogeneous:
             self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
 
     def _least_of(self, i: int, stop: int) -> tuple[int, float]:
-        """Return the least m for [i, stop), and the seconds of the fastest schedule that combines shorter intervals'
-        least.
+        """Return the least m for [i, stop), and the seconds of the fastest schedule from shorter intervals' least.
 
         The recurrence of the class, with "least m" for "least time".
         """
@@ -417,7 +415,6 @@ def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
 
 
 def _with_fastest_options(chain: Chain) -> Chain:
-    """Return the chain with only the fastest option of each stage."""
     stages = (
         replace(
             stage,

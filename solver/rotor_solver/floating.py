@@ -2,20 +2,20 @@
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
 ≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to run in M bytes, a_s counted, and a_s is
-of no use after that. If s < t, the backwards of s … t-1 belong to another problem, which has an earlier checkpoint, so
-a_s can be dropped at any time. There are three ways to begin:
+of no use after that. If s < t, another problem with an earlier checkpoint has the backwards of s … t-1, so a_s can be
+dropped at any time. There are three ways to begin:
 
     Fe_s … B_s   if s = t: in between is the problem (s+1, s+1, l), with a_{s+1} inside ā_{s+1}
     Fn_s         if s < t: then (s+1, t, l, M)
     CF_s         for a j with t < j ≤ l: then (s+1, j, l, M - |a_s|), and from a_s again (s, t, j-1, M)
 
-Advancing by one stage is enough: with s+1 < j the next problem may go on without a_{s+1}. Hence L⁴/24 choices in all,
-for every M. The memory-persistent sequences are those where CF_s keeps a_s for its own stage only, s = t.
+Advancing by one stage is enough: with s+1 < j the next problem may go on without a_{s+1}. Hence L⁴/24 choices, for
+every M. In memory-persistent sequences, CF_s keeps a_s for its own stage only, s = t.
 
-The class: all sequences of this form. Every checkpoint is dropped before those kept earlier, and ā_{s+1} is kept only
-together with a_s. A search over all sequences was faster on 2 of 3606 random chains of three and four stages: there,
-ā_{s+1} was kept while a_s was dropped and recomputed later. `lower_bound` is certified for the class, which contains
-the memory-persistent sequences.
+The class of all such sequences drops every checkpoint before those kept earlier, and keeps ā_{s+1} only together with
+a_s. `lower_bound` is certified for this class, which contains the memory-persistent sequences. A search over all
+sequences was faster on 2 of 3606 random chains of three and four stages: it kept ā_{s+1}, and dropped and recomputed
+a_s.
 
 Less the time of storing everything, and with the names of `Costs`,
 
@@ -27,9 +27,9 @@ Less the time of storing everything, and with the names of `Costs`,
       run_{s+1} - run_s + Opt(s+1, j, l, M - |a_s|) + Opt(s, t, j-1, M)     for t < j ≤ l
         both                                                        if M ≥ base_l + |a_s| + check_need_{s,s+1}
 
-Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: it is not counted in m, and 0 stands for |a_s| above. The last
-stage of an interval skips its output. In `persistent` the checkpoint that splits the interval subtracts that time; here
-a checkpoint does not determine where the interval before it ends, so the stage itself does: split - run.
+Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: m does not count it, and 0 stands for |a_s| above. The last
+stage of an interval skips its output. In `persistent` the splitting checkpoint subtracts that time; here a checkpoint
+does not determine the end of the interval before it, so the stage itself does: split - run.
 
 Slot m stands for m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound;
 sequences are read off with memory in bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
@@ -186,7 +186,6 @@ class _Problem:
             yield k - int(costs.first[s]), k, own + need, own + int(costs.taken[inside, k])
 
     def _check_need(self, s: int, column: int, last: int) -> int:
-        """The bytes that CF_s or Fn_s needs."""
         return self._own(s, column) + int(self.costs.base[last] + self.costs.check_need[s, s + 1])
 
     def _least_of(self, s: int, column: int, last: int) -> int:

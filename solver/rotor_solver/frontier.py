@@ -174,8 +174,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
 
 
 def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
-    """Return the first limit on the frontier, in bytes, that costs at most `overhead` more time than storing
-    everything.
+    """Return the first limit on the frontier, in bytes, with at most `overhead` more time than storing everything.
 
     Raises ValueError if `overhead` < 0 or `slots` < 1.
     """
@@ -190,12 +189,10 @@ _SINGLE = 40
 """Most own solves. Not measured; too many cost solve time."""
 _PAIRS = 5e5
 """Own solves times pairs of slots that the tables visit, at most: the solves' tables are as large. Not measured; too
-high costs solve time.
-"""
+high costs solve time."""
 _CLOSER = 4
 """Rows relative to the first table of a solve, since no finer table follows here. Not measured; too high costs solve
-time.
-"""
+time."""
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:

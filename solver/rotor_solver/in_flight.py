@@ -1,9 +1,9 @@
 """Plan several forwards of one chain that are in flight at once, within one limit.
 
-In any order, all forwards follow one sequence: what all of them keep must fit, plus what one needs more while it runs.
-A plan of one forward within a limit, with room at its loss for the others, keeps at most the difference; so each amount
-of room is a problem for the persistent program. In reverse order, all forwards are one long chain (`nested_chain`), for
-which the solver knows the best plan and a bound for any order.
+In any order, all forwards follow one sequence: the memory that all of them keep must fit, plus the excess of the
+running one. A plan of one forward with room at its loss for the others keeps at most the limit less the room; so each
+amount of room is a problem for the persistent program. In reverse order, all forwards are one long chain
+(`nested_chain`), which gives the best plan and a bound for any order.
 """
 
 from __future__ import annotations
@@ -178,12 +178,12 @@ def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain
     """Chain `forwards` copies of `chain` one after another, with a joint between each two.
 
     A joint stands for the memory between two forwards. Its forward makes the input of the next forward and the gradient
-    of the output of the one before; its backward is the loss of the one before. A joint is never recomputed: the
-    backward of a forward cannot recompute another forward.
+    of the output of the one before; its backward is the loss of the one before. It is never recomputed: the backward of
+    a forward cannot recompute another forward.
 
-    The nested chain holds no more than the forwards do, or, with `at_most`, no less. It differs in one thing: an output
-    that the caller keeps while its own forward goes backward through the last stage. If that stage was stored, the
-    output is part of its saved bytes; if not, it is extra. `at_most` counts both, else neither counts twice.
+    The nested chain holds no more than the forwards do, or, with `at_most`, no less. They differ only by an output that
+    the caller keeps while its own forward goes backward through the last stage: part of the stage's saved bytes if it
+    was stored, extra if not. `at_most` counts both, else neither counts twice.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
     loss = Option(

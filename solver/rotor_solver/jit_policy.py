@@ -1,15 +1,12 @@
 """Compile the solver's kernels, and choose between compiled kernels and plain Python.
 
-Importing Numba, or reading kernels from its cache, takes less than half a second in each process. Compiling takes many
-seconds, once on a machine. Plain Python and NumPy plan a chain of twenty stages in less. The total work is unknown
-beforehand, so this is the rent-or-buy problem: work runs plainly until its total reaches the time that the kernels
-would take to load or compile. So at most twice the time is spent. Both ways compute the same numbers to the last bit:
-processes that train together need not decide alike. The decision uses estimated seconds, not clocks, so that runs
-repeat.
+Loading kernels takes less than half a second in each process, compiling them many seconds, once on a machine. Plain
+Python plans twenty stages in less. The total work is unknown beforehand (the rent-or-buy problem): work runs plainly
+until its total reaches the time that the kernels would take, so at most twice the time is spent. Both ways compute the
+same bits. The decision uses estimated seconds, not clocks, so that runs repeat.
 
-Import files with kernels through `kernels_for` only: `import rotor_solver` and the first plan of a small model stay
-fast. Numba's disk cache is keyed on a kernel's file, not on the files of its callees, of its constants, or of this
-decorator. Hence a kernel calls only kernels of its own file, and uses only constants of its own file, even if a small
+Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache is keyed on a kernel's own
+file. Hence a kernel calls only kernels of its own file, and uses only constants of its own file, even if a small
 function then stands in two files.
 """
 
@@ -36,13 +33,11 @@ _plain: ContextVar[bool] = ContextVar("plain", default=False)
 def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
     """Compile a kernel on its first call, and cache it on disk.
 
-    Arithmetic is strict (no `fastmath`): lower bounds are certified up to rounding errors, so sums must not be
-    rearranged. Kernels release the GIL, so that several threads can solve at once. `parallel` makes `prange` use all
-    cores.
+    No `fastmath`: lower bounds are certified up to rounding errors, so sums must not be rearranged. Kernels release the
+    GIL. `parallel` makes `prange` use all cores.
 
     Set `makes_arrays` for kernels that create arrays or lists, or call others that do. All others skip reference
-    counting of arrays: atomic operations on counts shared by all cores, several for every pair of rows, took longer
-    than some of the sums.
+    counting: its atomic operations, several for every pair of rows, took longer than some of the sums.
     """
     if _plain.get():
         return lambda function: function
@@ -95,8 +90,8 @@ def plain_python(name: str) -> ModuleType:
 def start_threads() -> None:
     """Start Numba's threads, once, from a thread that ends right after.
 
-    Starting them sets OpenMP's number of threads for later calls of the starting thread, PyTorch's operators included:
-    from the first plan on, these would split their sums differently, and change the last digits of a model in training.
+    Starting them sets OpenMP's number of threads for the calling thread, PyTorch's operators included: these would then
+    split their sums differently, and change the last digits of a model in training.
     """
     import numba
 
@@ -112,13 +107,10 @@ _IMPORTING = 0.3
 """Seconds of plain work before Numba is imported. Not measured; a wrong value wastes about as many seconds."""
 _COMPILING = 4.0
 """Seconds of plain work before kernels are compiled. Compiling takes longer, 10 to 20 seconds, but so much work makes
-more work likely. Not measured; a wrong value wastes seconds, once on a machine.
-"""
+more work likely. Not measured; a wrong value wastes seconds, once on a machine."""
 
 
 class _Pace:
-    """This process's work so far."""
-
     spent = 0.0
     """Seconds of plain work."""
     compiled: ClassVar[set[str]] = set()

@@ -1,12 +1,12 @@
 """Cache compiled kernels on disk, safe for processes that compile at the same time.
 
-A kernel has a version for each combination of argument types. Numba takes a free number from its index for each
-version's file, updates the index, and writes the file. Two processes that compile different versions at once can take
-the same number. The index may then find one version under the types of the other: machine code for arrays of 64 bits
-that writes into arrays of 32. Numba has lost kernels of other kinds in the same way (numba issue 10128).
+Numba takes a free number from its index for the file of each version (combination of argument types). Two processes
+that compile different versions at once can take the same number. The index may then return one version for the types of
+the other: machine code for arrays of 64 bits that writes into arrays of 32. Numba has lost kernels of other kinds in
+the same way (numba issue 10128).
 
-Here a file is named after its types, and written before the index names it. Two processes that write the same file
-write the same code; the race can only lose an index entry, and that version is compiled once more.
+Here a file is named after its types, and written before the index names it. The race can then only lose an index entry,
+and that version is compiled once more.
 """
 
 from __future__ import annotations

@@ -43,8 +43,7 @@ class Costs(NamedTuple):
     """[L+1] seconds: run[j], less the time of the output that stage j-1 skips when it runs right before its backward.
 
     With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes split[j] -
-    run[i].
-    """
+    run[i]."""
     split_floor: Floats
     """[L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early."""
     check_need: Ints
@@ -117,10 +116,9 @@ def _check_need(activation: Ints, scratch: Ints) -> Ints:
 _INFINITE = 2**62
 """Same value as the kernels' `INFINITE`."""
 _PARALLEL = 500
-"""Stages from which all cores are used. Not measured; one core takes a twentieth of a second. The cores wait for each
-other once for every length of intervals, and for long if other programs keep them busy. Numba's own threading layer,
-the only one always available, also ends the process if two threads use it at once.
-"""
+"""Stages from which all cores are used. Not measured; one core takes a twentieth of a second. Cores wait for each other
+once for every length of intervals. Numba's own threading layer, the only one always available, also ends the process if
+two threads use it at once."""
 
 
 def least_memory(costs: Costs) -> Ints:
@@ -183,13 +181,11 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
 
 Choose = Callable[[int, int, int], int]
 """The choice for (state, i, l): the interval [i, l] in one of the two states of a_i, coded as in
-`least_memory_kernels`.
-"""
+`least_memory_kernels`."""
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:
-    """Return the operations of a chain of `length` stages, asking `choose` for intervals in the order in which they
-    run.
+    """Return the operations of a chain of `length` stages, calling `choose` for intervals in running order.
 
     An explicit stack replaces recursion: chains may have more stages than Python allows nested calls.
     """

@@ -1,9 +1,9 @@
-"""Kernels for the least memory in which the backward of every interval of a chain can run.
+"""Kernels for the least memory in which the backward of every interval of a chain can run, exact in bytes.
 
-The result is exact, in bytes: it decides which limits are refused, where rows of a table begin, and which choices are
-open while a sequence is read off. `costs` is a `least_memory.Costs`. The interval [i, l] has two states, as in
-`persistent.kernels`: in state 0, a_i stands alone; in state 1, it lies in the ā_i of the stage before. A choice for an
-interval is an integer: k ≥ 0 is option k of stage i, j < 0 is the checkpoint at a_{-j}.
+It decides which limits are refused, where rows of a table begin, and which choices are open while a sequence is read
+off. `costs` is a `least_memory.Costs`. The interval [i, l] has two states, as in `persistent.kernels`: in state 0, a_i
+stands alone; in state 1, it lies in the ā_i of the stage before. A choice for an interval is an integer: k ≥ 0 is
+option k of stage i, j < 0 is the checkpoint at a_{-j}.
 """
 
 from __future__ import annotations

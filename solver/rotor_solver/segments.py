@@ -53,9 +53,7 @@ def segments_from(starts: Iterable[int], length: int) -> list[range]:
 
 
 def even_segments(length: int, count: int) -> list[range]:
-    """Return at most `count` segments of `length` stages, as equal as possible: segment p begins at ⌊p · length /
-    count⌋.
-    """
+    """Return at most `count` nearly equal segments of `length` stages: segment p begins at ⌊p · length / count⌋."""
     bounds = [length * each // count for each in range(count + 1)]
     return [range(low, high) for low, high in pairwise(bounds) if low < high]
 

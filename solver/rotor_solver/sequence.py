@@ -107,11 +107,10 @@ class Sequence(collections.abc.Sequence[Operation]):
     """An immutable list of operations; sequences are equal if their operations are.
 
     `algorithm` names the algorithm that found it. `lower_bound`, in seconds, is certified: no memory-persistent
-    sequence within the same limit is faster. None if no bound is known. Raises ValueError if an item is no operation.
+    sequence within the same limit is faster. None if unknown. Raises ValueError if an item is no operation.
 
-    `beside` are the sequences of further forwards in flight together with this one, in their order; empty if all
-    forwards follow this one. The bound is then an equal share of the bound for all of them. `moves` lists what is
-    offloaded during the operations; None if nothing is.
+    `beside` are the sequences of further forwards in flight, in their order; empty if all follow this one. The bound is
+    then an equal share of the bound for all. `moves` lists the offloading copies; None without any.
     """
 
     operations: tuple[Operation, ...]
@@ -149,9 +148,7 @@ class Sequence(collections.abc.Sequence[Operation]):
         return cls(_operation(position, token) for position, token in enumerate(tokens))
 
     def of_forwards(self, forwards: int) -> tuple[Sequence, ...]:
-        """Return the sequences of `forwards` forwards in flight, first to last; the last one repeats if there are too
-        few.
-        """
+        """Return the sequences of `forwards` forwards in flight, first to last; the last repeats if there are too few."""
         known = (self, *self.beside)[:forwards]
         return (*known, *(known[-1:] * (forwards - len(known))))
 

@@ -1,29 +1,26 @@
 """Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a certified bound.
 
 For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take memory only in
-their own operations (`priced`). Its sequence takes `seconds + price · moved bytes`. Its memory counts all moved bytes
-as away whenever possible: no timetable of copies needs less. Each sequence found gets a timetable that fits, and is
-simulated; the fastest is the answer. Copies take memory on their way. So sequences for slightly lower limits are tried
-too: they leave room for copies under way while the next stage computes. A price ignores how long copies wait for each
-other, and where a stage can move much or little, it sometimes picks the wrong amount. So chains are also tried in which
-each stage can only move the most, or the least.
+their own operations (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits, and
+is simulated; the fastest wins. Copies take memory on their way, so sequences for slightly lower limits are tried too. A
+price ignores how long copies wait for each other, so chains in which each stage can only move the most, or the least,
+are tried too.
 
-The bound (`lower_bound`) covers all steps that move, from lower bounds for priced chains. For any sequence within the
-limit, let C₁ be its compute seconds up to the loss, C₂ those after it, and M the bytes that it moves. Copies out are
-over when the first operation after the loss begins, and copies back begin after the loss. So with β bytes a second, a
-step takes at least
+The bound (`lower_bound`) covers all steps that move. For any sequence within the limit, let C₁ be its compute seconds
+up to the loss, C₂ those after it, and M the bytes that it moves. Copies out are over when the first operation after the
+loss begins, and copies back begin after the loss. So with β bytes a second, a step takes at least
 
     T ≥ max(C₁, M / β_out) + max(C₂, M / β_in)
       = the most of  C₁ + C₂,  M / β_out + C₂,  C₁ + M / β_in,  M / β_out + M / β_in.
 
-Every stage runs once before the loss, by one of its forwards: C₁ lies between `least` and `most`, whatever the
-sequence. The program's certificate for the chain with a price λ says that C₁ + C₂ + λ M ≥ D(λ). Together, for all λ
-that were solved, T is at least the height over M of each of the lines
+Every stage runs once before the loss, by one of its forwards: C₁ lies between `least` and `most`. The program's
+certificate for the price λ says that C₁ + C₂ + λ M ≥ D(λ). So T is at least the height over M of each of the lines, for
+all λ that were solved,
 
     D(λ) - λ M        D(λ) - λ M - most + M / β_out        least + M / β_in        M / β_out + M / β_in
 
-and the seconds of storing everything. So it is at least the lowest point of all lines together. Memory of copies on
-their way is left out, which only lowers the bound.
+and the seconds of storing everything: at least the lowest point of their upper envelope. Leaving out the memory of
+copies on their way only lowers the bound.
 """
 
 from __future__ import annotations
@@ -97,8 +94,7 @@ class Priced(NamedTuple):
 
 
 def lower_bound(chain: Chain, link: Link, found: Iterable[Priced]) -> tuple[float, float]:
-    """(bytes, seconds): every step within the limit takes at least `seconds`, and reaches that only if it moves
-    `bytes`.
+    """(bytes, seconds): every step within the limit takes at least `seconds`, and reaches that only with `bytes` moved.
 
     The bounds in `found` must be for that limit, or a higher one.
     """
@@ -129,21 +125,19 @@ def _lines(chain: Chain, link: Link, found: Iterable[Priced]) -> Iterator[Line]:
 
 
 _CLOSE = 0.005
-"""A gap of at most this is good enough: that of `persistent.program`."""
+"""A gap that is good enough, as in `persistent.program`."""
 _NOT_FAR = 0.01
 """The same for chains in which less can move, which double the solve time. Not measured."""
 _ENDS = (64.0, 2.0**-10)
 """First prices to try, the last one first, as multiples of the seconds of a byte's round trip. The last is so small
-that it does not count, the first so high that no more moves than must. Not measured; wrong ends only cost solves.
-"""
+that it does not count, the first so high that no more moves than must. Not measured; wrong ends only cost solves."""
 _PRICES = 12
 """Most prices to try; five or six are typical. Not measured; too few loosen the plan and the bound."""
 _SAME = 1e-6
 """Prices with no larger relative difference are the same."""
 _ROOMS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
 """Room for copies on their way, as multiples of the most that a stage moves. Tried on chains of 40 to 70 stages: one
-half to three multiples found the best plan, and those between them made it up to one percent faster.
-"""
+half to three multiples found the best plan, and those between them made it up to one percent faster."""
 
 
 class MovingPlan(NamedTuple):
@@ -192,11 +186,11 @@ class _Search:
     """Seconds; certified."""
 
     def explore(self, chain: Chain, room: int) -> None:
-        """Solve `chain`, the search's own or one in which less can move, for the prices that matter, with `room` bytes
-        left for copies on their way.
+        """Solve `chain` for the prices that matter, with `room` bytes left for copies on their way.
 
-        Prices matter near the lowest point of the bound. Two known sequences move more and less than that point; the
-        price at which both are equally good finds one between them, or shows that there is none.
+        `chain` is the search's own, or one in which less can move. Prices matter near the lowest point of the bound.
+        Two known sequences move more and less than that point; the price at which both are equally good finds one
+        between them, or shows that there is none.
         """
         limit, found, known = self.limit - room, list[Priced](), list[tuple[int, float]]()
         # A bound for a lower limit certifies nothing, nor does one for fewer moves.
@@ -220,8 +214,8 @@ class _Search:
                 prices += _price_between(known, moved, [each.price for each in found])
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
-        """Keep `sequence` if it is the fastest so far. Return the bytes that it may move, and its seconds without a
-        link.
+        """Keep `sequence` if it is the fastest so far. Return the bytes that it may move, and its seconds without
+        copies.
         """
         # A price is the same for all stages, so it does not choose among equal stages. A timetable does: the early
         # ones, which have the most time. So it may choose among all.

@@ -1,10 +1,10 @@
 """Decide when to wait and when to fetch: as late and as early as memory allows.
 
 For a given set of moving stages, both are greedy and optimal. Copies out end in the order in which they begin. So
-before an operation, the shortest prefix of the queue that makes enough room must be over, and waiting for it earlier
-gains nothing. Copies back begin in the order of the backwards. Once one has begun, its bytes stay to the backward. So
-while the bytes of a later one are in memory, those of an earlier one are there too or used up, whenever it began:
-beginning it as early as possible takes no room from the later one.
+before an operation, the shortest prefix of the queue that makes enough room must be over; waiting earlier gains
+nothing. Copies back begin in the order of the backwards, and their bytes stay to the backward. So while the bytes of a
+later one are in memory, those of an earlier one are there too or used up: beginning it as early as possible takes no
+room from the later one.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ class _Step:
         return found
 
     def fewest(self, trips: Several[Trip], timetable: list[_Away]) -> list[_Away]:
-        """Return the timetable of a subset of `trips` in which no trip can stay without loss of time; `timetable` is
-        that of all.
-        """
+        """Return the timetable of a subset of `trips` that loses no time and cannot shrink; `timetable` has all trips."""
         moving, best, seconds = list(trips), timetable, self.seconds(timetable)
         untried = deque(reversed(moving))  # those nearest to the loss come back soonest, and are the hardest to hide
         refused: list[Trip] = []

@@ -71,13 +71,12 @@ def descend(
     blend: float,
     enough: float,
 ) -> tuple[np.ndarray, float]:
-    """Return the choices of a sequence for `memory` bytes, at least least[0, 0, L], and its time beyond storing
-    everything.
+    """Return the choices of a sequence for `memory` bytes, at least least[0, 0, L], and its seconds beyond storing all.
 
-    Memory is counted in bytes on the way, so that the sequence fits; the table only guides. A choice is open only if
-    the exact least memory of its parts allows it, so every descent ends in a sequence that fits. Choices are coded as
-    in `least_memory_kernels`, in the order in which `operations_of` asks for them. Gives up, with an infinite time,
-    beyond `enough`.
+    Memory is counted in bytes, so that the sequence fits; the table only guides. A choice is open only if the exact
+    least memory of its parts allows it, so every descent ends in a sequence that fits. Choices are coded as in
+    `least_memory_kernels`, in the order in which `operations_of` asks for them. Gives up, with an infinite time, beyond
+    `enough`.
     """
     length = len(grid.band)
     choices = np.empty(4 * length + 16, np.int64)  # grows below: the number of splits is unknown

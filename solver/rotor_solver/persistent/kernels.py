@@ -75,20 +75,16 @@ from rotor_solver.jit_policy import compiled, prange
 BLOCK = 24
 """Stages of a tile. Measured on one core, for 500 different stages a tenth of the way from the least limit to storing
 all, and for 1000 a twentieth of the way: 0.25 and 0.87 seconds with 16, 0.24 and 0.83 with 24, 0.25 and 0.87 with 32.
-Least of several runs on a busy machine: a few percent mean nothing.
-"""
+Least of several runs on a busy machine: a few percent mean nothing."""
 CHUNK = 32
 """Slots to a mark; a chunk begins at a multiple of it. Measured like BLOCK, with as many LANES: 0.24 and 0.90 seconds
-with 16, 0.24 and 0.83 with 32, 0.23 and 0.87 with 64: it hardly matters.
-"""
+with 16, 0.24 and 0.83 with 32, 0.23 and 0.87 with 64: it hardly matters."""
 LANES = 32
 """Inner loops run a multiple of this many times, so that vector instructions have no remainder. It must be a multiple
-of CHUNK, or rows would not begin where chunks do. With 64, and chunks of 32: 0.24 and 0.86 seconds.
-"""
+of CHUNK, or rows would not begin where chunks do. With 64, and chunks of 32: 0.24 and 0.86 seconds."""
 BEYOND = CHUNK + LANES
 """Copies of `final` after the last chunk of a row, so that inner loops may run past its end. They read correct values
-there. They write values that are overwritten before they are read: `continue_row` completes the row.
-"""
+there. They write values that are overwritten before they are read: `continue_row` completes the row."""
 
 
 # Costs of one operation
@@ -421,7 +417,7 @@ def set_marks(flat: np.ndarray, marks: np.ndarray, begin: int, first: int, stop:
 
 @compiled()
 def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: int) -> int:
-    """Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
+    """Fill Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
 
         Opt(L, L, m) = 0                                                if m ≥ loss_need
         Opt(i, l, m) = the least of
@@ -430,19 +426,18 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, begin: int, end: in
           split_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)        if m ≥ base_l + check_need_ij, for i < j ≤ l
 
     Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound: a plan of real
-    sizes is still a plan if memory is a little larger at every step.
+    sizes is still a plan with a little more memory at every step.
 
-    Every plan takes the time of storing everything, and an excess; only the excess is tabulated. Stored intervals have
-    no excess and need no numbers, and the excess is so small that single precision tells plans apart. Its rounding
-    errors are subtracted from the bound (`table.Table.lower_bound`), and the simulator recomputes the time of the
-    resulting sequence.
+    Only the excess over storing everything is tabulated: stored intervals need no numbers, and single precision tells
+    plans apart. Its rounding errors are subtracted from the bound (`table.Table.lower_bound`), and the simulator
+    recomputes the time of the resulting sequence.
 
     Times above rows.limit count as infinite: `table_kernels.bounds` has subtracted the certain time of the context from
     the cut. Where l < L, the stages of [i, l] have run forward without a graph before, and those after l take at least
     later[l+1] longer than stored.
 
-    Fills the tiles whose blocks of stages are `begin` to `end` - 1 apart, which need those that are less far apart; at
-    last, `fill_tails` does the rest. Returns the number of pairs of slots visited.
+    Fills the tiles whose blocks of stages are `begin` to `end` - 1 apart, which need those less far apart; `fill_tails`
+    does the rest. Returns the number of pairs of slots visited.
     """
     blocks, pairs = (len(grid.band) + BLOCK - 1) // BLOCK, 0
     for distance in range(begin, end):

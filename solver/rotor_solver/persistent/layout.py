@@ -1,9 +1,9 @@
 """Facts about a chain before its first table, and the layout of tables in slots and rows.
 
 Slot m of a row stands for m · unit + offset bytes. Every row has its own offset, such that a stage's fastest option
-keeps a whole number of slots from its row to the next. Stages stored one after the other lose nothing to rounding,
-however many they are; only checkpoints do. See Note [Rows, chunks and windows] in `kernels`. The longer intervals are,
-the fewer have rows (`Spacing`). In chains of repeated blocks, rows are shared (`owners`).
+keeps a whole number of slots. So only checkpoints lose to rounding, not stages stored one after the other. See Note
+[Rows, chunks and windows] in `kernels`. The longer intervals are, the fewer have rows (`Spacing`). In chains of
+repeated blocks, rows are shared (`owners`).
 """
 
 from __future__ import annotations
@@ -130,8 +130,7 @@ class Rows(NamedTuple):
     """Times; infinite until a row is complete if it will be the last number."""
     marks: Any
     """[size / CHUNK] a number for every `kernels.CHUNK` of the table: at least the first of them while their row is
-    being filled, the last of them once it is complete.
-    """
+    being filled, the last of them once it is complete."""
 
 
 class Windows(NamedTuple):
@@ -267,8 +266,7 @@ _LONGEST_PERIOD = 64
 """Stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured."""
 _REPEATED = 0.87
 """The part of a chain that must repeat without a break. Its square, three quarters, is the part of all intervals that
-then lie inside. Not measured; a wrong value only costs time.
-"""
+then lie inside. Not measured; a wrong value only costs time."""
 
 
 def kinds_of(chain: Chain) -> Ints:
@@ -309,9 +307,7 @@ def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
 
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
-    """[rows] for every row, the first with the same content: its stages, its slots, and the memory that later stages
-    leave.
-    """
+    """[rows] for every row, the first with the same content: its stages, its slots, and the memory of later stages."""
     nodes = np.flatnonzero(grid.place < len(kinds))
     places = grid.place[nodes]
     starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])

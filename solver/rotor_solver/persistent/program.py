@@ -139,22 +139,19 @@ def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
 
 
 _GROUP = 4
-"""Stages in a group of the coarse chain, planned first. Not measured; too many make the first plan slower."""
+"""Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence."""
 _MARGIN = 1.1
 """Extra enlargement of slots if a table is too large: its size falls slightly slower than theirs grows. Not measured;
-too large a value makes the table coarser than needed.
-"""
+too large a value makes the table coarser than needed."""
 _SHORT = 64
 """In chains of up to so many stages, every interval has a row from the beginning. Not measured; costs solve time."""
 _TIGHT = 128
 """Stages that fit into memory, for which one row for every doubling of length would do. Chosen after a measurement: for
 500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the bound
-by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %.
-"""
+by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %."""
 _RESOLUTION = 2
 """Least slots in a typical checkpoint at first: a checkpoint rounded down to none looks free. Not measured; too low
-loosens the first bound.
-"""
+loosens the first bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +195,7 @@ class Persistent:
         check_slots(self.slots)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds for all
-        others.
+        """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
 
         Raises InfeasibleError if there is none, with the exact least limit.
         """

@@ -45,8 +45,7 @@ def count_work(grid: Grid, rows: Rows) -> tuple[float, float]:
 
 
 def portions(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Iterator[tuple[int, int]]:
-    """Yield the distances between blocks of `block` stages, from the shortest on: all at once, unless progress is
-    watched.
+    """Yield the distances between blocks of `block` stages, from the shortest on: all at once, unless watched.
 
     Then they come in portions of about the same work, with a progress report between them. The work for intervals to
     the loss is not counted.
@@ -79,27 +78,23 @@ def _work(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Ints:
 
 _CUT = 1.001
 """Times up to this multiple of the scale are of use. 1 would leave no room for rounding; the margin is not measured,
-and a larger one only costs time.
-"""
+and a larger one only costs time."""
 _DOUBLE = 1e9
 """A table is in double precision if its numbers times the chain's stages are at most this. Not measured. In larger
 tables, single precision halves the memory traffic, which dominates their time. Only compiled kernels fill these: with a
-lower value, the first plan of 300 stages on a machine waited for two sets of kernels; now it takes a second.
-"""
+lower value, the first plan of 300 stages on a machine waited for two sets of kernels; now it takes a second."""
 _SERIAL = 2e7
 """Pairs of slots up to which one core fills a table, in a hundredth of a second. Not measured. Several cores wait for
-each other, and long if other programs keep them busy.
-"""
+each other, and long if other programs keep them busy."""
 _BLENDS = (0.5, 0.0, 1.0)
 """Ways to read between slots (`descend.estimate`) when reading off a sequence, the best on average first. Not measured;
-each costs one descent.
-"""
+each costs one descent."""
 _WINDOWS = "rotor_solver.persistent.windows"
 _FEW = 0.25
 """Rows are shared if at most this part of them differ. Not measured; shared rows are filled without tiles, on one core.
 """
 _LOOKED_AT = 0.25
-"""The part of all pairs of slots that a table visits, roughly. Not measured; steers only the size of tables."""
+"""The part of all pairs of slots that a table visits, roughly. Not measured; steers the size of tables and the number of cores."""
 
 
 @dataclass(slots=True)

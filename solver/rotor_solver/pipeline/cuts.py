@@ -1,18 +1,17 @@
 """Cut a chain into parts for the ranks: the best cuts, the memory of each part, and equal cuts for comparison.
 
-`best_cuts` minimizes the time of the slowest part: exact, and lazy. With c(s, i, j) the cost of stages i … j - 1 as
+`best_cuts` minimizes the time of the slowest part, exactly and lazily. With c(s, i, j) the cost of stages i … j - 1 as
 part s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is
 
     f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j))
 
-Costs are expensive to compute, lower bounds are cheap. So the recurrence is solved with lower bounds in place of all
-unknown costs; those of the best cuts are improved, or the costs themselves computed, and it is solved again, until cuts
-whose costs are all known are as good as the bound (LazySP: Dellin and Srinivasa, 2016). Costs are arbitrary: a part of
-a part may cost more, where its input is larger.
+Costs are expensive, lower bounds are cheap. So the recurrence is solved with lower bounds for all unknown costs; those
+of the best cuts are tightened, then computed, and it is solved again, until cuts with known costs reach the bound
+(LazySP: Dellin and Srinivasa, 2016). Costs are arbitrary: a part of a part may cost more, where its input is larger.
 
 `equal_cuts` has parts of equally many stages and one policy on all ranks, like training libraries: keep everything;
-recompute segments of n stages, one after the other (Megatron-LM's "uniform"), up to whole parts; recompute only the
-first n stages of every part (its "block").
+recompute segments of n stages (Megatron-LM's "uniform"), up to whole parts; recompute only the first n stages of every
+part (its "block").
 """
 
 from __future__ import annotations
@@ -101,9 +100,7 @@ def part_of(chain: Chain, begin: int, end: int) -> Chain:
 
 
 def left_bytes(part: Chain) -> int:
-    """Bytes that the backwards of a part leave for good. From the second microbatch on, they are there from the
-    beginning.
-    """
+    """Bytes that the backwards of a part leave for good; in memory from the beginning of the second microbatch on."""
     return sum(part.gradient)
 
 
@@ -189,9 +186,7 @@ class Budget:
         return sum(self.flying[each].forwards for each in others)
 
     def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
-        """Build part `number` of `chain`, with all memory outside its microbatches; stored whole unless `sequence` is
-        given.
-        """
+        """Build part `number`, with all memory outside its microbatches; stored whole unless `sequence` is given."""
         part, flying = part_of(chain, begin, end), self.flying[number]
         planned = with_weights_put_off(part) if flying.split else part
         return Part(
@@ -253,8 +248,6 @@ def equal_cuts(
 
 
 def _policies(longest: int) -> list[tuple[str, Policy]]:
-    """All policies for parts of up to `longest` stages."""
-
     def uniform(size: int) -> Policy:
         def run(chain: Chain) -> Sequence:
             segments = segments_from(range(0, len(chain), size), len(chain))

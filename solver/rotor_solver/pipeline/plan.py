@@ -70,8 +70,6 @@ class Timeline:
 
 
 class _Memory:
-    """The memory of a rank, action by action."""
-
     def __init__(self, schedule: Schedule, parts: Several[TimedPart], rank: int) -> None:
         self._parts = {number: part for number, part in enumerate(parts) if schedule.rank_of(number) == rank}
         self._forwards: Counter[int] = Counter()

@@ -1,5 +1,4 @@
-"""The order in which every rank of a pipeline runs the microbatches, by schedule, and the resulting microbatches in
-flight.
+"""The order of microbatches on every rank of a pipeline, by schedule, and the resulting microbatches in flight.
 
 The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13), and of the papers:
 

@@ -37,12 +37,10 @@ from rotor_solver.simulate import simulate
 
 _FEW = 24
 """Slots for the memory that a microbatch keeps, if only a lower bound is needed. Not measured; fewer loosen the bound,
-and more parts are solved.
-"""
+and more parts are solved."""
 _Key = tuple[Chain, int, int, int]
 """A part's chain, the bytes for its microbatches (below zero if the memory outside them exceeds its share), the number
-in flight, and the room for the one in progress, if that is given separately.
-"""
+in flight, and the room for the one in progress, if that is given separately."""
 
 
 class Search:
@@ -204,8 +202,7 @@ def plan_pipeline(
 
 _WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
 """Shares of a limit for the microbatch in progress to try if a rank has several parts. Not measured; each costs a
-search.
-"""
+search."""
 
 
 def _best_plan(search: Search, points: list[int]) -> PipelinePlan:

@@ -159,8 +159,7 @@ def least_in_flight(chain: Chain, count: int) -> Least:
 
 _Label = tuple[int, int, int, Any]
 """Bytes kept, bytes needed, the choice for the interval, and the label of the following interval with the loss. A
-tuple, not a class: there are thousands of them for every part.
-"""
+tuple, not a class: there are thousands of them for every part."""
 
 
 def _labels(costs: Costs, least: Ints) -> list[_Label]:
@@ -212,8 +211,7 @@ def _by_stage(label: _Label) -> dict[int, int]:
 
 _NUMBERS = 2e7
 """Numbers in the largest table: 160 MB. Slots are made larger for longer parts. Not measured; too low makes sequences
-slower.
-"""
+slower."""
 _PAIRS = 3e8
 """Most pairs of slots to visit in one table, about half a second. Not measured; too low makes sequences slower."""
 
@@ -332,8 +330,7 @@ class _Table:
 
 
 def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
-    """Return the fastest sequence with at most `kept` bytes when the loss begins, and a peak of at most kept + room
-    bytes.
+    """Return the fastest sequence with at most `kept` bytes when the loss begins, and a peak of at most `kept + room`.
 
     Raises InfeasibleError if there is none.
     """
