@@ -148,7 +148,7 @@ class Sequence(collections.abc.Sequence[Operation]):
         return cls(_operation(position, token) for position, token in enumerate(tokens))
 
     def of_forwards(self, forwards: int) -> tuple[Sequence, ...]:
-        """Return the sequences of `forwards` forwards in flight, first to last; the last repeats if there are too few."""
+        """Return the sequences of `forwards` forwards in flight, in order; the last repeats if there are too few."""
         known = (self, *self.beside)[:forwards]
         return (*known, *(known[-1:] * (forwards - len(known))))
 

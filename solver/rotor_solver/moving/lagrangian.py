@@ -214,9 +214,7 @@ class _Search:
                 prices += _price_between(known, moved, [each.price for each in found])
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
-        """Keep `sequence` if it is the fastest so far. Return the bytes that it may move, and its seconds without
-        copies.
-        """
+        """Keep `sequence` if it is the fastest. Return the bytes that it may move, and its seconds without copies."""
         # A price is the same for all stages, so it does not choose among equal stages. A timetable does: the early
         # ones, which have the most time. So it may choose among all.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):

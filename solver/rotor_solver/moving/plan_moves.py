@@ -104,7 +104,7 @@ class _Step:
         return found
 
     def fewest(self, trips: Several[Trip], timetable: list[_Away]) -> list[_Away]:
-        """Return the timetable of a subset of `trips` that loses no time and cannot shrink; `timetable` has all trips."""
+        """Return the timetable of a subset of `trips` that loses no time and cannot shrink; `timetable` has all."""
         moving, best, seconds = list(trips), timetable, self.seconds(timetable)
         untried = deque(reversed(moving))  # those nearest to the loss come back soonest, and are the hardest to hide
         refused: list[Trip] = []

@@ -94,7 +94,7 @@ _FEW = 0.25
 """Rows are shared if at most this part of them differ. Not measured; shared rows are filled without tiles, on one core.
 """
 _LOOKED_AT = 0.25
-"""The part of all pairs of slots that a table visits, roughly. Not measured; steers the size of tables and the number of cores."""
+"""The part of all pairs of slots that a table visits, roughly. Not measured; steers table sizes and core counts."""
 
 
 @dataclass(slots=True)
