@@ -1,7 +1,7 @@
-"""Optimal schedules for training a chain of stages inside a memory limit. Pure NumPy and Numba.
+"""Find optimal schedules for training a chain of stages within a memory limit. Pure NumPy and Numba.
 
-Words of the code, and symbols of the paper (Beaumont et al., "Optimal checkpointing for heterogeneous chains",
-HAL hal-02352969):
+Terms of the code and symbols of the paper (Beaumont et al., "Optimal checkpointing for heterogeneous chains", HAL
+hal-02352969):
 
     activation of stage i        |a_{i+1}|, bytes of its output; input_bytes is |a_0|
     saved                        |ā_{i+1}|, bytes that autograd keeps of stage i, its output included
@@ -34,7 +34,7 @@ from rotor_solver.simulate import Simulation, simulate, skipped_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
 
 unread_outputs = skipped_outputs
-"""An earlier name."""
+"""Former name of `skipped_outputs`."""
 
 __all__ = [
     "ALGORITHMS",

@@ -1,4 +1,4 @@
-"""Chains of stages and what they cost, in seconds and bytes. `Chain` checks every number, once."""
+"""Chains of stages with their costs in seconds and bytes. `Chain` validates every number once."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from rotor_solver.errors import InvalidValueError
 
 LARGEST_SIZE = 2**50
-"""Bytes; larger sizes are refused, so that sums of them are exact everywhere."""
+"""Bytes. Larger sizes are refused, so that sums of sizes are exact everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """One way to run a stage forward with a graph, and then backward. Seconds and bytes.
 
-    `saved` is what the backward needs, the stage's output included and its input not. The temporary sizes are what a
-    run needs beyond its inputs and outputs. `replay_temp` takes the place of `backward_temp` if the forward was run
-    after the loss; unless given, the two are equal.
+    `saved` is the memory that the backward needs, including the stage's output but not its input. The `_temp` sizes are
+    scratch memory beyond inputs and outputs. `replay_temp` replaces `backward_temp` if the forward ran after the loss;
+    it defaults to `backward_temp`.
 
-    `moved` bytes more are needed by the backward, and may be copied out of memory after the forward and back before the
-    backward (`rotor_solver.moving`). They are there when the forward ends and when the backward begins. Where nothing
-    says that they are moved, they stay.
+    The backward needs `moved` bytes more, which can be offloaded between the forward and the backward
+    (`rotor_solver.moving`). They are in memory when the forward ends and when the backward begins, and stay in between
+    unless a plan moves them.
     """
 
     forward_time: float
@@ -38,27 +38,27 @@ class Option:
 
     @property
     def kept(self) -> int:
-        """Bytes that are there when the forward ends, and that have to be there when the backward begins."""
+        """Bytes in memory when the forward ends and when the backward begins."""
         return self.saved + self.moved
 
     @property
     def backward_temp_of_replay(self) -> int:
-        """Temporary bytes of a backward whose forward was run after the loss."""
+        """Scratch bytes of a backward whose forward ran after the loss."""
         return self.backward_temp if self.replay_temp is None else self.replay_temp
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage: `activation` is the size of its output, `options` the ways to run it with a graph.
+    """One stage: `activation` is the size of its output, `options` are the ways to run it with a graph.
 
-    `nograd_time` and `nograd_temp` are for runs without a graph; unless given, they are those of the first option's
-    forward. `gradient` is what the stage's backward leaves in memory for good: the gradients of its parameters. It is
-    negative if the backward frees what the backward of a later stage left.
+    `nograd_time` and `nograd_temp` are for forwards without a graph; they default to those of the first option's
+    forward. `gradient` is the memory that the stage's backward leaves for good: the gradients of its parameters. It is
+    negative if the backward frees memory that the backward of a later stage left.
 
-    Once the stage has run with a graph, its backward does not need `input_released` bytes of its input, nor
-    `output_released` bytes of its output. They are freed if nobody else needs them.
+    Once the stage has run with a graph, its backward needs neither `input_released` bytes of its input nor
+    `output_released` bytes of its output. They are freed unless another stage needs them.
 
-    `skipped_output_time` is the part of a forward with a graph that goes into the output's values alone. A run right
+    `skipped_output_time` is the part of a forward with a graph that only computes the output's values. A forward right
     before the stage's own backward skips it. It is at most the time of any forward of the stage.
     """
 
@@ -79,12 +79,12 @@ class Stage:
 
     @property
     def temp_without_graph(self) -> int:
-        """Temporary bytes of a forward without a graph."""
+        """Scratch bytes of a forward without a graph."""
         return self.options[0].forward_temp if self.nograd_temp is None else self.nograd_temp
 
     @property
     def fastest_option(self) -> int:
-        """The index of the option whose forward and backward are fastest; among equals, of one that keeps least."""
+        """Index of the option with the fastest forward and backward; ties go to the one that keeps least."""
         options = self.options
         return min(
             range(len(options)), key=lambda k: (options[k].forward_time + options[k].backward_time, options[k].kept)
@@ -92,9 +92,9 @@ class Stage:
 
 
 def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
-    """The stage with sizes as ints and times as floats; `incoming` are the bytes of its input.
+    """Return the stage with sizes as ints and times as floats; `incoming` is the size of its input in bytes.
 
-    Raises ValueError, naming the field and `where` it is, for a size or a time that cannot be, and for no options.
+    Raises ValueError, naming the field and `where`, for an impossible size or time and for a stage without options.
     """
     if not stage.options:
         raise InvalidValueError(
@@ -136,7 +136,7 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
         backward_time=checked_seconds(option.backward_time, f"backward_time of {where}"),
         saved=checked_size(option.saved, f"saved of {where}"),
         forward_temp=checked_size(option.forward_temp, f"forward_temp of {where}"),
-        # Below zero if the output's gradient and all that is saved are never there at once.
+        # Below zero if the output's gradient and all saved tensors are never in memory at once.
         backward_temp=checked_size(option.backward_temp, f"backward_temp of {where}", least=-incoming),
         moved=checked_size(option.moved, f"moved of {where}"),
         replay_temp=None if replay is None else checked_size(replay, f"replay_temp of {where}", least=-incoming),
@@ -144,7 +144,7 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
 
 
 def checked_seconds(value: Any, what: str) -> float:
-    """`value` as a float. Raises ValueError, naming `what` it is, unless it is a finite number, zero or more."""
+    """Return `value` as a float. Raises ValueError, naming `what`, unless it is finite and at least 0."""
     number = _number(value)
     if number is None or not math.isfinite(number) or number < 0:
         raise InvalidValueError(
@@ -154,7 +154,7 @@ def checked_seconds(value: Any, what: str) -> float:
 
 
 def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE) -> int:
-    """`value` as an int. Raises ValueError, naming `what` it is, unless it is a whole number from `least` to `most`."""
+    """Return `value` as an int. Raises ValueError, naming `what`, unless it is an integer from `least` to `most`."""
     number = _number(value)
     if number is None or not math.isfinite(number) or number != int(number):
         raise InvalidValueError(
@@ -173,8 +173,8 @@ def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE
 
 
 def _number(value: Any) -> Any:
-    """`value` if it is a real number, a NumPy scalar included, else None."""
-    # bool is a kind of int in Python, but never meant as bytes or seconds.
+    """Return `value` if it is a real number (NumPy scalars included), else None."""
+    # bool is an int in Python, but never meant as bytes or seconds.
     return None if isinstance(value, bool) or not isinstance(value, Real) else value
 
 
@@ -182,12 +182,12 @@ def _number(value: Any) -> Any:
 class Chain:
     """Stages 0 … L-1 in the order in which they run, and the loss, which counts as stage L.
 
-    `input_bytes` is the size of the chain's input. `loss_time` is the loss's forward and backward together.
-    `output_held` says that the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes
-    (integral floats and NumPy's are converted).
+    `input_bytes` is the size of the chain's input. `loss_time` covers the loss's forward and backward. `output_held`
+    says that the caller keeps the chain's output to the end of the step. Sizes are whole numbers of bytes (integral
+    floats and NumPy scalars are converted).
 
-    Raises ValueError, naming the field and the stage, for a size or a time that cannot be, for a stage without options,
-    and for gradients that free more than later stages have left.
+    Raises ValueError, naming the field and the stage, for an impossible size or time, for a stage without options, and
+    for gradients that free more than later stages left.
     """
 
     stages: tuple[Stage, ...]
@@ -206,7 +206,7 @@ class Chain:
         for index, stage in enumerate(self.stages):
             incoming = stages[-1].activation if stages else self.input_bytes
             stages.append(checked_stage(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
-        left = 0  # by the backwards, in the order in which they run
+        left = 0  # by the backwards so far
         for index in range(len(stages) - 1, -1, -1):
             left += stages[index].gradient
             if left < 0:
@@ -238,11 +238,12 @@ class Chain:
         output_held: bool = False,
         names: Iterable[str] | None = None,
     ) -> Chain:
-        """A chain of L stages with one option each, from lists of seconds and bytes.
+        """Build a chain of L stages with one option each, from lists of seconds and bytes.
 
         `backward_time`, `activation` and `backward_temp` have L+1 entries: activation[i] is the size of stage i's
-        input, and the last entries of the other two are the loss's. All other lists have L entries; saved[i] is what
-        stage i keeps for its backward. Raises ValueError if a list has another length, or for what `Chain` refuses.
+        input, and the last entries of the other two are the loss's. All other lists have L entries; saved[i] is the
+        memory that stage i keeps for its backward. Raises ValueError if a list has another length, or for values that
+        `Chain` refuses.
         """
         forward = list(forward_time)
         length = len(forward)
@@ -287,7 +288,7 @@ class Chain:
 
     @property
     def activation(self) -> tuple[int, ...]:
-        """Sizes of every stage's input, and last of the chain's output: L+1 entries."""
+        """Sizes of every stage's input, then of the chain's output: L+1 entries."""
         return (self.input_bytes, *(stage.activation for stage in self.stages))
 
     @property
@@ -297,42 +298,42 @@ class Chain:
 
     @property
     def backward_time(self) -> tuple[float, ...]:
-        """Backward seconds of every stage's first option, and last of the loss: L+1 entries."""
+        """Backward seconds of every stage's first option, then of the loss: L+1 entries."""
         return (*(option.backward_time for option in self._first_options()), self.loss_time)
 
     @property
     def saved(self) -> tuple[int, ...]:
-        """What every stage's first option keeps for its backward."""
+        """Bytes that every stage's first option keeps for its backward."""
         return tuple(option.kept for option in self._first_options())
 
     @property
     def forward_temp(self) -> tuple[int, ...]:
-        """Temporary memory of the forward of every stage's first option."""
+        """Scratch bytes of the forward of every stage's first option."""
         return tuple(option.forward_temp for option in self._first_options())
 
     @property
     def backward_temp(self) -> tuple[int, ...]:
-        """Temporary memory of the backward of every stage's first option, and last of the loss: L+1 entries."""
+        """Scratch bytes of the backward of every stage's first option, then of the loss: L+1 entries."""
         return (*(option.backward_temp for option in self._first_options()), self.loss_temp)
 
     @property
     def replay_temp(self) -> tuple[int, ...]:
-        """Temporary memory of a backward whose forward was run again, for every stage's first option."""
+        """Scratch bytes of a backward after a recompute, for every stage's first option."""
         return tuple(option.backward_temp_of_replay for option in self._first_options())
 
     @property
     def nograd_time(self) -> tuple[float, ...]:
-        """Seconds of a forward without a graph."""
+        """Seconds of every stage's forward without a graph."""
         return tuple(stage.seconds_without_graph for stage in self.stages)
 
     @property
     def nograd_temp(self) -> tuple[int, ...]:
-        """Temporary memory of a forward without a graph."""
+        """Scratch bytes of every stage's forward without a graph."""
         return tuple(stage.temp_without_graph for stage in self.stages)
 
     @property
     def gradient(self) -> tuple[int, ...]:
-        """What every stage's backward leaves in memory for good."""
+        """Bytes that every stage's backward leaves in memory for good."""
         return tuple(stage.gradient for stage in self.stages)
 
     @property
@@ -344,11 +345,11 @@ class Chain:
     def released(self) -> tuple[tuple[int, int], ...]:
         """For every stage, the bytes of its input that are freed once it has run with a graph: (alone, inside ā_i).
 
-        If the input lies in the ā_i of the stage before, they are freed only if that stage does not need them either.
+        If the input lies in the ā_i of the stage before, only bytes that neither stage needs are freed.
         """
         found = [(0, 0)] if self.stages else []  # a_0 belongs to the caller
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
-            # Nobody knows which bytes each of the two does without: at least so many are the same ones.
+            # Which bytes each of the two can spare is unknown; this is the least possible overlap.
             inside = max(0, stage.input_released + before.output_released - before.activation)
             found.append((stage.input_released, inside))
         return tuple(found)

@@ -1,8 +1,7 @@
-"""Strategies of the literature that store inputs, to compare plans with: Revolve, its best form for stages that differ,
-and checkpoints at regular distances.
+"""Input-storing strategies of the literature, for comparison: Revolve, heterogeneous Revolve, periodic checkpoints.
 
-They are in plain Python and NumPy, and take a second on 300 stages. Each stage runs by its fastest option. An interval
-[i, stop) has the stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
+Plain Python and NumPy; a second for 300 stages. Each stage runs by its fastest option. An interval [i, stop) has the
+stages i … stop-1, with stop ≤ L+1, where stage L is the loss.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 _NOTHING = -(2**60)
-"""The need of an empty interval: less than any other, even with a size taken from the memory before it."""
+"""The need of an empty interval: less than any other, even minus a size."""
 _LARGEST_TABLE = 2**27
-"""Numbers in a table: a GiB; a guess. Where there would be more, slots are made coarser."""
+"""Numbers in a table: 1 GiB. Slots are made coarser above it. Not measured; too low makes schedules slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +32,9 @@ class Revolve:
     """Binomial checkpointing with `snapshots` stored inputs, or with the fastest number of them that fits.
 
     Griewank & Walther, "Algorithm 799: Revolve", ACM Transactions on Mathematical Software 26 (2000): optimal for
-    stages that are all alike. A snapshot is a stored input; a_0 takes one of the s. Every step is run a last time with
-    a graph, immediately before its backward, or before the loss. Where no snapshot is left for the state from which
-    that happens, it is one input more in memory. Raises ValueError if `snapshots` is less than one.
+    identical stages. A snapshot is a stored input; a_0 is one of them. Every step runs a last time with a graph,
+    immediately before its backward or the loss; without a free snapshot, its input is one more in memory. Raises
+    ValueError if `snapshots` < 1.
     """
 
     snapshots: int | None = None
@@ -46,9 +45,9 @@ class Revolve:
         _check_count(self.snapshots, "snapshots", "stored inputs")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted; InfeasibleError otherwise.
+        """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted. Raises InfeasibleError otherwise.
 
-        All numbers of snapshots are tried: if stages differ, fewer snapshots may need more memory.
+        Tries all numbers of snapshots: if stages differ, fewer snapshots may need more memory.
         """
         costs = costs_of(_with_fastest_options(chain))
         most = max(1, len(chain) - 1)  # every input is stored then
@@ -60,10 +59,10 @@ class Revolve:
 
 
 def forward_steps(steps: int, snapshots: int) -> int:
-    """Forwards in all that Revolve runs, those with a graph included: (r + 1) n - β(s+1, r-1).
+    """Return the number of forwards that Revolve runs, those with a graph included: (r + 1) n - β(s+1, r-1).
 
-    `snapshots` counts the initial state; ValueError if it is less than one. 0 for no steps. β(s, r) = C(s+r, s), and r
-    is the least with β(s, r) ≥ n.
+    `snapshots` counts the initial state; raises ValueError if it is < 1. 0 for no steps. β(s, r) = C(s+r, s), and r is
+    the least with β(s, r) ≥ n.
     """
     _check_count(snapshots, "snapshots", "stored inputs")
     if steps < 1:
@@ -75,7 +74,7 @@ def forward_steps(steps: int, snapshots: int) -> int:
 
 
 def _advance(steps: int, snapshots: int) -> int:
-    """How far Revolve goes on before its next snapshot, for steps > 1: min(β(s, r-1), n - β(s-1, r-1))."""
+    """Return the steps to Revolve's next snapshot, for steps > 1: min(β(s, r-1), n - β(s-1, r-1))."""
     below, reached, repeats = 0, 1, 0
     while reached < steps:
         repeats += 1
@@ -84,7 +83,7 @@ def _advance(steps: int, snapshots: int) -> int:
 
 
 def _revolve(costs: Costs, snapshots: int) -> tuple[float, int, dict[tuple[int, int], int]]:
-    """Revolve's seconds without a graph, its bytes, and the checkpoint of every interval [i, l] that has one."""
+    """Return Revolve's seconds without a graph, its bytes, and the checkpoint of every interval [i, l] that has one."""
     length, backward = len(costs.activation) - 1, _stage_needs(costs)[0]
     if length == 0:
         return 0.0, costs.loss_need, {}
@@ -110,8 +109,8 @@ def _revolve(costs: Costs, snapshots: int) -> tuple[float, int, dict[tuple[int, 
 class Periodic:
     """Checkpoints at the stages 0, n, 2n, … for n = `every`, a_0 among them, but at most `max_checkpoints`.
 
-    On the way forward only the first input of every segment is kept; the last segment is stored as it runs. Unless
-    `every` is given, it is the fastest distance that fits. Raises ValueError for numbers less than one.
+    The forward keeps only the first input of every segment; the last segment is stored as it runs. `every` defaults to
+    the fastest distance that fits. Raises ValueError for numbers < 1.
     """
 
     every: int | None = None
@@ -124,9 +123,9 @@ class Periodic:
         _check_count(self.max_checkpoints, "max_checkpoints", "checkpoints")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+        """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted.
 
-        InfeasibleError otherwise, with the least limit.
+        Raises InfeasibleError otherwise, with the least limit.
         """
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
@@ -136,7 +135,7 @@ class Periodic:
 
 @dataclass(frozen=True, slots=True)
 class Sqrt:
-    """k = round(√L) segments of ⌊L/k⌋ or ⌈L/k⌉ stages: O(√L) memory where stages are alike.
+    """k = round(√L) segments of ⌊L/k⌋ or ⌈L/k⌉ stages: O(√L) memory for identical stages.
 
     Chen et al. 2016, arXiv:1604.06174. Segment p begins at ⌊p L / k⌋; √L is never halfway between whole numbers.
     """
@@ -144,18 +143,18 @@ class Sqrt:
     name = "sqrt"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule, if its peak is at most `mem_limit` bytes, a_0 counted.
+        """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted.
 
-        InfeasibleError otherwise, with the least limit.
+        Raises InfeasibleError otherwise, with the least limit.
         """
         count = max(1, round(math.sqrt(len(chain))))
         return _fastest_segments(chain, mem_limit, [even_segments(len(chain), count)], self.name)
 
 
 def _fastest_segments(chain: Chain, mem_limit: int, candidates: list[list[range]], name: str) -> Sequence:
-    """The fastest schedule that fits, of those that store the last of the given segments and recompute the others.
+    """Return the fastest schedule that fits, of those that store the last segment and recompute the others.
 
-    With the segments [c_p, c_{p+1}) for p = 0 … k, it needs, a_0 not counted, the most of
+    With the segments [c_p, c_{p+1}) for p = 0 … k, it needs, a_0 not counted, the maximum of
 
         |a_{c_1}| + … + |a_{c_p}| + base + check_need of the segment p,           p < k
         |a_{c_1}| + … + |a_{c_p}| + the bytes that storing the segment p needs    with δ_{c_{p+1}} in memory, for p < k
@@ -186,11 +185,11 @@ class GriewankHeterogeneous:
     """The best schedule that stores only inputs, for stages of different sizes and times: a heterogeneous Revolve.
 
     Beaumont et al. (HAL hal-02352969) compare with it. No ā is kept: a stage runs with a graph immediately before its
-    own backward, or before the loss. `attached` keeps every checkpoint a_j together with ā_{j+1}, so that Fe_j is run
-    on the way forward; only a_0 and a_L are ever kept alone.
+    own backward, or before the loss. `attached` keeps every checkpoint a_j together with ā_{j+1}, so that Fe_j runs in
+    the forward; only a_0 and a_L are ever kept alone.
 
-    Memory is divided into `slots`, or fewer where that is exact. Raises ValueError if `slots` is not at least one, or
-    if `attached` is not True or False.
+    Memory is divided into `slots`, or fewer where that is exact. Raises ValueError if `slots` < 1, or if `attached` is
+    not a bool.
     """
 
     slots: int = 500
@@ -208,10 +207,9 @@ class GriewankHeterogeneous:
         return "griewank-heterogeneous-attached" if self.attached else "griewank-heterogeneous"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The fastest schedule of its kind within `mem_limit` bytes, a_0 counted, up to rounding to slots.
+        """Return the fastest schedule of its kind within `mem_limit` bytes, a_0 counted, up to rounding to slots.
 
-        It is exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least
-        limit.
+        Exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least limit.
         """
         program = _Heterogeneous(costs_of(_with_fastest_options(chain)), self.attached)
         _fastest_fitting(self.name, mem_limit, [(0.0, chain.input_bytes + int(program.least[0, -1]))])
@@ -221,7 +219,7 @@ class GriewankHeterogeneous:
 
 
 class _Heterogeneous:
-    """The recurrence over intervals: Opt(i, stop, m), less the time of what every schedule runs once.
+    """The recurrence over intervals: Opt(i, stop, m), less the time of the forwards that every schedule runs once.
 
         Opt(L, L+1, m) = 0                                                if m ≥ loss_need
         Opt(i, stop, m) = the least of
@@ -230,9 +228,9 @@ class _Heterogeneous:
           split_j - run_i + Opt(j, stop, m - |a_j|) + Opt(i, j, m)        if m ≥ base + check_need_ij, for i < j < stop
             attached, for j < L: with Opt(j+1, stop, m - |a_j| - taken_j) if m ≥ |a_j| + stage_need(j, stop)
 
-    Sizes taken from m are rounded up, so that all times in the table can be had; schedules are read off with memory
-    counted in bytes. Known of every interval in bytes: from `least` on there is a schedule, of `least_seconds` there;
-    from `full` on none is faster than `full_seconds`. All are [L+2, L+2], by (i, stop).
+    Sizes taken from m are rounded up, so that every time in the table is attainable; schedules are read off with memory
+    in bytes. For every interval, exact in bytes: from `least` on there is a schedule, with `least_seconds` there; from
+    `full` on none is faster than `full_seconds`. All are [L+2, L+2], by (i, stop).
     """
 
     def __init__(self, costs: Costs, attached: bool) -> None:
@@ -254,7 +252,7 @@ class _Heterogeneous:
             self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
 
     def _least_of(self, i: int, stop: int) -> tuple[int, float]:
-        """The least m for [i, stop), and the seconds of the fastest schedule with no more, of shorter intervals' least.
+        """Return the least m for [i, stop), and the seconds of the fastest schedule from shorter intervals' least.
 
         The recurrence of the class, with "least m" for "least time".
         """
@@ -270,7 +268,7 @@ class _Heterogeneous:
         return int(best), float(seconds[needs == best].min())
 
     def _asked(self, i: int, j: int | slice, stop: int) -> Any:
-        """The bytes that [i, stop) needs to get to the checkpoint a_j, and to keep it."""
+        """Bytes that [i, stop) needs to reach and keep the checkpoint a_j."""
         need = self.costs.base[stop - 1] + self.costs.check_need[i, j]
         return np.maximum(need, self.kept[j, stop])
 
@@ -283,14 +281,14 @@ class _Heterogeneous:
             unit *= 2
         self.unit, self.offset, self.width = unit, room % unit, room // unit + 1
         self.begin, self.end = self._slot_of(self.least), self._slot_of(self.full)
-        # If all numbers are out of reach, memory that an operation frees may still lead there.
+        # Even if all slots are out of reach, memory that an operation frees may lead there.
         self.beyond = np.where(self.begin < self.end, self.least_seconds, self.full_seconds)
         self.rows = [np.full((length + 2 - i, self.width), np.inf) for i in range(length + 1)]
         for row in self.rows:
             row[0] = 0.0
         self.rows[length][1, self.begin[length, length + 1] :] = 0.0
         for stop in range(1, length + 2):
-            # [j, m] the seconds from the checkpoint a_j to `stop`.
+            # [j, m] seconds from the checkpoint a_j to `stop`.
             after = np.full((length + 2, self.width), np.inf)
             for i in reversed(range(min(stop, length + 1))):
                 if i < length:
@@ -319,7 +317,7 @@ class _Heterogeneous:
             self.beyond[i, stop] = row[-1]
 
     def _shifted(self, i: int, stop: int, taken: int) -> Floats:
-        """[m] the seconds of [i, stop) with `taken` bytes less; 0 for an empty interval."""
+        """[m] seconds of [i, stop) with `taken` bytes less; 0 for an empty interval."""
         if i == stop:
             return np.zeros(self.width)
         slots = np.arange(self.width) - -(-taken // self.unit)
@@ -329,11 +327,11 @@ class _Heterogeneous:
         return values
 
     def _slot_of(self, need: Any) -> Any:
-        """The first slot m for which m · unit + offset ≥ need."""
+        """The first slot m with m · unit + offset ≥ need."""
         return np.maximum(0, -((self.offset - need) // self.unit))
 
     def checkpoints(self, room: int) -> dict[tuple[int, int], int]:
-        """The checkpoint of every interval [i, l] that has one, in exactly `room` bytes, at least the least."""
+        """Return the checkpoint of every interval [i, l] that has one, in exactly `room` bytes, at least the least."""
         found = {}
         pending = [(0, self.length + 1, room)]
         while pending:
@@ -349,7 +347,7 @@ class _Heterogeneous:
         return found
 
     def _best_checkpoint(self, i: int, stop: int, memory: int) -> int:
-        """The checkpoint j with which [i, stop) is fastest in exactly `memory` bytes, or i for Fe_i."""
+        """Return the checkpoint j with which [i, stop) is fastest in exactly `memory` bytes, or i for Fe_i."""
         costs, best, choice = self.costs, math.inf, -1
         if _may_enable(self.length, self.attached, i, stop) and memory >= self.needs[self.state, i, stop]:
             best = self._seconds(i + 1, stop, memory - int(costs.taken[self.state, i]))
@@ -366,7 +364,7 @@ class _Heterogeneous:
         return choice
 
     def _seconds(self, i: int, stop: int, memory: int) -> float:
-        """The seconds of a schedule for [i, stop) that fits in exactly `memory` bytes; infinite if none does."""
+        """Seconds of a schedule for [i, stop) that fits in exactly `memory` bytes; infinite if none does."""
         if memory < self.least[i, stop]:
             return math.inf
         if memory >= self.full[i, stop]:
@@ -378,21 +376,21 @@ class _Heterogeneous:
 
 
 def _intervals(length: int) -> Iterator[tuple[int, int]]:
-    """All intervals [i, stop) with a stage that is not the loss, every one after those that lie inside it."""
+    """All intervals [i, stop) with a stage other than the loss, each after those inside it."""
     return ((i, stop) for stop in range(1, length + 2) for i in reversed(range(min(stop, length))))
 
 
 def _may_enable(length: int, attached: bool, i: int, stop: int) -> bool:
-    """Whether [i, stop) may begin with Fe_i: attached, or with no more than the loss before its backward."""
+    """Whether [i, stop) may begin with Fe_i: attached, or with at most the loss before its backward."""
     return attached or stop == i + 1 or (i == length - 1 and stop == length + 1)
 
 
 def _stage_needs(costs: Costs) -> Ints:
-    """[2, L, L+2] bytes of Fe_i and B_i in [i, stop), where a_i stands alone, and where it lies in ā_i."""
+    """[2, L, L+2] bytes of Fe_i and B_i in [i, stop): row 0 if a_i stands alone, row 1 if it lies in ā_i."""
     length = len(costs.activation) - 1
     backward = np.repeat(costs.backward_need[[1], :, None], length + 2, axis=2)
     backward[0, :, -1] = costs.backward_need[0]
-    base = np.concatenate([[0], costs.base])  # by stop; there is no interval that stops at 0
+    base = np.concatenate([[0], costs.base])  # by stop; no interval stops at 0
     needs: Ints = np.maximum(base + costs.forward_need[None, :, None], backward - costs.released[:, :, None])
     return needs
 
@@ -400,7 +398,7 @@ def _stage_needs(costs: Costs) -> Ints:
 def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
     """([L+2, L+2], [L+2, L+2]): the m from which all checkpoints of [i, stop) can be stored, and the seconds with it.
 
-    Every stage is then run once, or twice if it has to be: nothing is faster.
+    Every stage then runs once, or twice if it must: nothing is faster.
     """
     length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
     full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
@@ -417,7 +415,6 @@ def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
 
 
 def _with_fastest_options(chain: Chain) -> Chain:
-    """The chain with one option per stage, the fastest."""
     stages = (
         replace(
             stage,
@@ -431,7 +428,7 @@ def _with_fastest_options(chain: Chain) -> Chain:
 
 
 def _fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int]]) -> int:
-    """The index of the fastest of `schedules`, given as (seconds, bytes at their peak), within `mem_limit` bytes.
+    """Return the index of the fastest of `schedules` (seconds, peak bytes) within `mem_limit` bytes.
 
     Raises InfeasibleError if none fits.
     """
@@ -445,7 +442,7 @@ def _fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int
 
 
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
-    """The sequence that splits the interval [i, l] at checkpoints[i, l], and begins it with Fe_i if there is none."""
+    """Return the sequence that splits the interval [i, l] at checkpoints[i, l], or begins it with Fe_i without one."""
     options = [stage.fastest_option for stage in chain.stages]
 
     def choose(_state: int, i: int, last: int) -> int:
@@ -460,7 +457,7 @@ def _checked(chain: Chain, mem_limit: int, sequence: Sequence) -> Sequence:
 
 
 def _check_count(value: object, what: str, thing: str) -> None:
-    """Raise ValueError unless `value` is None or a whole number, one or more."""
+    """Raise ValueError unless `value` is None or a whole number, at least 1."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a whole number of {thing}, one or more, or None",

@@ -1,4 +1,4 @@
-"""Errors with fields, so that a program need not read the sentence."""
+"""Errors that carry their facts as fields, so that programs need not parse messages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ Field = int | float | str
 
 
 class DescribedError(Exception):
-    """Carry `kind`, `stage`, `name` and numbers beside the message.
+    """An error with `kind`, `stage`, `name` and numbers in addition to the message.
 
     Args:
         message: One sentence: "X must be Y, got Z", then the remedy.
-        kind: A short slug that stays as it is, such as "limit_too_small". Defaults to the class's own.
+        kind: A stable slug such as "limit_too_small". Defaults to the class's own.
         stage: Index of the stage at fault, or None.
         name: Name of the argument, option, stage, layer or file at fault, or None.
-        numbers: Whatever else the message says: numbers, and texts where they are no numbers. Never a tensor, which an
-            error would keep alive.
+        numbers: Other facts of the message, as numbers or text. Never a tensor, which the error would keep alive.
     """
 
     kind: str = "invalid"
@@ -35,8 +34,8 @@ class DescribedError(Exception):
         self.numbers = numbers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception is copied and pickled by its positional arguments, which are not those of every subclass.
-        # Notes stay behind: they tell where this one was raised.
+        # Copying and pickling pass an exception's positional arguments, which differ in subclasses. Notes stay behind:
+        # they describe where this instance was raised.
         state = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
         return _restored, (type(self), self.args, state)
 
@@ -52,8 +51,8 @@ class InvalidValueError(DescribedError, ValueError):
 
 
 class InvalidTypeError(DescribedError, TypeError):
-    """An argument of another type than is taken."""
+    """An argument of the wrong type."""
 
 
 class InvalidStateError(DescribedError, RuntimeError):
-    """A call at a time, or in a state, in which it cannot work."""
+    """A call at a time or in a state in which it cannot work."""

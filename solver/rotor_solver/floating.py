@@ -1,21 +1,21 @@
-"""The best sequence in which checkpoints may be dropped before the backward of their stage: they float.
+"""The best sequence with floating checkpoints: those that may be dropped before the backward of their stage.
 
-After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M),
-s ≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to be done in M bytes, a_s counted, and
-a_s is of no use after that. If s < t, the backwards of s … t-1 are another problem's, which has an earlier checkpoint,
-so a_s can be dropped at any time. There are three ways to begin:
+After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
+≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to run in M bytes, a_s counted, and a_s is
+of no use after that. If s < t, another problem with an earlier checkpoint has the backwards of s … t-1, so a_s can be
+dropped at any time. There are three ways to begin:
 
-    Fe_s … B_s   if s = t: what is between is the problem (s+1, s+1, l), with a_{s+1} inside ā_{s+1}
+    Fe_s … B_s   if s = t: in between is the problem (s+1, s+1, l), with a_{s+1} inside ā_{s+1}
     Fn_s         if s < t: then (s+1, t, l, M)
     CF_s         for a j with t < j ≤ l: then (s+1, j, l, M - |a_s|), and from a_s again (s, t, j-1, M)
 
-It is enough to go forward by one stage: with s+1 < j the next problem may go on without a_{s+1}. Hence L⁴/24 choices in
-all, for every M. The memory-persistent sequences are those where a_s is kept by CF_s for its own stage only, s = t.
+Advancing by one stage is enough: with s+1 < j the next problem may go on without a_{s+1}. Hence L⁴/24 choices, for
+every M. In memory-persistent sequences, CF_s keeps a_s for its own stage only, s = t.
 
-The class: all sequences of this form. Every checkpoint in memory is dropped before those that were kept earlier, and
-ā_{s+1} is kept only together with a_s. A search over all sequences was faster on 2 of 3606 random chains of three and
-four stages: there, ā_{s+1} was kept while a_s was dropped and made again later. `lower_bound` is certified for the
-class, which contains the memory-persistent sequences.
+The class of all such sequences drops every checkpoint before those kept earlier, and keeps ā_{s+1} only together with
+a_s. `lower_bound` is certified for this class, which contains the memory-persistent sequences. A search over all
+sequences was faster on 2 of 3606 random chains of three and four stages: it kept ā_{s+1}, and dropped and recomputed
+a_s.
 
 Less the time of storing everything, and with the names of `Costs`,
 
@@ -27,12 +27,12 @@ Less the time of storing everything, and with the names of `Costs`,
       run_{s+1} - run_s + Opt(s+1, j, l, M - |a_s|) + Opt(s, t, j-1, M)     for t < j ≤ l
         both                                                        if M ≥ base_l + |a_s| + check_need_{s,s+1}
 
-Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: it is not counted in m, and 0 stands for |a_s| above. The last
-stage of an interval skips its output. In `persistent` the checkpoint that splits the interval takes that off; here a
-checkpoint does not say where the interval before it ends, so the stage itself does: split - run.
+Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: m does not count it, and 0 stands for |a_s| above. The last
+stage of an interval skips its output. In `persistent` the splitting checkpoint subtracts that time; here a checkpoint
+does not determine the end of the interval before it, so the stage itself does: split - run.
 
 Slot m stands for m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound;
-sequences are read off with memory counted in bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
+sequences are read off with memory in bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, Forward
 from rotor_solver.simulate import simulate
 
 _LARGEST_TABLE = 2**31
-"""Bytes; a guess. A chain whose first table is larger is refused."""
+"""Bytes. A chain with a larger first table is refused. Not measured; too low refuses solvable chains."""
 _CLOSE = 0.004
-"""Slots are made finer until the makespan is this near to the bound, as a ratio; a guess."""
+"""Slots are refined until makespan / bound - 1 is this small. Not measured; too high loses up to so much time."""
 _FINER_CHOICES = 1e9
-"""They are not made finer if the next table would look at more pairs of slots than this; a guess."""
+"""No refinement if the next table would visit more pairs of slots. Not measured; too high costs solve time."""
 _FINER_TABLE = 2**29
-"""Nor if it would have more bytes than this; a guess."""
+"""No refinement if the next table would have more bytes. Not measured; too high costs memory."""
 _BLENDS = (0.5, 0.0, 1.0)
-"""Ways to read between slots (`_Table.read`) when looking for a sequence; a guess."""
+"""Ways to read between slots (`_Problem._read`) when reading off a sequence. Not measured; each costs one descent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floating:
-    """The program of this module, with memory divided into `slots` to begin with.
+    """The program of this module, with memory divided into `slots` initially.
 
-    Raises ValueError if `slots` is not at least one.
+    Raises ValueError if `slots` < 1.
     """
 
     slots: int = 500
@@ -80,11 +80,11 @@ class Floating:
         check_slots(self.slots)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The best sequence found within `mem_limit` bytes, a_0 counted; never slower than that of `Persistent`.
+        """Return the best sequence found within `mem_limit` bytes, a_0 counted; never slower than `Persistent`.
 
-        Its lower bound holds for all sequences of the class that the module describes. Raises InfeasibleError if there
-        is none, with the least limit, which may be below that of memory-persistent sequences. Raises ValueError if the
-        chain is so long that its first table is too large.
+        Its lower bound holds for the module's class of sequences. Raises InfeasibleError if there is none, with the
+        least limit, which may be below the least of memory-persistent sequences. Raises ValueError if the chain is so
+        long that its first table is too large.
         """
         stored, length = store_all(chain), len(chain)
         if simulate(chain, stored).peak <= mem_limit:
@@ -93,7 +93,7 @@ class Floating:
         problem = _Problem(costs_of(chain), mem_limit)
         stored_seconds = stored.lower_bound or 0.0
         candidates, best, makespan, bound = [], None, math.inf, 0.0
-        # There may be no persistent sequence where there is a floating one.
+        # A floating sequence may exist where no persistent one does.
         with suppress(InfeasibleError):
             candidates.append(Persistent(self.slots).solve(chain, mem_limit))
         for number, unit in enumerate(problem.units(self.slots)):
@@ -102,7 +102,7 @@ class Floating:
             if number and (makespan <= bound * (1 + _CLOSE) or not cheap):
                 break
             problem.fill(unit)
-            # Sums in another order differ in their last digits; the certificate has to hold for all of them.
+            # Sums in another order differ in their last digits; the certificate must hold for all orders.
             certain = 1 - (4 * length**2 + 8) * float(np.finfo(np.float64).eps)
             bound = max(bound, (stored_seconds + float(problem.table[problem.root, -1])) * certain)
             cut = float(problem.costs.run[-1]) + stored_seconds
@@ -118,9 +118,9 @@ class Floating:
 
 
 _Task = tuple[int, int, int, int]
-"""A problem that waits: s, its column of `start`, l, and the bytes that it has."""
+"""A pending problem: s, its column of `start`, l, and its bytes."""
 _Way = tuple[float, Operation, list[_Task | Operation]]
-"""How a problem may begin: seconds, the operation, and the tasks that follow, the first of them last."""
+"""A way to begin a problem: seconds, the operation, and the following tasks, the first of them last."""
 
 
 class _Problem:
@@ -152,7 +152,7 @@ class _Problem:
             raise InfeasibleError(message, min_bytes=needed, mem_limit=mem_limit)
 
     def units(self, slots: int) -> Iterator[int]:
-        """Bytes in a slot, finer and finer, down to where all sizes are whole numbers of slots."""
+        """Yield bytes in a slot, finer and finer, until all sizes are whole numbers of slots."""
         exact = math.gcd(*map(int, (*self.costs.activation, *self.costs.taken.flat))) or max(1, self.mem_limit)
         while True:
             unit = max(exact, -(-self.mem_limit // slots))
@@ -162,7 +162,7 @@ class _Problem:
             slots *= 4
 
     def _problems(self) -> Iterator[tuple[int, int, int]]:
-        """(s, column of `start`, l), each after all those that it leads to: these begin later, or end earlier."""
+        """(s, column of `start`, l), each after all its subproblems: these begin later, or end earlier."""
         for s in reversed(range(self.length + 1)):
             for column in range(s, self.length + 2):
                 for last in range(self._until(s, column), self.length + 1):
@@ -173,7 +173,7 @@ class _Problem:
         return s if column > self.length else column
 
     def _own(self, s: int, column: int) -> int:
-        """The bytes of a_s, unless they lie in ā_s."""
+        """The bytes of a_s, or 0 if it lies in ā_s."""
         return 0 if column > self.length else int(self.costs.activation[s])
 
     def _options(self, s: int, column: int, last: int) -> Iterator[tuple[int, int, int, int]]:
@@ -186,7 +186,6 @@ class _Problem:
             yield k - int(costs.first[s]), k, own + need, own + int(costs.taken[inside, k])
 
     def _check_need(self, s: int, column: int, last: int) -> int:
-        """The bytes that CF_s or Fn_s needs."""
         return self._own(s, column) + int(self.costs.base[last] + self.costs.check_need[s, s + 1])
 
     def _least_of(self, s: int, column: int, last: int) -> int:
@@ -225,7 +224,7 @@ class _Problem:
                         seconds = costs.extra[k] - (costs.run[s + 1] - costs.split[s + 1])
                         out[begin:] = np.minimum(out[begin:], seconds)
                         continue
-                    # Where a run frees more than it keeps, no memory is more than that of the last slot.
+                    # Where a run frees more than it keeps, memory is capped at the last slot.
                     slots = np.arange(max(begin, taken // unit), width + 1)
                     source = self.table[start[s + 1, length + 1] + last, np.minimum(slots - taken // unit, width)]
                     out[slots] = np.minimum(out[slots], costs.extra[k] + source)
@@ -242,7 +241,7 @@ class _Problem:
                 out[low:] = np.minimum(out[low:], later.min(axis=0))
 
     def _slot_of(self, need: int) -> int:
-        """The first slot m for which m · unit + offset ≥ need."""
+        """The first slot m with m · unit + offset ≥ need."""
         return max(0, -((self.offset - need) // self.unit))
 
     def _read(self, row: int, memory: int, blend: float, cut: float) -> float:
@@ -256,7 +255,7 @@ class _Problem:
         return value
 
     def descend(self, blend: float, cut: float) -> list[Operation]:
-        """The operations of a sequence that fits, with memory counted in bytes; the table only says where to go."""
+        """Read off a sequence that fits, with memory in bytes; the table only guides the choices."""
         operations: list[Operation] = []
         pending: list[_Task | Operation] = [(0, 0, self.length, self.mem_limit)]
         while pending:
@@ -276,7 +275,7 @@ class _Problem:
         return operations
 
     def _ways(self, s: int, column: int, last: int, memory: int, blend: float, cut: float) -> Iterator[_Way]:
-        """All ways in which a problem may begin in exactly `memory` bytes."""
+        """All ways to begin a problem in exactly `memory` bytes."""
         costs, start, least, t = self.costs, self.start, self.least, self._until(s, column)
         for number, k, need, taken in self._options(s, column, last) if s == t else ():
             seconds, row = float(costs.extra[k]), start[s + 1, self.length + 1] + last if last > s else -1

@@ -1,8 +1,7 @@
-"""The whole trade-off between memory and time: found once, a step function to ask, and its picture.
+"""The whole trade-off between memory and time: computed once, queried as a step function, drawn.
 
-One table of the persistent program knows the times for all limits up to its own. For small limits its slots are too
-coarse, so there are more tables: for a quarter of the memory, a sixteenth, and so on. Drawing needs matplotlib, which
-nothing else of the package does: it is imported on use.
+One table of the persistent program covers all limits up to its own. For small limits its slots are too coarse, so there
+are more tables: for a quarter of the memory, a sixteenth, and so on. Drawing imports matplotlib on use.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rotor_solver.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """A step function: limits[k] bytes, a_0 counted, are enough for sequences[k], which takes makespans[k] seconds.
+    """A step function: sequences[k] fits in limits[k] bytes, a_0 counted, and takes makespans[k] seconds.
 
     Limits increase, makespans do not. No persistent sequence within limits[k] bytes takes less than lower_bounds[k]
     seconds. `stored` is the makespan of storing everything.
@@ -59,12 +58,12 @@ class Frontier:
 
     @property
     def gap(self) -> float:
-        """By how much a makespan is longer than its bound, at most, as a ratio: 0.01 is a hundredth."""
+        """The largest makespan / bound - 1 of all steps: 0.01 is one percent."""
         pairs = zip(self.makespans, self.lower_bounds, strict=True)
         return max((made / least - 1 for made, least in pairs if least), default=0.0)
 
     def sequence(self, mem_limit: float) -> Sequence:
-        """The fastest sequence known within `mem_limit` bytes.
+        """Return the fastest known sequence within `mem_limit` bytes.
 
         Raises InfeasibleError below the first limit, and ValueError if `mem_limit` is not a number of bytes.
         """
@@ -75,9 +74,9 @@ class Frontier:
         return self.makespans[self._position(mem_limit)]
 
     def limit_for(self, overhead: float) -> int:
-        """The first limit whose makespan is at most 1 + `overhead` times that of storing everything.
+        """Return the first limit whose makespan is at most 1 + `overhead` times storing everything.
 
-        Raises ValueError if no limit has such a makespan, or if `overhead` is not zero or more.
+        Raises ValueError if no limit has such a makespan, or if `overhead` < 0.
         """
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
             raise InvalidValueError(
@@ -96,7 +95,7 @@ class Frontier:
         )
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw into a file (.svg, .png, .pdf) how much longer than storing everything a step takes at every limit.
+        """Draw the overhead over storing everything at every limit, into a file (.svg, .png, .pdf).
 
         Raises ImportError if matplotlib is missing, and ValueError for a format that it does not know.
         """
@@ -113,11 +112,11 @@ class Frontier:
 
 
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
-    """What memory costs in time, from the least limit that works to that of storing everything.
+    """Compute the cost of memory in time, from the least limit that works to storing everything.
 
-    With `limits` in bytes, for those only; limits that are too small for any plan are left out. The whole range of
-    memory is divided into at least `slots`, and there are no more steps than that. Raises ValueError if a limit is not
-    a number of bytes, or if `slots` is not at least one.
+    With `limits` in bytes, for those only; limits too small for any plan are left out. The whole range of memory is
+    divided into at least `slots`, which also bounds the number of steps. Raises ValueError if a limit is not a number
+    of bytes, or if `slots` < 1.
     """
     check_slots(slots)
     problem, stored = Problem.of(chain), store_all(chain)
@@ -139,7 +138,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
             continue
         if limit >= whole.peak:
             best, seconds = stored, whole.makespan
-        elif limit == least:  # there is hardly a choice, so what a table does not tell apart matters most
+        elif limit == least:  # hardly a choice is left, so rounding to slots matters most
             best = Persistent(slots).solve(chain, least)
             seconds = simulate(chain, best).makespan
         else:
@@ -151,7 +150,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
         found.append((limit, best))
 
     def bound(limit: int) -> float:
-        # Whatever a plan takes is a multiple of the divisor, so bytes beyond the last multiple are useless.
+        # Every need of a plan is a multiple of the divisor, so bytes beyond the last multiple are useless.
         room = (limit - chain.input_bytes) // max(1, divisor) * max(1, divisor)
         read = problem.stored + _table_for(tables, room).lower_bound(room)
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
@@ -175,9 +174,9 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
 
 
 def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
-    """The first limit on the frontier, in bytes, that costs at most `overhead` more time than storing everything.
+    """Return the first limit on the frontier, in bytes, with at most `overhead` more time than storing everything.
 
-    Raises ValueError if `overhead` is not zero or more, or if `slots` is not at least one.
+    Raises ValueError if `overhead` < 0 or `slots` < 1.
     """
     return frontier(chain, slots=slots).limit_for(overhead)
 
@@ -185,20 +184,21 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
 _Step = tuple[int, Sequence]
 """A limit in bytes, and a sequence within it."""
 _FAR = 0.02
-"""How far a plan may be from the bound, as a ratio, before its limit is planned for by itself; a guess."""
+"""Makespan / bound - 1 from which a limit gets its own solve. Not measured; too high leaves slower plans."""
 _SINGLE = 40
-"""Plans for single limits, at most; a guess."""
+"""Most own solves. Not measured; too many cost solve time."""
 _PAIRS = 5e5
-"""Plans for single limits times pairs of slots that the tables look at, at most; a guess. If the tables are large, so
-are those of the single plans."""
+"""Own solves times pairs of slots that the tables visit, at most: the solves' tables are as large. Not measured; too
+high costs solve time."""
 _CLOSER = 4
-"""Times as many rows as in the first table of a solve; a guess. There a finer table follows, here none does."""
+"""Rows relative to the first table of a solve, since no finer table follows here. Not measured; too high costs solve
+time."""
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
-    """Tables for all of `room` and for less and less of it, as long as there are plans; the smallest comes first.
+    """Fill tables for all of `room` and for less and less of it, as long as there are plans; the smallest comes first.
 
-    With little memory, every byte counts more, and tables are cheap. A quarter each time is a guess.
+    With little memory, every byte counts more, and tables are cheap. The factor of four is not measured.
     """
     tables = []
     while True:
@@ -221,7 +221,7 @@ def _table_for(tables: list[Table], room: int) -> Table:
 
 
 def _steps(tables: list[Table], most: int) -> list[int]:
-    """The limits at which the bound changes, or about `most` of them, evenly."""
+    """Return the limits at which the bound changes, or about `most` of them, evenly."""
     changes, known, below = [], tables[0].problem.chain.input_bytes, 0
     for table in tables:
         rooms = range(int(table.grid.offset[0]), table.room + 1, table.grid.unit)
@@ -233,7 +233,7 @@ def _steps(tables: list[Table], most: int) -> list[int]:
 
 
 def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
-    """The sequences that no other beats in both memory and time, at the limits that they really need."""
+    """Return the Pareto front of the sequences in memory and time, at their exact peaks."""
     kept: list[_Step] = []
     fastest = math.inf
     costs = [(simulate(chain, sequence), sequence) for sequence in sequences]
@@ -247,10 +247,10 @@ def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
 def _closer(
     chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
 ) -> list[_Step]:
-    """Add up to `most` plans for single limits, just below a step, where the tables' plans are far from the bound.
+    """Add up to `most` solves for single limits, just below a step, where the tables' plans are far from the bound.
 
-    A table's slots are laid out for its largest limit. At other limits, it can miss what just fits. The bounds of the
-    new plans go into `proven`, by limit.
+    A table's slots are laid out for its largest limit. At other limits, it can miss a plan that just fits. The new
+    bounds go into `proven`, by limit.
     """
     for _ in range(most):
         far = [
@@ -272,7 +272,7 @@ LINE, POINT = "#1f77b4", "#d62728"
 
 
 def require_matplotlib() -> Any:
-    """The module `matplotlib`; ImportError, with what to install, if it is missing."""
+    """Return the module `matplotlib`. Raises ImportError, with what to install, if it is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -289,10 +289,10 @@ def draw(
     points: Iterable[tuple[str, int, float]] = (),
     title: str = "",
 ) -> None:
-    """Write the step function of `overheads` (0.1 is a tenth more time) by `limits` in bytes to an image file.
+    """Draw the step function of `overheads` (0.1 is 10% more time) by `limits` in bytes into an image file.
 
-    The ending of `path` says the format: .svg, .png, .pdf. `points` are (name, bytes, overhead), drawn beside it.
-    ImportError if matplotlib is missing, ValueError for a format that it does not know.
+    The ending of `path` sets the format: .svg, .png, .pdf. `points` are (name, bytes, overhead), drawn in addition.
+    Raises ImportError if matplotlib is missing, ValueError for a format that it does not know.
     """
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure

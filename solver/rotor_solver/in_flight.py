@@ -1,9 +1,9 @@
-"""The fastest plans for several forwards of one chain that are in flight at once, within one limit.
+"""Plan several forwards of one chain that are in flight at once, within one limit.
 
-In any order, all forwards follow one sequence: what all of them keep, and what one needs more while it runs, has to
-fit. A plan of one forward within a limit, with room at its loss for the others, keeps the difference of the two; so
-each amount of room is a problem for the persistent program. In reverse order, all forwards are one long chain
-(`nested_chain`), for which the solver knows the best plan; it is also a bound for any order.
+In any order, all forwards follow one sequence: the memory that all of them keep must fit, plus the excess of the
+running one. A plan of one forward with room at its loss for the others keeps at most the limit less the room; so each
+amount of room is a problem for the persistent program. In reverse order, all forwards are one long chain
+(`nested_chain`), which gives the best plan and a bound for any order.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """A sequence seen from outside, in bytes and seconds.
+    """A sequence's memory and time as seen by the other forwards, in bytes and seconds.
 
-    `kept` is what it holds from the end of its forward to the beginning of its backward, the gradient of its output
-    included. `left` is what is there of it after its backward: its input and output, which the caller holds, and the
-    gradient of its input. `peak` is its own most.
+    `kept` is held from the end of its forward to the start of its backward, the gradient of its output included. `left`
+    stays after its backward: its input and output, which the caller holds, and the gradient of its input. `peak` is its
+    own peak.
     """
 
     kept: int
@@ -43,35 +43,35 @@ class Footprint:
 
     @property
     def working(self) -> int:
-        """What it needs beyond `waiting` while it runs."""
+        """Its need beyond `waiting` while it runs."""
         return max(0, self.peak - self.waiting)
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Footprint:
-        """The footprint of `sequence`. ValueError if it is not valid for `chain`."""
+        """Return the footprint of `sequence`. Raises ValueError if it is not valid for `chain`."""
         found = simulate(chain, sequence)
         loss = list(sequence).index(Loss())
-        # With the gradient of the output: the backward of a sum of losses makes all of them before it goes on.
+        # With the gradient of the output: the backward of a sum of losses makes all of these first.
         kept = (found.after[loss - 1] if loss else chain.input_bytes) + chain.activation[-1]
         return cls(kept, found.after[-1] + chain.input_bytes, found.peak, found.makespan)
 
 
 def peak_in_any_order(footprints: Many[Footprint]) -> int:
-    """The most that these forwards hold, whichever of them runs while all others wait."""
+    """The peak of these forwards if any of them may run while all others wait."""
     return sum(each.waiting for each in footprints) + max(each.working for each in footprints)
 
 
 def peak_in_reverse(footprints: Many[Footprint]) -> int:
-    """The most that they hold if their backwards come in reverse: while one runs, those before it wait."""
+    """The peak of these forwards if their backwards come in reverse: while one runs, those before it wait."""
     return max((beside + each.peak for beside, each in zip(_beside(footprints), footprints, strict=True)), default=0)
 
 
 PEAKS = {"any": peak_in_any_order, "reverse": peak_in_reverse}
-"""The most that forwards hold, by the order in which their backwards may come."""
+"""The peak of forwards, by the order of their backwards."""
 
 
 def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
-    """The number of the forward while which runs the most is held, and what the others hold meanwhile."""
+    """Return the index of the forward that runs at the peak, and the bytes that the others hold meanwhile."""
     if order == "reverse":
         beside = _beside(footprints)
         number = max(range(len(beside)), key=lambda at: beside[at] + footprints[at].peak)
@@ -81,14 +81,14 @@ def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
 
 
 def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
-    """The most that all but one hold while that one begins; it is the last to begin where backwards come in reverse."""
+    """The most that all but one hold while that one begins; in reverse order, the last begins last."""
     if order == "reverse":
         return sum(each.kept for each in footprints[:-1])
     return sum(each.waiting for each in footprints) - min(each.waiting for each in footprints)
 
 
 def _beside(footprints: Many[Footprint]) -> list[int]:
-    """What the others hold while each of them runs, if the backwards come in reverse."""
+    """Bytes that the others hold while each forward runs, if the backwards come in reverse."""
     found, before, after = [], 0, sum(each.left for each in footprints)
     for each in footprints:
         after -= each.left
@@ -98,10 +98,10 @@ def _beside(footprints: Many[Footprint]) -> list[int]:
 
 
 def with_room_at_loss(chain: Chain, room: int) -> Chain:
-    """The chain, with a loss that needs `room` bytes at least.
+    """Return the chain with a loss that needs `room` bytes at least.
 
-    A plan of it within a limit keeps no more than the limit less `room` from its forward to its backward, for others
-    to run in between.
+    A plan of it within a limit keeps at most the limit less `room` from its forward to its backward, so that others can
+    run in between.
     """
     return replace(chain, loss_temp=max(chain.loss_temp, room))
 
@@ -115,7 +115,7 @@ class ForwardsSimulation:
 
 
 def nested(forwards: int) -> list[int]:
-    """The order of a sum of losses: all forwards, all losses, and the backwards from the last forward to the first."""
+    """The order of a sum of losses: all forwards, all losses, and the backwards from last to first."""
     there = list(range(forwards))
     return [*there, *there, *reversed(there)]
 
@@ -125,10 +125,9 @@ def simulate_forwards(
 ) -> ForwardsSimulation:
     """Run one forward of `chain` by each of `sequences`.
 
-    `order` names a forward three times: its forward, its loss and its backward come where it is named. Without it, the
-    order is `nested`. What a forward leaves after its backward, its input and output among it, stays to the end.
-
-    ValueError if a sequence is not valid, or if `order` does not name every forward three times.
+    `order` names a forward three times: for its forward, its loss and its backward. It defaults to `nested`. The memory
+    that a forward leaves after its backward, input and output included, stays to the end. Raises ValueError if a
+    sequence is not valid, or if `order` does not name every forward three times.
     """
     for each in sequences:
         simulate(chain, each)  # for its errors, which name the operation
@@ -150,7 +149,7 @@ def simulate_forwards(
 
 
 class _Forward:
-    """One forward: its machine, and the operations of its three parts that are still to come."""
+    """One forward: its machine, and the pending operations of its three parts."""
 
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
         self.machine, self._chain = Machine(chain), chain
@@ -160,12 +159,12 @@ class _Forward:
         self._parts = iter((operations[:loss], operations[loss : loss + 1], operations[loss + 1 :]))
 
     def go_on(self) -> int:
-        """Run the next part; the most bytes that this forward holds meanwhile."""
+        """Run the next part; return the most bytes that this forward holds meanwhile."""
         return max([self.held, *(self._run(*each) for each in next(self._parts))])
 
     @property
     def held(self) -> int:
-        """Bytes in memory now. The machine forgets a_0 with the first stage's backward; its caller does not."""
+        """Bytes in memory now. The machine drops a_0 at the first stage's backward; the caller does not."""
         return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
 
     def _run(self, position: int, operation: Operation) -> int:
@@ -176,24 +175,24 @@ class _Forward:
 
 
 def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
-    """`forwards` copies of `chain`, one after the other, with a joint between each two.
+    """Chain `forwards` copies of `chain` one after another, with a joint between each two.
 
-    A joint stands for what is in memory between two forwards. Its forward makes the input of the next forward, and the
-    gradient of the output of the one before; its backward is the loss of the one before. A joint never runs again:
-    the backward of a forward cannot run another forward again.
+    A joint stands for the memory between two forwards. Its forward makes the input of the next forward and the gradient
+    of the output of the one before; its backward is the loss of the one before. It is never recomputed: the backward of
+    a forward cannot recompute another forward.
 
-    The nested chain holds no more than the forwards do, or, with `at_most`, no less. It differs in one thing: an output
-    that the caller keeps, while its own forward goes backward through the last stage. Where that stage was stored, the
-    output is a part of what it saved; if not, it is there beside it. `at_most` counts both, else neither counts twice.
+    The nested chain holds no more than the forwards do, or, with `at_most`, no less. They differ only by an output that
+    the caller keeps while its own forward goes backward through the last stage: part of the stage's saved bytes if it
+    was stored, extra if not. `at_most` counts both, else neither counts twice.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
     loss = Option(
         forward_time=0.0,
         backward_time=chain.loss_time,
         saved=chain.input_bytes + output,
-        backward_temp=chain.loss_temp - output,  # the gradient that it makes is saved already
+        backward_temp=chain.loss_temp - output,  # the gradient that it makes counts as saved already
     )
-    # The next forward is over when the joint runs backward: its input and the gradient of that are there.
+    # The next forward is over when the joint runs backward: its input and that input's gradient are in memory.
     left = 2 * chain.input_bytes + (held if at_most else 0)
     joint = Stage(chain.input_bytes, (loss,), nograd_temp=LARGEST_SIZE // 4, gradient=left, name="joint")
     copy = chain.stages
@@ -203,7 +202,7 @@ def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain
 
 
 def apart(sequence: Sequence, stages: int, forwards: int) -> tuple[Sequence, ...]:
-    """The sequence of each forward, from one for the nested chain of `forwards` times `stages` stages."""
+    """Split a sequence for the nested chain of `forwards` times `stages` stages into one for each forward."""
     parts: list[list[Operation]] = [[] for _ in range(forwards)]
     for operation in sequence:
         if isinstance(operation, Loss):
@@ -212,7 +211,7 @@ def apart(sequence: Sequence, stages: int, forwards: int) -> tuple[Sequence, ...
         number, stage = divmod(operation.stage, stages + 1)
         if stage < stages:
             parts[number].append(replace(operation, stage=stage))
-        elif Loss() not in parts[number]:  # the joint, for the first time: the forward before it is over
+        elif Loss() not in parts[number]:  # the joint's first run: the forward before it is over
             parts[number].append(Loss())
     return tuple(Sequence(part, sequence.algorithm) for part in parts)
 
@@ -224,7 +223,7 @@ Candidate = tuple[Footprint, Sequence]
 class JointPlan:
     """One sequence for each forward, in the order in which the forwards run. Seconds and bytes.
 
-    `makespan` and `peak` are those of all forwards together. No persistent sequences with such a peak take less than
+    `makespan` and `peak` cover all forwards together. No persistent sequences with such a peak take less than
     `lower_bound` together.
     """
 
@@ -235,12 +234,12 @@ class JointPlan:
 
     @property
     def gap(self) -> float:
-        """How far the plan can be from the best one, as a share of time."""
+        """makespan / lower_bound - 1: the largest possible distance from the best plan."""
         return self.makespan / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @property
     def sequence(self) -> Sequence:
-        """The sequence of the first forward, with those of the others beside it if they are not all the same."""
+        """The sequence of the first forward, with the others in `beside` unless all are the same."""
         first, bound = self.sequences[0], self.lower_bound / len(self.sequences)
         others = self.sequences[1:] if any(each != first for each in self.sequences) else ()
         beside = (Sequence(each, "persistent", bound) for each in others)
@@ -248,14 +247,14 @@ class JointPlan:
 
 
 def joined(found: list[Candidate], peak: Callable[[Many[Footprint]], int], bound: float) -> JointPlan:
-    """The plan of these forwards, in their order; `peak` is what they hold together in the worst case."""
+    """Return the plan of these forwards, in their order; `peak` gives their peak in the worst case."""
     footprints = [each for each, _ in found]
     makespan = sum(each.makespan for each in footprints)
     return JointPlan(tuple(each for _, each in found), makespan, peak(footprints), min(bound, makespan))
 
 
 def fastest_alike(candidates: Iterable[Candidate], forwards: int, mem_limit: int) -> list[Candidate] | None:
-    """The fastest of these that all `forwards` forwards can follow, in any order; None if there is none."""
+    """Return the fastest candidate that all `forwards` forwards can follow, in any order; None if there is none."""
     same = [each for each in candidates if peak_in_any_order([each[0]] * forwards) <= mem_limit]
     return [min(same, key=lambda each: each[0].makespan)] * forwards if same else None
 
@@ -264,9 +263,9 @@ ORDERS = ("any", "reverse")
 
 
 def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
-    """The least limit, in bytes, at which `solve_in_flight` has a plan.
+    """Return the least limit, in bytes, at which `solve_in_flight` has a plan.
 
-    Raises ValueError if `forwards` is not one at least, or the order not one of `ORDERS`.
+    Raises ValueError if `forwards` < 1, or if the order is not one of `ORDERS`.
     """
     if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
         raise InvalidValueError(
@@ -283,7 +282,7 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
 
 
 def least_in_flight_sequence(chain: Chain, forwards: int, order: str = "any", *, slots: int = 500) -> Sequence:
-    """The sequence of the first of `forwards` forwards at the least limit, with those beside it if they are others."""
+    """Return the first forward's sequence at the least limit; `beside` has the others if they differ."""
     least, room = _least_for_any_order(chain, forwards)
     if order == "reverse":
         found = least_in_reverse(chain, forwards)
@@ -294,17 +293,17 @@ def least_in_flight_sequence(chain: Chain, forwards: int, order: str = "any", *,
 
 
 def least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
-    """Plans that need little if the backwards come in reverse."""
+    """Return plans with a low peak if the backwards come in reverse."""
     sequences = apart(recompute_all(nested_chain(chain, forwards)), len(chain), forwards)
     return [(Footprint.of(chain, each), each) for each in sequences]
 
 
 def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
-    """The least limit for any order, and the room at the loss with which a plan of one forward keeps it.
+    """Return the least limit for any order, and the room at the loss with which a plan of one forward keeps it.
 
-    With room e, the least peak of one forward is P(e), and what it keeps is at most P(e) - e. So `forwards` of them
-    need at most (forwards - 1) (P(e) - e) + P(e), and some e is the room of the best plan. As e grows, P(e) does not
-    fall and P(e) - e does not rise, so most e can be left out.
+    With room e, the least peak of one forward is P(e), and it keeps at most P(e) - e. So `forwards` of them need at
+    most (forwards - 1) (P(e) - e) + P(e), and some e is the room of the best plan. As e grows, P(e) does not fall and
+    P(e) - e does not rise, so most e can be skipped.
     """
     left = Footprint.of(chain, store_all(chain)).left
 
@@ -330,15 +329,15 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
 
 
 _ROOMS = 10
-"""Amounts of room for the forward that runs, at first; a guess."""
+"""Amounts of room for the running forward, at first. Not measured; too few miss better plans, each costs a solve."""
 _CLOSER = 4
-"""How often the two amounts beside the best are tried; a guess."""
+"""Refinements around the best amount of room. Not measured; each costs two solves."""
 _SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
-"""Parts of an even share that one forward may keep at most; a guess. What it keeps in the end may be less, and fit."""
+"""Shares of an equal part that one forward may keep. Not measured; it may keep less in the end, and fit."""
 
 
 def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
-    """Plans for one forward among so many, with more and less room for the one that runs."""
+    """Yield plans for one of `forwards` forwards, with more and less room for the running one."""
     solver = Persistent(slots)
     least = least_in_flight_sequence(chain, forwards, slots=slots)
     yield Footprint.of(chain, least), least
@@ -369,7 +368,7 @@ def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[
 
 
 _LONGEST = 800
-"""Stages of a nested chain, at most: for 800, the program takes some seconds."""
+"""Most stages of a nested chain: 800 take the program some seconds."""
 
 
 def solve_in_flight(
@@ -382,15 +381,15 @@ def solve_in_flight(
     worth: float = 0.0,
     slots: int = 500,
 ) -> JointPlan:
-    """The fastest plans known for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
+    """Return the fastest known plans for `forwards` forwards of `chain` that together stay within `mem_limit` bytes.
 
-    Every a_0 is counted. `order` says in which order the backwards may come: "any", or "reverse", from the last forward
-    to the first, which takes less time or memory. Plans for any order are safe in reverse; all forwards follow one
-    sequence there, and with `alike` in reverse as well. That asks less of the step, and is preferred to different
-    sequences in reverse as long as it takes no more than `worth` longer, a share of the time.
+    Every a_0 is counted. `order` is the order of the backwards: "any", or "reverse", from the last forward to the
+    first, which takes less time or memory. Plans for any order are safe in reverse; there all forwards follow one
+    sequence, and with `alike` in reverse as well. One sequence demands less of the step: it is preferred to different
+    sequences in reverse if it takes at most `worth` longer, as a share of the time.
 
     Raises InfeasibleError if nothing fits; its `min_bytes` is `least_in_flight`. Raises ValueError if the limit is not
-    a number of bytes, `forwards` or `slots` not one at least, or the order neither of the two.
+    a number of bytes, if `forwards` or `slots` < 1, or if the order is unknown.
     """
     limit = bytes_of_limit(mem_limit)
     check_slots(slots)
@@ -413,24 +412,24 @@ def solve_in_flight(
             return in_reverse
     found = fastest_alike(candidates(chain, limit, forwards, slots), forwards, limit)
     plans = [*([joined(found, peak_in_any_order, bound)] if found else []), *([in_reverse] if in_reverse else [])]
-    if not plans:  # the least limit for any order may be more than that in reverse
+    if not plans:  # the least limit for any order may exceed that in reverse
         return joined(least_in_reverse(chain, forwards), peak_in_reverse, bound)
     enough = (1 + worth) * min(plan.makespan for plan in plans)
     return next(plan for plan in plans if plan.makespan <= enough)
 
 
 def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[Candidate] | None, float]:
-    """The best plan in reverse, and the bound that it proves; None where only a bound is known."""
+    """Return the best plan in reverse, and its proven bound; None if only a bound is known."""
     length = len(chain) + 1
     some = min(forwards, max(1, _LONGEST // length))
     one = store_all(chain).lower_bound
     assert one is not None
     if some < forwards:
-        # The others keep something, too: what is left for `some` is the limit less the least of that.
+        # The others hold memory too: `some` get the limit less the others' minimum.
         least = Footprint.of(chain, recompute_all(with_room_at_loss(chain, limit))).kept
         return None, forwards / some * _nested(chain, limit - (forwards - some) * least, some, slots)[1]
     bound, room, known = forwards * one, limit, list[list[Candidate]]()
-    for _ in range(4):  # the nested chain counts a little less than there is
+    for _ in range(4):  # the nested chain counts slightly too little
         try:
             found = Persistent(slots).solve(nested_chain(chain, forwards), room)
         except InfeasibleError:

@@ -1,16 +1,13 @@
-"""How the solver's kernels are compiled, and when: one decorator for all of them, and the choice against plain Python.
+"""Compile the solver's kernels, and choose between compiled kernels and plain Python.
 
-Importing Numba takes less than half a second, once in a process, and so does reading kernels from its cache. Compiling
-them takes many seconds, once on a machine. Plain Python and NumPy plan a chain of twenty stages in less than that. How
-much a process will have to solve is not known, so this is the question whether to rent or to buy: work is done plainly
-until all of it together has taken about as long as the kernels would take to be there. So at most twice the time is
-spent. Both ways compute the same numbers, to the last bit: processes that train together need not decide alike. Still
-it is decided by estimates of seconds, not by clocks, so that a run does today what it did yesterday.
+Loading kernels takes less than half a second in each process, compiling them many seconds, once on a machine. Plain
+Python plans twenty stages in less. The total work is unknown beforehand (the rent-or-buy problem): work runs plainly
+until its total reaches the time that the kernels would take, so at most twice the time is spent. Both ways compute the
+same bits. The decision uses estimated seconds, not clocks, so that runs repeat.
 
-Files with kernels are imported through `kernels_for` alone: `import rotor_solver` and the first plan of a small model
-stay fast. Numba's cache on disk is keyed on the file of a kernel, not on the files of what it calls, of the constants
-that it uses, or of this decorator. Hence one rule for all files with kernels: a kernel calls only kernels of its own
-file, and uses only constants of its own file. Where that takes a small function twice, it stands there twice.
+Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache is keyed on a kernel's own
+file. Hence a kernel calls only kernels of its own file, and uses only constants of its own file, even if a small
+function then stands in two files.
 """
 
 from __future__ import annotations
@@ -30,19 +27,17 @@ from rotor_solver.progress import watcher
 F = TypeVar("F", bound=Callable[..., Any])
 
 _plain: ContextVar[bool] = ContextVar("plain", default=False)
-"""Whether the file that is being imported is to stay plain Python."""
+"""Whether the file that is being imported stays plain Python."""
 
 
 def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
-    """Compile a kernel when it is first called, and keep the result on disk.
+    """Compile a kernel on its first call, and cache it on disk.
 
-    Arithmetic is strict (no `fastmath`): lower bounds are certified up to rounding errors, so sums may not be
-    rearranged. Kernels let go of Python's lock, so that several threads can solve at once. `parallel` makes `prange`
-    use all cores.
+    No `fastmath`: lower bounds are certified up to rounding errors, so sums must not be rearranged. Kernels release the
+    GIL. `parallel` makes `prange` use all cores.
 
-    `makes_arrays` is for kernels that create arrays or lists, or call others that do. All others do not count
-    references to arrays: a count is an atomic operation on a number that all cores share, and there were several for
-    every pair of rows. They took longer than some of the sums.
+    Set `makes_arrays` for kernels that create arrays or lists, or call others that do. All others skip reference
+    counting: its atomic operations, several for every pair of rows, took longer than some of the sums.
     """
     if _plain.get():
         return lambda function: function
@@ -53,7 +48,7 @@ def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F]
 
     if parallel:
         start_threads()
-    # `_nrt` is a private option. A Numba without it counts references, which is slower and just as right.
+    # `_nrt` is a private option. A Numba without it counts references, which is slower and just as correct.
     uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")
     more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
     compile_when_called = numba.njit(cache=True, parallel=parallel, nogil=True, **more)
@@ -67,7 +62,7 @@ def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F]
 
 
 def __getattr__(name: str) -> Any:
-    """`prange`: that of Numba, or `range` where a file stays plain Python."""
+    """Return `prange`: Numba's, or `range` where a file stays plain Python."""
     if name != "prange":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if _plain.get():
@@ -79,7 +74,7 @@ def __getattr__(name: str) -> Any:
 
 @cache
 def plain_python(name: str) -> ModuleType:
-    """The file with kernels that is imported as `name`, as a module of plain Python functions: without Numba."""
+    """Import the kernel file `name` as a module of plain Python functions, without Numba."""
     spec = find_spec(name)
     assert spec is not None
     assert spec.loader is not None
@@ -95,9 +90,8 @@ def plain_python(name: str) -> ModuleType:
 def start_threads() -> None:
     """Start Numba's threads, once, from a thread that ends right after.
 
-    Starting them sets how many threads OpenMP uses for whatever the starting thread calls next. PyTorch's operators are
-    among that: from the first plan on, they would cut their sums into other parts, and the last digits of a model in
-    training would change.
+    Starting them sets OpenMP's number of threads for the calling thread, PyTorch's operators included: these would then
+    split their sums differently, and change the last digits of a model in training.
     """
     import numba
 
@@ -107,31 +101,29 @@ def start_threads() -> None:
 
 
 PREPARING = "(preparing the solver, once on this machine)"
-"""What somebody who watches is told while kernels are compiled."""
+"""Progress text while kernels are compiled."""
 
 _IMPORTING = 0.3
-"""Seconds of plain work while Numba is not even imported; a guess."""
+"""Seconds of plain work before Numba is imported. Not measured; a wrong value wastes about as many seconds."""
 _COMPILING = 4.0
-"""Seconds of plain work while kernels would have to be compiled. That takes longer, 10 to 20 seconds; but
-who has solved so much is likely to go on. A guess."""
+"""Seconds of plain work before kernels are compiled. Compiling takes longer, 10 to 20 seconds, but so much work makes
+more work likely. Not measured; a wrong value wastes seconds, once on a machine."""
 
 
 class _Pace:
-    """What this process has done so far."""
-
     spent = 0.0
     """Seconds of plain work."""
     compiled: ClassVar[set[str]] = set()
-    """The files whose kernels are used from now on."""
+    """Files whose kernels are used from now on."""
 
 
 def kernels_for(name: str, seconds: float) -> ModuleType:
-    """The file with kernels `name` for work that would take plain Python `seconds`: compiled, or as plain Python."""
+    """Return the kernel file `name` for work of `seconds` in plain Python: compiled, or as plain Python."""
     return import_module(name) if compiling_pays(name, seconds) else plain_python(name)
 
 
 def compiling_pays(name: str, seconds: float) -> bool:
-    """Whether to use the compiled kernels of the file `name`. If not, `seconds` count as work done plainly."""
+    """Decide whether to use the compiled kernels of the file `name`. If not, add `seconds` to the plain work."""
     if name in _Pace.compiled:
         return True
     spent = _Pace.spent + seconds
@@ -145,7 +137,7 @@ def compiling_pays(name: str, seconds: float) -> bool:
 
 
 def prepare(kernel: Any, *arguments: Any) -> None:
-    """Where somebody watches, compile a kernel for such arguments before they are told how far its work is."""
+    """If progress is watched, compile a kernel for these arguments before progress of its work is reported."""
     if watcher() is None or not hasattr(kernel, "overloads"):  # none with NUMBA_DISABLE_JIT
         return
     from numba import typeof
@@ -164,7 +156,7 @@ def _tell() -> None:
 
 
 def on_disk(module: ModuleType) -> bool:
-    """Whether Numba has kept what it compiled of a file, since the file was changed. Numba itself looks closer."""
+    """Whether Numba's cache has a kernel of this file, newer than the file. Numba itself checks more closely."""
     return any(map(_kept, vars(module).values()))
 
 

@@ -1,6 +1,6 @@
-"""A chain as arrays, the least memory of all of its intervals, and the choices of a program back to operations.
+"""A chain as arrays, the least memory of all its intervals, and the translation of choices to operations.
 
-`least_memory` is computed by NumPy, or by `least_memory_kernels`, which says what an interval and its states are.
+`least_memory` runs in NumPy or in `least_memory_kernels`, which defines intervals and their states.
 """
 
 from __future__ import annotations
@@ -20,53 +20,54 @@ Floats = NDArray[np.float64]
 
 
 class Costs(NamedTuple):
-    """Costs in bytes and seconds, and the memory that the recurrence's conditions ask for.
+    """Costs in bytes and seconds, and the memory that the recurrence's conditions need.
 
     With G(i) the gradients of stages i … L-1, and held = |a_L| if the caller keeps the output:
 
         base_l          = |a_{l+1}| + G(l+1) + held for l < L; 0 for l = L
         check_need_ij   = the most of [k > i]·|a_k| + |a_{k+1}| + scratch_k for k = i … j-1
-        backward_need_k = what is in memory during B_i, without a_i and what came before it, or after B_i if that is
+        backward_need_k = the memory during B_i, without a_i and everything before it, or after B_i if that is
                           more. Row 0 is for l = L: ā was made before the loss, and a_L of the last stage is still
-                          inside it. Row 1 is for l < L: ā was made again after the loss.
+                          inside it. Row 1 is for l < L: ā was recomputed after the loss.
 
     The options of stage i are first[i] … first[i+1]-1. `extra` is how much longer an option takes than the stage's
-    fastest one. `released` is what a run of stage i with a graph frees of a_i: row 0 where a_i stands alone, row 1
-    where it lies in ā_i. `taken` is what that run leaves in memory, less what it frees.
+    fastest one. `released` is the part of a_i that a run of stage i with a graph frees: row 0 if a_i stands alone, row
+    1 if it lies in ā_i. `taken` is the memory that this run leaves, less what it frees.
     """
 
     activation: Ints
-    """[L+1] bytes of a_0 … a_L"""
+    """[L+1] bytes of a_0 … a_L."""
     run: Floats
-    """[L+1] seconds of the forwards without a graph of stages 0 … i-1"""
+    """[L+1] seconds of the forwards without a graph of stages 0 … i-1."""
     split: Floats
     """[L+1] seconds: run[j], less the time of the output that stage j-1 skips when it runs right before its backward.
-    With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes
-    split[j] - run[i]."""
+
+    With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes split[j] -
+    run[i]."""
     split_floor: Floats
-    """[L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early"""
+    """[L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early."""
     check_need: Ints
-    """[L+1, L+1] bytes, by (i, j)"""
+    """[L+1, L+1] bytes, by (i, j)."""
     base: Ints
-    """[L+1] bytes, by l"""
+    """[L+1] bytes, by l."""
     first: Ints
-    """[L+1] the first option of every stage, among all options"""
+    """[L+1] the first option of every stage, among all options."""
     extra: Floats
-    """[options] seconds"""
+    """[options] seconds."""
     taken: Ints
-    """[2, options] bytes, by where a_i lies"""
+    """[2, options] bytes, by where a_i lies."""
     forward_need: Ints
-    """[options] bytes: saved, and the scratch of the forward"""
+    """[options] bytes: saved, and the scratch of the forward."""
     backward_need: Ints
-    """[2, options] bytes, by whether l < L"""
+    """[2, options] bytes, by whether l < L."""
     released: Ints
-    """[2, L] bytes, by where a_i lies"""
+    """[2, L] bytes, by where a_i lies."""
     loss_need: int
-    """bytes: δ_L, as large as a_L, and the scratch of the loss; a_L itself is the input and not counted"""
+    """Bytes: δ_L, as large as a_L, and the scratch of the loss; a_L itself is the input and not counted."""
 
 
 def costs_of(chain: Chain) -> Costs:
-    """The costs of `chain`, with all of its options."""
+    """Return the costs of `chain`, with all of its options."""
     length = len(chain)
     activation = np.array(chain.activation, np.int64)
     gradient = np.array(chain.gradient, np.int64)
@@ -93,7 +94,7 @@ def costs_of(chain: Chain) -> Costs:
         base=np.concatenate([activation[1:] + left[1:] + held, [0]]).astype(np.int64),
         first=first,
         extra=seconds - np.minimum.reduceat(seconds, first[:-1])[stage_of] if length else seconds,
-        taken=saved - np.take(released, stage_of, axis=1),  # indexed, it would lie otherwise, for other kernels
+        taken=saved - np.take(released, stage_of, axis=1),  # indexing gives another layout, for other kernels
         forward_need=saved + np.array([option.forward_temp for option in options], np.int64),
         backward_need=np.maximum(during, left[stage_of] + held).astype(np.int64),
         released=released,
@@ -113,15 +114,15 @@ def _check_need(activation: Ints, scratch: Ints) -> Ints:
 
 
 _INFINITE = 2**62
-"""That of the kernels."""
+"""Same value as the kernels' `INFINITE`."""
 _PARALLEL = 500
-"""Stages from which all cores are used; a guess: one core takes a twentieth of a second. All cores wait for each other
-once for every length of intervals, and for long if other programs keep them busy. Another reason for one core is
-Numba's own threading layer, the only one that is always there, ends the process if two threads use it at once."""
+"""Stages from which all cores are used. Not measured; one core takes a twentieth of a second. Cores wait for each other
+once for every length of intervals. Numba's own threading layer, the only one always available, also ends the process if
+two threads use it at once."""
 
 
 def least_memory(costs: Costs) -> Ints:
-    """[2, L+1, L+1] bytes, by (state, i, l): the least memory in which the backward of [i, l] can be done."""
+    """[2, L+1, L+1] bytes, by (state, i, l): the least memory in which the backward of [i, l] can run."""
     length = len(costs.activation) - 1
     # Measured: 64 stages take 10 milliseconds, 200 stages 80.
     if not compiling_pays("rotor_solver.least_memory_kernels", 1e-4 * length + 6e-9 * length**3):
@@ -133,7 +134,7 @@ def least_memory(costs: Costs) -> Ints:
 
 
 def _by_length(costs: Costs) -> Ints:
-    """What the kernel `least_memory` does, for all intervals of one length at a time."""
+    """The kernel `least_memory` in NumPy, for all intervals of one length at a time."""
     length = len(costs.activation) - 1
     stages, stage_of = np.arange(length + 1), np.repeat(np.arange(length), np.diff(costs.first))
     end = np.minimum(stages[:, None] + stages, length)
@@ -147,7 +148,7 @@ def _by_length(costs: Costs) -> Ints:
         options, last = slice(0, costs.first[count]), stages[:count] + distance
         stage, base = stage_of[options], costs.base[last]
         backward = costs.backward_need[np.where(last == length, 0, 1)[stage], np.arange(len(stage))]
-        # By (i, j) for the checkpoints at a_{i+1} … a_l: conditions, and what follows a checkpoint.
+        # By (i, j) for the checkpoints at a_{i+1} … a_l: conditions, and the need after a checkpoint.
         right = kept[distance : distance + count, distance - 1 :: -1] if distance else kept[:count, :0]
         check = np.maximum(base[:, None] + checks[:count, 1 : distance + 1], right)
         for state in range(2):
@@ -163,7 +164,7 @@ def _by_length(costs: Costs) -> Ints:
 
 
 def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> int:
-    """A choice that attains `least[state, i, last]`, i < L."""
+    """Return a choice that attains `least[state, i, last]`, i < L."""
     row = 0 if last == len(costs.activation) - 1 else 1
     enough = int(least[state, i, last])
     for k in range(costs.first[i], costs.first[i + 1]):
@@ -179,13 +180,14 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
 
 
 Choose = Callable[[int, int, int], int]
-"""The choice for (state, i, l): the interval [i, l] in one of the two states of a_i, coded as in `least_memory`."""
+"""The choice for (state, i, l): the interval [i, l] in one of the two states of a_i, coded as in
+`least_memory_kernels`."""
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:
-    """The operations of a chain of `length` stages; `choose` is asked for intervals in the order in which they run.
+    """Return the operations of a chain of `length` stages, calling `choose` for intervals in running order.
 
-    An explicit stack in place of recursion: chains may have more stages than Python allows nested calls.
+    An explicit stack replaces recursion: chains may have more stages than Python allows nested calls.
     """
     operations: list[Operation] = []
     pending: list[tuple[int, int, int] | Operation] = [(0, 0, length)]

@@ -1,4 +1,4 @@
-"""Memory limits and numbers of slots as people give them, checked; and the error for a limit that no plan keeps."""
+"""Validate memory limits and slot counts; define the error for a limit that no plan keeps."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from rotor_solver.errors import DescribedError, InvalidValueError
 
 
 def bytes_of_limit(mem_limit: Any) -> int:
-    """A limit as a whole number of bytes, rounded down. ValueError if it is not a number of bytes, zero or more."""
-    # bool is a kind of int in Python, but never meant as bytes.
+    """Return a limit in whole bytes, rounded down. Raises ValueError unless it is a finite number, at least 0."""
+    # bool is an int in Python, but never meant as bytes.
     if isinstance(mem_limit, bool) or not isinstance(mem_limit, int):
         if not isinstance(mem_limit, float) or not math.isfinite(mem_limit):
             raise InvalidValueError(
@@ -28,7 +28,7 @@ def bytes_of_limit(mem_limit: Any) -> int:
 
 
 def check_slots(slots: Any) -> None:
-    """Raise ValueError unless `slots` is a whole number, one or more."""
+    """Raise ValueError unless `slots` is a whole number, at least 1."""
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise InvalidValueError(
             f"slots is {slots!r}; memory has to be divided into at least one slot", kind="not_a_count", name="slots"
@@ -36,13 +36,11 @@ def check_slots(slots: Any) -> None:
 
 
 class InfeasibleError(DescribedError, ValueError, RuntimeError):
-    """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit for which it has one.
+    """No plan of the algorithm fits in `mem_limit` bytes; `min_bytes` is the least limit that works.
 
-    Of a step that is refused before it is measured, `min_bytes` is what it holds in any case: it needs more.
-
-    A RuntimeError as well, as an out-of-memory error of torch is: what retries with smaller batches looks for these.
-
-    `stage` is the number of the stage whose own backward needs the most memory; None where no single one is to blame.
+    If a step is refused before it is measured, `min_bytes` is a lower bound of its need. Also a RuntimeError, like
+    torch's out-of-memory error, so that code that retries with smaller batches catches it. `stage` is the stage whose
+    own backward needs the most memory, or None if no single stage is at fault.
     """
 
     kind = "limit_too_small"

@@ -1,7 +1,7 @@
-"""The cut of least capacity in a network, by the algorithm of Dinic (1970): flow along shortest paths, phase by phase.
+"""Minimum cut of a network by Dinic's algorithm (1970): flow along shortest paths, phase by phase.
 
-networkx has this, too, but takes longer to be imported than most models take to be cut, and ten times as long for each
-network of a few dozen points.
+networkx has this too, but importing it takes longer than most models take to be cut, and it is ten times slower on
+networks of a few dozen nodes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Hashable
 
 
 class Network:
-    """Points and directed edges between them; point 0 is the source and point 1 the sink."""
+    """Nodes and directed edges; node 0 is the source and node 1 the sink."""
 
     def __init__(self, source: Hashable, sink: Hashable) -> None:
         self._number: dict[Hashable, int] = {source: 0, sink: 1}
-        # Edge e goes to the point `_to[e]`, and what it can still take is `_left[e]`; e ^ 1 is its reverse.
+        # Edge e goes to node `_to[e]` and has residual capacity `_left[e]`; e ^ 1 is its reverse.
         self._to: list[int] = []
         self._left: list[int] = []
         self._unbounded: list[int] = []
         self._edges: list[list[int]] = [[], []]
-        """by the point where they begin"""
+        """By the node where they begin."""
 
     def add_edge(self, begin: Hashable, end: Hashable, capacity: int | None = None) -> None:
-        """An edge from one point to another; without a `capacity`, no cut goes through it."""
+        """Add an edge; without a `capacity`, no cut goes through it."""
         if capacity is None:
             self._unbounded.append(len(self._to))
         for point, other, left in ((begin, end, capacity or 0), (end, begin, 0)):
@@ -31,9 +31,9 @@ class Network:
             self._left.append(left)
 
     def behind_least_cut(self) -> set[Hashable]:
-        """The points behind the cut of least capacity, the sink among them; of equal cuts, the one nearest to the sink.
+        """Return the nodes on the sink's side of the minimum cut; of equal cuts, the one nearest to the sink.
 
-        There has to be a cut through edges with a capacity alone.
+        Needs a cut that goes only through edges with a capacity.
         """
         endless = 1 + sum(self._left)  # more than all other edges together
         for edge in self._unbounded:
@@ -49,10 +49,10 @@ class Network:
         return self._number[point]
 
     def _distances(self) -> list[int | None]:
-        """For each point, how many edges that can take more lead from it to the sink; None if none do."""
+        """For each node, the number of residual edges on a shortest path to the sink; None if there is no path."""
         found: list[int | None] = [None] * len(self._edges)
         found[1], reached = 0, [1]
-        for point in reached:  # which grows
+        for point in reached:  # grows meanwhile
             away = found[point]
             assert away is not None
             for edge in self._edges[point]:
@@ -63,7 +63,7 @@ class Network:
         return found
 
     def _fill(self, distance: list[int | None]) -> None:
-        """Send what goes along paths on which every edge is one nearer to the sink."""
+        """Send a blocking flow along shortest paths."""
         pending = [list(edges) for edges in self._edges]  # edges that may lie on such a path
         path: list[int] = []
         point = 0

@@ -1,4 +1,4 @@
-"""What is in memory after every operation, by owner, and what a plan keeps for the backward when the loss runs.
+"""Memory after every operation, by owner, and the memory that a plan keeps for the backward at the loss.
 
 Both are read off the simulator's machine as it runs.
 """
@@ -16,18 +16,18 @@ from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One operation: when it begins and how long it takes, in seconds, and the bytes in memory once it is done.
+    """One operation: its begin and duration in seconds, and the bytes in memory after it.
 
     `inputs[i]` are the bytes of an a_i that stands alone, `attached[i]` those of the ā_i that stage i - 1 keeps for its
     backward. `output` is the chain's output once only the caller holds it. `gradients` are δ and the gradients of
-    parameters made so far. These parts add up to `after`. `during` is the most while the operation runs.
+    parameters so far. These parts add up to `after`. `during` is the peak while the operation runs.
     """
 
     operation: Operation
     begin: float
     seconds: float
     again: bool
-    """Whether it is a forward of a stage that has run before."""
+    """Whether it recomputes a stage."""
     during: int
     after: int
     inputs: Mapping[int, int]
@@ -37,10 +37,10 @@ class Moment:
 
 
 def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
-    """The operations of `sequence` one after the other. ValueError, as from `simulate`, if `sequence` is not valid.
+    """Return the operations of `sequence` in order. Raises ValueError, like `simulate`, if `sequence` is not valid.
 
-    What it moves is in memory until an operation waits for it, and again from the one before which it is fetched.
-    Copies take no time here (see `moving.transfers.timed_moments`).
+    Bytes that move are in memory until an operation waits for their copy out, and again from the operation before which
+    they are fetched. Copies take no time here (see `moving.transfers.timed_moments`).
     """
     simulate(chain, sequence)  # for its errors, which name the operation
     machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
@@ -87,7 +87,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Of one stage, the output and what its backward needs, at the moment when the loss runs.
+    """One stage's output and the memory that its backward needs, when the loss runs.
 
     `kept_bytes` are in memory. `not_kept_bytes` are not, but would be in plain training.
     """
@@ -99,7 +99,7 @@ class StageMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanMemory:
-    """What is in memory when the loss runs, before the first backward, and what a plan saves there.
+    """The memory when the loss runs, before the first backward, and the savings of a plan.
 
     `input_bytes` are the chain's input. `beside_bytes` are carried past the chain (an encoder's output, a skip
     connection). Both are in memory with every plan, so the sums leave them out.
@@ -119,13 +119,13 @@ class PlanMemory:
 
     @property
     def share_saved(self) -> float:
-        """The part of all bytes, kept or not, that is not kept: in [0, 1]."""
+        """The share of all bytes that is not kept: in [0, 1]."""
         whole = self.kept_bytes + self.not_kept_bytes
         return self.not_kept_bytes / whole if whole else 0.0
 
 
 def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> PlanMemory:
-    """What `sequence` keeps of `chain`, and what storing everything would. ValueError if `sequence` is not valid."""
+    """Compare the memory of `sequence` with storing everything. Raises ValueError if `sequence` is not valid."""
     kept, plain = _kept(chain, sequence), _kept(chain, store_all(chain))
     stages = tuple(
         StageMemory(stage.name, here, max(0, there - here))
@@ -135,7 +135,7 @@ def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> Plan
 
 
 def _kept(chain: Chain, sequence: Sequence) -> list[int]:
-    """For every stage, the bytes of its output and its ā that are there when the loss begins."""
+    """For every stage, the bytes of its output and its ā when the loss begins."""
     before = None
     for moment in moments(chain, sequence):
         if isinstance(moment.operation, Loss):

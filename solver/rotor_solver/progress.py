@@ -1,4 +1,4 @@
-"""Progress of a long computation, for those who watch it: how much is done, of how much, and of what."""
+"""Report the progress of a long computation to a callback."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 Progress = Callable[[int, int, str], None]
-"""Called with what is done, all that there is, and what is worked on now."""
+"""Called with the amount done, the total, and the current subject."""
 
 _watching: ContextVar[Progress | None] = ContextVar("watching", default=None)
 
 
 @contextmanager
 def watched(progress: Progress) -> Iterator[None]:
-    """Call `progress(done, total, what)` now and then while something is solved in this block and thread.
+    """Call `progress(done, total, what)` now and then during solves in this block and thread.
 
     A table counts pairs of slots, as far as they are known beforehand; a frontier counts limits.
     """
@@ -26,5 +26,5 @@ def watched(progress: Progress) -> Iterator[None]:
 
 
 def watcher() -> Progress | None:
-    """The function that `watched` was given; None outside of it."""
+    """Return the callback given to `watched`; None outside of it."""
     return _watching.get()

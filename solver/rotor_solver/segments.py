@@ -1,8 +1,8 @@
-"""Sequences whose checkpoints are given, and the two ends of the scale.
+"""Sequences with given checkpoints, and the two extremes.
 
-`recompute_segments` cuts a chain into segments of consecutive stages and runs some of them again: storing everything,
-periodic checkpoints, the levels of a model, checkpoints chosen by hand. `store_all` is the fastest sequence,
-`recompute_all` the memory-persistent one with the least peak.
+`recompute_segments` cuts a chain into segments of consecutive stages and recomputes some: periodic checkpoints, the
+levels of a model, checkpoints chosen by hand. `store_all` is the fastest sequence, `recompute_all` the
+memory-persistent one with the least peak.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rotor_solver.simulate import simulate
 
 
 def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range], algorithm: str = "") -> Sequence:
-    """The sequence in which the segments `again` are run twice, and all other stages are stored as they run.
+    """Build the sequence that recomputes the segments `again` and stores all other stages as they run.
 
-    `forwards` says how each stage runs with a graph. `again` are disjoint segments of stages. On the way forward, only
-    the first input of each is kept. Right before the backward of its last stage, the segment is run again and stored.
+    `forwards` says how each stage runs with a graph. `again` are disjoint segments of stages. The forward keeps only
+    the first input of each. Right before the backward of its last stage, the segment is recomputed and stored.
     """
     stored = list(forwards)
     starts, ends = {}, {}
@@ -43,17 +43,17 @@ def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range]
 
 
 def fastest_forwards(chain: Chain) -> list[ForwardEnable]:
-    """Every stage with a graph, by its fastest option."""
+    """Return each stage's forward with a graph, by its fastest option."""
     return [ForwardEnable(i, stage.fastest_option) for i, stage in enumerate(chain)]
 
 
 def segments_from(starts: Iterable[int], length: int) -> list[range]:
-    """The segments of a chain of `length` stages that begin at `starts`, which increase from 0."""
+    """Return the segments of a chain of `length` stages that begin at `starts`, which increase from 0."""
     return [range(low, high) for low, high in pairwise([*starts, length])]
 
 
 def even_segments(length: int, count: int) -> list[range]:
-    """`count` segments of `length` stages, or fewer, as equal as can be: segment p begins at ⌊p · length / count⌋."""
+    """Return at most `count` nearly equal segments of `length` stages: segment p begins at ⌊p · length / count⌋."""
     bounds = [length * each // count for each in range(count + 1)]
     return [range(low, high) for low, high in pairwise(bounds) if low < high]
 
@@ -68,39 +68,39 @@ def store_all(chain: Chain) -> Sequence:
 
 
 def recompute_all(chain: Chain) -> Sequence:
-    """A sequence with the least peak of all memory-persistent ones."""
+    """Return a memory-persistent sequence with the least peak."""
     costs = costs_of(chain)
     return least_sequence(chain, costs, least_memory(costs))
 
 
 def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
-    """`recompute_all(chain)`, if `costs` and the table [2, L+1, L+1] of `least_memory` are already known."""
+    """Return `recompute_all(chain)`, given `costs` and the table [2, L+1, L+1] of `least_memory`."""
     choose = partial(least_choice, costs, least)
     return Sequence(operations_of(len(chain), choose), "recompute-all")
 
 
 def min_bytes(chain: Chain) -> int:
-    """The least limit in bytes for which there is a memory-persistent sequence, a_0 counted. It is exact."""
+    """Return the least limit in bytes with a memory-persistent sequence, a_0 counted. It is exact."""
     return chain.input_bytes + int(least_memory(costs_of(chain))[0, 0, len(chain)])
 
 
 class StoreAll:
-    """Everything is stored: plain training."""
+    """Store everything: plain training."""
 
     name = "store-all"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """`store_all(chain)`. Raises InfeasibleError if it does not fit."""
+        """Return `store_all(chain)`. Raises InfeasibleError if it does not fit."""
         return _within(chain, mem_limit, store_all(chain), "storing everything")
 
 
 class RecomputeAll:
-    """The least possible peak of all memory-persistent sequences, however much has to be computed again."""
+    """The least peak of all memory-persistent sequences, however much is recomputed."""
 
     name = "recompute-all"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """`recompute_all(chain)`. Raises InfeasibleError if not even that fits."""
+        """Return `recompute_all(chain)`. Raises InfeasibleError if even that does not fit."""
         return _within(chain, mem_limit, recompute_all(chain), "even computing as much as possible again")
 
 

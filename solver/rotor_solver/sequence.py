@@ -1,7 +1,7 @@
-"""The operations of a training step, sequences of them, and what a sequence moves out of memory and back.
+"""Operations of a training step, sequences of them, and the offloading moves of a sequence.
 
-The notation is that of Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A sequence
-is written `Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
+Notation of Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A sequence is written
+`Fe_0, CF_1, Fn_2, Fe_3, L, B_3, …`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rotor_solver.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnable:
-    """Run stage `stage` forward in the way `option`, and keep everything that its backward will need."""
+    """Run stage `stage` forward by option `option`, and keep everything that its backward needs."""
 
     stage: int
     option: int = 0
@@ -38,7 +38,7 @@ class ForwardCheck:
 
 @dataclass(frozen=True, slots=True)
 class ForwardNograd:
-    """Run stage `stage` forward without a graph, and forget its input."""
+    """Run stage `stage` forward without a graph, and drop its input."""
 
     stage: int
 
@@ -69,20 +69,20 @@ Operation = ForwardEnable | ForwardCheck | ForwardNograd | Loss | Backward
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What is waited for, and what begins, right before every operation of a sequence. # Note [Moves]
+    """Waits and copies that precede each operation of a sequence. # Note [Moves]
 
-    1. A stage moves if it is in `fetch`. Then its forward before the loss has an option with `moved` bytes. The copy
-       out begins as soon as that forward ends. A stage that is not in `fetch` keeps these bytes in memory, and so does
-       every forward after the loss, whatever its option.
-    2. Copies of one direction follow one another in the order in which they begin. The directions do not wait for each
-       other.
-    3. `wait_out[position]` are the stages whose copy out has to be over before the operation begins. Every stage that
-       moves is in it once, at the first operation after the loss at the latest: nothing goes out later.
-    4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after the
-       waits of this operation; always after the loss. The bytes count from here on, even if other copies come first.
+    1. A stage moves if it is in `fetch`. Its forward before the loss then has an option with `moved` bytes, and the
+       copy out begins as soon as that forward ends. A stage that is not in `fetch` keeps these bytes in memory, and so
+       does every forward after the loss, whatever its option.
+    2. Copies of one direction run one after another, in the order in which they begin. The two directions do not wait
+       for each other.
+    3. `wait_out[position]` are the stages whose copy out must be over before the operation begins. Every stage that
+       moves is listed once, at the first operation after the loss at the latest: nothing goes out later.
+    4. `fetch[position]` are the stages whose copy back begins right before the operation, in this order, after its
+       waits; always after the loss. The bytes count from here on, even if other copies come first.
     5. The backward of a stage waits for its copy back.
 
-    So the most that is in memory depends on the waits alone, and the speed of the link decides nothing but the time.
+    So the peak depends only on the waits; the speed of the link only changes the time.
     """
 
     wait_out: tuple[tuple[int, ...], ...]
@@ -90,7 +90,7 @@ class Moves:
 
     @classmethod
     def none(cls, operations: int) -> Moves:
-        """Of a sequence of so many operations, nothing moves."""
+        """Return the moves of a sequence of `operations` operations that moves nothing."""
         return cls(((),) * operations, ((),) * operations)
 
     @property
@@ -104,15 +104,13 @@ _TOKEN = re.compile(r"(?P<kind>Fe|CF|Fn|B)_(?P<stage>[0-9]+)(\^(?P<option>[0-9]+
 
 @dataclass(frozen=True, slots=True)
 class Sequence(collections.abc.Sequence[Operation]):
-    """An immutable list of operations; two sequences are equal if their operations are.
+    """An immutable list of operations; sequences are equal if their operations are.
 
-    `algorithm` names what found it. `lower_bound`, in seconds, is certified: no memory-persistent sequence within the
-    limit that it was found for is faster. It is None where no bound is known. ValueError if an item is no operation.
+    `algorithm` names the algorithm that found it. `lower_bound`, in seconds, is certified: no memory-persistent
+    sequence within the same limit is faster. None if unknown. Raises ValueError if an item is no operation.
 
-    `beside` are the sequences of further forwards that are in flight together with one by this, in their order; the
-    bound is then an even part of that for all of them. Where all forwards follow this one, it is empty.
-
-    `moves` say what is copied out of memory and back beside the operations; None if nothing is.
+    `beside` are the sequences of further forwards in flight, in their order; empty if all follow this one. The bound is
+    then an equal share of the bound for all. `moves` lists the offloading copies; None without any.
     """
 
     operations: tuple[Operation, ...]
@@ -144,13 +142,13 @@ class Sequence(collections.abc.Sequence[Operation]):
 
     @classmethod
     def parse(cls, text: str) -> Sequence:
-        """Read what `str` writes; brackets around it are allowed. ValueError names the token that is not understood."""
+        """Parse the output of `str`, with or without brackets. Raises ValueError naming the token it cannot read."""
         inside = text.strip().removeprefix("[").removesuffix("]").strip()
         tokens = [token.strip() for token in inside.split(",")] if inside else []
         return cls(_operation(position, token) for position, token in enumerate(tokens))
 
     def of_forwards(self, forwards: int) -> tuple[Sequence, ...]:
-        """The sequences of so many forwards in flight, from the first on; where there are too few, the last repeats."""
+        """Return the sequences of `forwards` forwards in flight, in order; the last repeats if there are too few."""
         known = (self, *self.beside)[:forwards]
         return (*known, *(known[-1:] * (forwards - len(known))))
 

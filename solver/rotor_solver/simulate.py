@@ -1,6 +1,6 @@
-"""The exact simulator: what a sequence holds in memory, in bytes, during and after every operation.
+"""Exact simulator: the memory of a sequence, in bytes, during and after every operation.
 
-It shares no code with the programs that find sequences, and has the last word on what they find.
+It shares no code with the solvers, and has the last word on their results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, Forward
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Makespan in seconds; peak, and the memory during and after every operation, in bytes. a_0 is counted."""
+    """Makespan in seconds; peak, and memory during and after every operation, in bytes. a_0 is counted."""
 
     makespan: float
     peak: int
@@ -26,8 +26,8 @@ class Simulation:
 def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     """Run `sequence` on `chain`.
 
-    Raises ValueError, naming the operation, if an operation uses what is not in memory, or if the sequence ends without
-    δ_0.
+    Raises ValueError, naming the operation, if an operation uses something that is not in memory, or if the sequence
+    ends without δ_0.
     """
     machine = Machine(chain)
     reads, skipped = last_reads(sequence), skipped_outputs(sequence)
@@ -55,7 +55,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 
 def last_reads(sequence: Sequence) -> dict[int, int]:
-    """By the position of its last forward, every stage: from there on, only its backward reads its input."""
+    """Map each stage's last forward, by position, to the stage: after it, only its backward reads its input."""
     last = {
         operation.stage: position
         for position, operation in enumerate(sequence)
@@ -65,7 +65,7 @@ def last_reads(sequence: Sequence) -> dict[int, int]:
 
 
 def skipped_outputs(sequence: Sequence) -> frozenset[int]:
-    """The positions of forwards whose output nobody reads: they come right before the backward of the same stage."""
+    """Return the positions of forwards with unread output: those right before the backward of the same stage."""
     operations = tuple(sequence)
     return frozenset(
         position
@@ -75,7 +75,7 @@ def skipped_outputs(sequence: Sequence) -> frozenset[int]:
 
 
 class _MissingError(DescribedError):
-    """Something that an operation needs is missing; the message is the end of a sentence."""
+    """An operation lacks something it needs; the message completes a sentence."""
 
 
 @dataclass(slots=True)
@@ -85,12 +85,12 @@ class _Attached:
     freed: int = 0
     """Bytes of the a_i inside this ā_i that were freed before its backward."""
     away: bool = False
-    """Whether what its option moves is out of memory."""
+    """Whether the option's `moved` bytes are out of memory."""
 
 
 @dataclass(slots=True)
 class Machine:
-    """What is in memory, and how many bytes that is: `held`. `lost` says that the loss has run."""
+    """The contents of memory, and their size `held` in bytes. `lost` says that the loss has run."""
 
     chain: Chain
     held: int = 0
@@ -101,7 +101,7 @@ class Machine:
     seconds: float = 0.0
     lost: bool = False
     output: str = "none"
-    """Where the caller's a_L is counted: "none" before it exists, "plain", "attached", or "caller"."""
+    """Holder of the caller's a_L: "none" before it exists, "plain", "attached", or "caller"."""
 
     activation: tuple[int, ...] = ()
     released: tuple[tuple[int, int], ...] = ()
@@ -112,9 +112,9 @@ class Machine:
         self._add_plain(0)
 
     def run(self, operation: Operation, *, skip_output: bool = False) -> int:
-        """Carry out one operation; return the most bytes that are in memory while it runs.
+        """Run one operation; return the peak in bytes while it runs.
 
-        With `skip_output`, a run with a graph does not compute its output, which saves time.
+        With `skip_output`, a forward with a graph does not compute its output, which saves time.
         """
         match operation:
             case Loss():
@@ -211,21 +211,21 @@ class Machine:
         self.held += self.chain.stages[stage].gradient
         self.seconds += kept.option.backward_time
         temp = kept.option.backward_temp_of_replay if kept.replayed else kept.option.backward_temp
-        # Scratch memory was measured on top of a whole ā; what is freed of ā already makes no difference to the peak.
+        # Scratch was measured on top of a whole ā, so the part of ā freed already does not lower the peak.
         return max(before + kept.freed + self.activation[stage] + temp, self.held)
 
     def move_out(self, stage: int) -> None:
-        """What `stage` moves has been copied out: its bytes are free."""
+        """Free the `moved` bytes of `stage`: they have been copied out."""
         self.attached[stage + 1].away = True
         self.held -= self.attached[stage + 1].option.moved
 
     def move_in(self, stage: int) -> None:
-        """What `stage` moves begins to be copied back: its bytes are taken again."""
+        """Take the `moved` bytes of `stage` again: their copy back begins."""
         self.attached[stage + 1].away = False
         self.held += self.attached[stage + 1].option.moved
 
     def release_input(self, stage: int) -> None:
-        """Free the part of the input of `stage` that its backward does not need. Its last forward has run."""
+        """Free the part of the input of `stage` that its backward does not need. Its last forward must have run."""
         alone, inside = self.released[stage]
         if stage in self.plain:
             self.plain[stage] -= alone
@@ -250,7 +250,7 @@ class Machine:
         self.held += self.activation[index]
 
     def _note_output(self, index: int, where: str) -> None:
-        """Note where the first a_L is, which the caller takes. One that is made again is other memory."""
+        """Record the holder of the first a_L, which the caller takes. A recomputed a_L is other memory."""
         if index == len(self.chain) and self.output == "none":
             self.output = where
 

@@ -1,4 +1,4 @@
-"""One function for all algorithms."""
+"""Solve a chain by any algorithm."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rotor_solver.sequence import Sequence
 
 
 class Algorithm(Protocol):
-    """A way to find a sequence within a limit."""
+    """An algorithm that finds a sequence within a limit."""
 
     @property
     def name(self) -> str:
         """The name by which `solve` and reports know it."""
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """A sequence whose simulated peak is at most `mem_limit` bytes, a_0 counted.
+        """Return a sequence whose simulated peak is at most `mem_limit` bytes, a_0 counted.
 
         Raises InfeasibleError if the algorithm has none.
         """
@@ -40,16 +40,16 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
     "store-all": lambda slots: StoreAll(),
     "recompute-all": lambda slots: RecomputeAll(),
 }
-"""All algorithms by name, made for a number of slots."""
+"""All algorithms by name; each takes a number of slots."""
 
 
 def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500) -> Sequence:
     """Find a sequence for `chain` within `mem_limit` bytes, a_0 counted.
 
-    `algorithm` is one of the names in `ALGORITHMS`, or an object with the interface `Algorithm`. Algorithms that divide
-    memory into slots divide it into at least `slots`. Raises InfeasibleError if nothing fits; its `min_bytes` is the
-    least limit at which the algorithm works. Raises ValueError if the limit is not a number of bytes, if the algorithm
-    is unknown or cannot take the chain, or if `slots` is not at least one.
+    `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. Algorithms that divide memory
+    into slots use at least `slots`. Raises InfeasibleError if nothing fits; its `min_bytes` is the least limit at which
+    the algorithm works. Raises ValueError if the limit is not a number of bytes, if the algorithm is unknown or cannot
+    take the chain, or if `slots` < 1.
     """
     limit = bytes_of_limit(mem_limit)
     check_slots(slots)

@@ -1,4 +1,4 @@
-"""What stages keep, moved out of memory over a link and back before it is needed: what, and when.
+"""Offload saved tensors over a link: choose the stages and the times of their copies.
 
 Begin with Note [Moves] at `sequence.Moves`.
 """

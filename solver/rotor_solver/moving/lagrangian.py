@@ -1,30 +1,26 @@
-"""What to keep, to compute again and to move, for the least time within a limit: by prices, with a certified bound.
+"""Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a certified bound.
 
-For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take no memory but in
-their own operations (`priced`). A sequence of it takes `seconds + price · moved bytes`, and its memory is that of the
-sequence while all that moves is away whenever it can be: no timetable of copies needs less. Each sequence that is found
-is given a timetable that fits, and simulated; the fastest is the answer. Copies take memory on their way. So sequences
-for somewhat lower limits are tried too: they leave room in which copies are under way while the next stage computes.
+For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take memory only in
+their own operations (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits, and
+is simulated; the fastest wins. Copies take memory on their way, so sequences for slightly lower limits are tried too. A
+price ignores how long copies wait for each other, so chains in which each stage can only move the most, or the least,
+are tried too.
 
-A price does not know how long copies wait for each other, and where a stage can move much or little, it takes the
-wrong one at times. So chains are tried as well in which each stage can only move the most, or the least.
-
-The bound (`lower_bound`) is for all steps that move, from lower bounds for priced chains. Of any sequence within the
-limit, let C₁ be the seconds that it computes up to the loss, C₂ those after it, and M the bytes that it moves. Copies
-out are over when the first operation after the loss begins, and copies back begin after the loss. So with β bytes a
-second, a step takes at least
+The bound (`lower_bound`) covers all steps that move. For any sequence within the limit, let C₁ be its compute seconds
+up to the loss, C₂ those after it, and M the bytes that it moves. Copies out are over when the first operation after the
+loss begins, and copies back begin after the loss. So with β bytes a second, a step takes at least
 
     T ≥ max(C₁, M / β_out) + max(C₂, M / β_in)
       = the most of  C₁ + C₂,  M / β_out + C₂,  C₁ + M / β_in,  M / β_out + M / β_in.
 
-Every stage runs once before the loss, by one of its forwards: C₁ lies between `least` and `most`, whatever the
-sequence. The program's certificate for the chain with a price λ says that C₁ + C₂ + λ M ≥ D(λ). Together, for all λ
-that were solved, T is at least the height over M of each of the lines
+Every stage runs once before the loss, by one of its forwards: C₁ lies between `least` and `most`. The program's
+certificate for the price λ says that C₁ + C₂ + λ M ≥ D(λ). So T is at least the height over M of each of the lines, for
+all λ that were solved,
 
     D(λ) - λ M        D(λ) - λ M - most + M / β_out        least + M / β_in        M / β_out + M / β_in
 
-and of the seconds of storing everything. So it is at least the lowest point of all lines together. Memory that copies
-take on their way is left out, which only lowers the bound.
+and the seconds of storing everything: at least the lowest point of their upper envelope. Leaving out the memory of
+copies on their way only lowers the bound.
 """
 
 from __future__ import annotations
@@ -47,9 +43,9 @@ from rotor_solver.simulate import simulate
 
 
 def priced(chain: Chain, price: float) -> Chain:
-    """`chain`, where every byte that an option moves takes `price` seconds more.
+    """Return `chain` with `price` more seconds for every byte that an option moves.
 
-    What is made again after the loss does not move: no copy goes out then. So these options cannot be used there.
+    A forward after the loss does not move: no copy goes out then. So these options cannot be used there.
     """
     return replace(chain, stages=tuple(_priced_stage(stage, price) for stage in chain.stages))
 
@@ -60,7 +56,7 @@ def _priced_stage(stage: Stage, price: float) -> Stage:
     return replace(
         stage,
         options=tuple(_priced_option(option, price) for option in stage.options),
-        # Unless given, they are those of the first option, which may have a price now.
+        # Their defaults come from the first option, which may have a price now.
         nograd_time=stage.seconds_without_graph,
         nograd_temp=stage.temp_without_graph,
     )
@@ -86,7 +82,7 @@ class Line(NamedTuple):
     slope: float
 
     def at(self, moved: float) -> float:
-        """Seconds if so many bytes are moved."""
+        """Seconds if `moved` bytes are moved."""
         return self.seconds + self.slope * moved
 
 
@@ -98,14 +94,15 @@ class Priced(NamedTuple):
 
 
 def lower_bound(chain: Chain, link: Link, found: Iterable[Priced]) -> tuple[float, float]:
-    """(bytes, seconds): every step within the limit takes so many seconds at least, and that only if it moves so many
-    bytes. The bounds in `found` have to be for that limit, or a higher one.
+    """(bytes, seconds): every step within the limit takes at least `seconds`, and reaches that only with `bytes` moved.
+
+    The bounds in `found` must be for that limit, or a higher one.
     """
     return lowest_point(list(_lines(chain, link, found)))
 
 
 def lowest_point(lines: list[Line]) -> tuple[float, float]:
-    """(bytes, seconds): where the highest of all lines is lowest, over zero bytes or more."""
+    """(bytes, seconds): the lowest point of the upper envelope of all lines, over zero bytes or more."""
     crossings = [0.0]
     for one, other in combinations(lines, 2):
         if one.slope != other.slope:
@@ -128,19 +125,19 @@ def _lines(chain: Chain, link: Link, found: Iterable[Priced]) -> Iterator[Line]:
 
 
 _CLOSE = 0.005
-"""Where the gap is no more than this, it is good enough: that of `persistent.program`."""
+"""A gap that is good enough, as in `persistent.program`."""
 _NOT_FAR = 0.01
-"""The same for chains in which less can move, which take as long again: a guess."""
+"""The same for chains in which less can move, which double the solve time. Not measured."""
 _ENDS = (64.0, 2.0**-10)
-"""The prices that are tried first, the last one first, as parts of what a byte takes out and back. The first is so
-small that it does not count, the other so high that no more is moved than has to be; guesses."""
+"""First prices to try, the last one first, as multiples of the seconds of a byte's round trip. The last is so small
+that it does not count, the first so high that no more moves than must. Not measured; wrong ends only cost solves."""
 _PRICES = 12
-"""Prices that are tried at most; a guess. Five or six are typical."""
+"""Most prices to try; five or six are typical. Not measured; too few loosen the plan and the bound."""
 _SAME = 1e-6
-"""Prices that differ by no more are the same."""
+"""Prices with no larger relative difference are the same."""
 _ROOMS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Room that is left for copies on their way, as multiples of the most that a stage moves. Tried on chains of 40 to 70
-stages: one half to three multiples found the best plan, and those between them made it up to one percent faster."""
+"""Room for copies on their way, as multiples of the most that a stage moves. Tried on chains of 40 to 70 stages: one
+half to three multiples found the best plan, and those between them made it up to one percent faster."""
 
 
 class MovingPlan(NamedTuple):
@@ -153,16 +150,16 @@ class MovingPlan(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """By how much the plan is slower than the best one, at most, as a ratio."""
+        """seconds / lower_bound - 1: the largest possible distance from the best plan."""
         return self.seconds / self.lower_bound - 1 if self.lower_bound else (math.inf if self.seconds else 0.0)
 
 
 def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> MovingPlan:
-    """The fastest sequence found within `limit` bytes, a_0 counted, with what moves over `link` and when.
+    """Return the fastest sequence found within `limit` bytes, a_0 counted, with its moves over `link`.
 
     It is no slower than the best one found without moves. The bound is for memory-persistent sequences whose copies
-    keep the rules of Note [Moves]. Raises InfeasibleError if not even moving all that can move makes room, with the
-    exact least limit; ValueError if the limit is not a number of bytes.
+    keep the rules of Note [Moves]. Raises InfeasibleError, with the exact least limit, if even moving all that can move
+    does not fit; ValueError if the limit is not a number of bytes.
     """
     search = _Search(chain, bytes_of_limit(limit), link, slots)
     search.explore(chain, 0)
@@ -189,11 +186,11 @@ class _Search:
     """Seconds; certified."""
 
     def explore(self, chain: Chain, room: int) -> None:
-        """Solve `chain`, the search's own or one in which less can move, for the prices that matter, with `room` bytes
-        left for copies on their way.
+        """Solve `chain` for the prices that matter, with `room` bytes left for copies on their way.
 
-        What matters is where the bound is lowest. Two sequences are known that move more and less than there; the price
-        at which both are equally good finds one between them, or shows that there is none.
+        `chain` is the search's own, or one in which less can move. Prices matter near the lowest point of the bound.
+        Two known sequences move more and less than that point; the price at which both are equally good finds one
+        between them, or shows that there is none.
         """
         limit, found, known = self.limit - room, list[Priced](), list[tuple[int, float]]()
         # A bound for a lower limit certifies nothing, nor does one for fewer moves.
@@ -217,9 +214,9 @@ class _Search:
                 prices += _price_between(known, moved, [each.price for each in found])
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
-        """Keep `sequence` if it is the fastest so far. The bytes that it may move, and its seconds without a link."""
-        # A price is the same wherever a stage is, so it does not say which of several like stages moves. A timetable
-        # does: the early ones, which have the most time. So it may choose among all.
+        """Keep `sequence` if it is the fastest. Return the bytes that it may move, and its seconds without copies."""
+        # A price is the same for all stages, so it does not choose among equal stages. A timetable does: the early
+        # ones, which have the most time. So it may choose among all.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
             moves = plan_moves(self.chain, each, self.link, self.limit)
             settled = without_idle_moves(self.chain, each, moves)
@@ -236,7 +233,7 @@ class _Search:
 
 
 def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
-    """`chain`, of which each stage can only move as many bytes as `pick` says, of those that it could."""
+    """Return `chain` with each stage's moves restricted to the size that `pick` chooses among its own."""
     return replace(chain, stages=tuple(_moving_only(stage, pick) for stage in chain))
 
 
@@ -251,7 +248,7 @@ def _moving_only(stage: Stage, pick: Callable[[Iterable[int]], int]) -> Stage:
 
 
 def _price_between(known: list[tuple[int, float]], moved: float, tried: list[float]) -> list[float]:
-    """The price at which the nearest of the `known` (bytes, seconds) that move more and less than `moved` are equal."""
+    """The price at which the nearest `known` (bytes, seconds) that move more and less than `moved` are equal."""
     more = min((each for each in known if each[0] > moved), default=None)
     less = max((each for each in known if each[0] <= moved), default=None, key=lambda each: (each[0], -each[1]))
     if more is None or less is None or less[1] <= more[1]:
@@ -261,7 +258,7 @@ def _price_between(known: list[tuple[int, float]], moved: float, tried: list[flo
 
 
 def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
-    """`sequence`, in which every forward before the loss that could as well move what it keeps may do so."""
+    """Let every forward of `sequence` before the loss move all that it could move at no extra cost."""
     loss = loss_position(sequence)
 
     def moving(position: int, operation: Operation) -> Operation:
@@ -276,7 +273,7 @@ def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
 
 
 def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequence:
-    """`sequence`, with ways that move nothing where nothing is moved, if they cost no more and keep no more."""
+    """Replace moving options of `sequence` where nothing is moved, if the others cost no more and keep no more."""
     moving, loss = moves.stages, loss_position(sequence)
 
     def settled(position: int, operation: Operation) -> Operation:

@@ -1,10 +1,10 @@
-"""When to wait and when to fetch: as late and as early as memory allows.
+"""Decide when to wait and when to fetch: as late and as early as memory allows.
 
-For stages that are to move, both are greedy, and the best that there is. Copies out end in the order in which they
-begin. So what has to be over before an operation is the shortest beginning of the queue that makes enough room, and to
-wait for it earlier gains nothing. Copies back begin in the order of the backwards. Once one has begun, its bytes stay
-to the backward. So while the bytes of a later one are there, those of an earlier one are there too or used up, whenever
-it began: to begin it as early as possible takes no room from the later one.
+For a given set of moving stages, both are greedy and optimal. Copies out end in the order in which they begin. So
+before an operation, the shortest prefix of the queue that makes enough room must be over; waiting earlier gains
+nothing. Copies back begin in the order of the backwards, and their bytes stay to the backward. So while the bytes of a
+later one are in memory, those of an earlier one are there too or used up: beginning it as early as possible takes no
+room from the later one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from rotor_solver.sequence import Moves, Sequence
 
 
 def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Moves:
-    """What of `sequence` moves, and when, such that no step by it takes more than `limit` bytes, however slow the link.
+    """Return moves of `sequence` with which a step stays within `limit` bytes, however slow the link.
 
-    A stage stays where it is if that fits and takes no longer over `link`. Raises InfeasibleError if even moving all
-    that can move, one at a time, needs more.
+    A stage does not move if that fits and takes no longer over `link`. Raises InfeasibleError if even moving all that
+    can move, one at a time, needs more.
     """
     step = _Step.of(chain, sequence, link, limit)
     moving: list[Trip] = []
@@ -54,14 +54,14 @@ class _Away(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the operations of a sequence take, by position, if nothing moves."""
+    """Costs of a sequence's operations, by position, if nothing moves."""
 
     durations: tuple[float, ...]
-    """seconds"""
+    """Seconds."""
     during: tuple[int, ...]
-    """the most bytes in memory"""
+    """Peak of each operation in bytes."""
     after_loss: int
-    """the first operation after the loss"""
+    """Position of the first operation after the loss."""
     link: Link
     limit: int
 
@@ -72,7 +72,7 @@ class _Step:
         return cls(durations, during, loss_position(sequence) + 1, link, limit)
 
     def bytes_while_away(self, trips: Several[Trip]) -> list[int]:
-        """By operation, the most bytes if what is moved is in memory in its own forward and backward alone."""
+        """By operation, the peak in bytes if moved bytes are in memory only in their own forward and backward."""
         change = [0] * (len(self.during) + 1)
         for trip in trips:
             change[trip.forward + 1] -= trip.moved
@@ -80,7 +80,7 @@ class _Step:
         return [most + away for most, away in zip(self.during, accumulate(change), strict=False)]
 
     def timetable(self, trips: Several[Trip]) -> list[_Away] | None:
-        """When these trips, in the order of their forwards, begin and end; None if that does not fit."""
+        """Schedule these trips, given in the order of their forwards; None if that does not fit."""
         room = [self.limit - most for most in self.bytes_while_away(trips)]
         if min(room) < 0:
             return None
@@ -104,7 +104,7 @@ class _Step:
         return found
 
     def fewest(self, trips: Several[Trip], timetable: list[_Away]) -> list[_Away]:
-        """The timetable of those of `trips`, whose own is `timetable`, of which none can stay without loss of time."""
+        """Return the timetable of a subset of `trips` that loses no time and cannot shrink; `timetable` has all."""
         moving, best, seconds = list(trips), timetable, self.seconds(timetable)
         untried = deque(reversed(moving))  # those nearest to the loss come back soonest, and are the hardest to hide
         refused: list[Trip] = []
@@ -116,14 +116,14 @@ class _Step:
                 refused.append(trip)
                 continue
             moving, best, seconds = rest, without, time
-            # The link has less to carry now, so that those may be quick that were slow before.
+            # The link has less to carry now, so trips that were slow to keep may be quick.
             untried.extend(refused)
             refused.clear()
         return best
 
     def seconds(self, timetable: list[_Away]) -> float:
-        """How long the step takes by a timetable, whose trips are in the order of their backwards."""
-        # Quicker than `simulate_moves`, which has the last word, by what it knows: that the timetable is right.
+        """Seconds of the step by a timetable, whose trips are in the order of their backwards."""
+        # Faster than `simulate_moves`, which has the last word, since the timetable is known to be valid.
         leaves = {away.trip.forward: away for away in timetable}
         returns = {away.trip.backward: away.trip for away in timetable}
         waits, fetches = dict[int, list[Trip]](), dict[int, list[Trip]]()

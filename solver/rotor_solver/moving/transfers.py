@@ -1,4 +1,4 @@
-"""The copies of a step that moves: the link, the trips that a sequence allows, and the simulator.
+"""Simulate the copies of a step: the link, the trips that a sequence allows, and their times.
 
 The simulator has one queue of operations, and a queue of copies for each direction of the link.
 """
@@ -21,7 +21,7 @@ from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
 class Link:
     """Bytes a second in each direction, while both are busy. The two directions do not wait for each other.
 
-    ValueError if a rate is no finite number above zero.
+    Raises ValueError if a rate is not finite and above zero.
     """
 
     out_bytes_per_second: float
@@ -39,19 +39,19 @@ class Link:
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds in which a byte goes out and comes back."""
+        """Seconds of a byte's round trip."""
         return 1 / self.out_bytes_per_second + 1 / self.in_bytes_per_second
 
     @classmethod
     def slowest(cls, links: Iterable[Link]) -> Link:
-        """As fast each way as the slowest of `links`."""
+        """Return a link with the slowest rate of `links` in each direction."""
         out, back = zip(*((link.out_bytes_per_second, link.in_bytes_per_second) for link in links), strict=True)
         return cls(min(out), min(back))
 
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """`moved` bytes of a stage, from position `forward` of a sequence, where they are made, to `backward`."""
+    """`moved` bytes of a stage, from position `forward` of a sequence, which makes them, to `backward`."""
 
     stage: int
     moved: int
@@ -60,7 +60,7 @@ class Trip:
 
 
 def loss_position(sequence: Sequence) -> int:
-    """Where the loss is; ValueError if there is none."""
+    """Return the position of the loss. Raises ValueError if there is none."""
     if Loss() not in sequence.operations:
         raise InvalidValueError(
             f"the sequence of {len(sequence)} operations has no loss", kind="no_loss", name="sequence"
@@ -69,7 +69,7 @@ def loss_position(sequence: Sequence) -> int:
 
 
 def trips_of(chain: Chain, sequence: Sequence) -> tuple[Trip, ...]:
-    """All trips of a valid sequence, in the order of the forwards. A forward after the loss moves nothing."""
+    """Return all trips of a valid sequence, in the order of the forwards. A forward after the loss moves nothing."""
     before = sequence.operations[: loss_position(sequence)]
     backward = {each.stage: place for place, each in enumerate(sequence) if isinstance(each, Backward)}
     found = []
@@ -94,11 +94,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class MovesSimulation:
-    """Seconds and bytes of a step. `begin` and `during` are by operation: when it begins, and the most bytes in it.
+    """Seconds and bytes of a step. `begin` and `during` are by operation: its begin, and its peak in bytes.
 
-    `waiting` are the seconds in which operations wait for copies; they are in `makespan`. `moved` are the bytes that go
-    out, and as many come back. A copy out that is under way when an operation begins counts during all of it.
-    `transfers` are all copies, in the order in which they are asked for.
+    `waiting` are the seconds in which operations wait for copies; `makespan` includes them. `moved` bytes go out, and
+    as many come back. A copy out that is under way when an operation begins counts during all of it. `transfers` are
+    all copies, in the order of their requests.
     """
 
     makespan: float
@@ -111,7 +111,7 @@ class MovesSimulation:
 
 
 def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -> MovesSimulation:
-    """Run `sequence` on `chain` with what `moves` says, over `link`. Where nothing moves, this is `simulate`.
+    """Run `sequence` on `chain` with `moves` over `link`. Equals `simulate` if nothing moves.
 
     Raises ValueError for a sequence that is not valid, and for moves that break a rule of Note [Moves].
     """
@@ -185,7 +185,7 @@ class _Step:
 
 
 def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, Trip]:
-    """The trips that are made, by stage. ValueError for moves that break a rule."""
+    """Return the trips of `moves` by stage. Raises ValueError for moves that break a rule."""
     if not len(moves.wait_out) == len(moves.fetch) == len(sequence):
         raise InvalidValueError(
             f"the moves are for {len(moves.wait_out)} and {len(moves.fetch)} operations; the sequence has "
@@ -229,7 +229,7 @@ def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, 
 
 
 def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Moment, ...]:
-    """`moments`, where copies go over `link`. ValueError, as from `simulate_moves`, for what is not valid."""
+    """`moments` with copies over `link`. Raises ValueError, like `simulate_moves`, for invalid input."""
     found = moments(chain, sequence)
     if link is None or sequence.moves is None:
         return found
@@ -238,7 +238,7 @@ def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[
 
 
 def transfers(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Transfer, ...]:
-    """All copies of a step over `link`; none where nothing moves. ValueError as above."""
+    """Return all copies of a step over `link`; none where nothing moves. Raises ValueError like `simulate_moves`."""
     if link is None or sequence.moves is None:
         return ()
     return simulate_moves(chain, sequence, sequence.moves, link).transfers

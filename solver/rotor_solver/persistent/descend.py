@@ -1,7 +1,7 @@
-"""Reading values and sequences off a complete table: kernels.
+"""Kernels that read values and sequences off a complete table.
 
-`flat`, `rows`, `grid` and `costs` are those of `kernels`. Times are those that a plan takes longer than storing
-everything, in the unit of the table.
+`flat`, `rows`, `grid` and `costs` are those of `kernels`. Times are those beyond storing everything, in the unit of the
+table.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def value_of(flat: np.ndarray, rows: Any, row: int, m: int) -> float:
 def estimate(
     flat: np.ndarray, rows: Any, full: np.ndarray, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
 ) -> float:
-    """Opt for exactly `memory` bytes, read between two slots and two ends: the bound itself for blend 0.
+    """Opt for exactly `memory` bytes, interpolated between two slots and two ends: the bound itself for blend 0.
 
-    The bound is that of the next slot above, and of a row that may end earlier, and so too low; the slot below and the
-    next row are too high. `blend` says how far to go from the one to the other.
+    The bound is too low: it is read at the next slot above, in a row that may end earlier. The slot below and the next
+    row are too high. `blend` interpolates between the two.
     """
     i, length = grid.place[s], len(grid.band)
     if memory >= full[grid.state[s], i, last]:
         return 0.0
     if length > last > grid.band[i]:
-        return 2 * cut  # more than any time in the table: the last thing to choose
+        return 2 * cut  # more than any time in the table: the last choice
     row = grid.row[s, last]
     value, start = between_slots(flat, rows, grid, s, row, memory, blend, cut), grid.last[row]
     if start < last < length and blend > 0.0 and value < cut and row + 1 < grid.start[s + 1]:
@@ -45,7 +45,7 @@ def estimate(
 def between_slots(
     flat: np.ndarray, rows: Any, grid: Any, s: int, row: int, memory: int, blend: float, cut: float
 ) -> float:
-    """A row for exactly `memory` bytes, which is at least rows.begin of it: the slot above for blend 0."""
+    """A row for exactly `memory` bytes, at least its rows.begin: the slot above for blend 0."""
     beyond = memory - grid.offset[s]
     m = min(max(0, -(-beyond // grid.unit)), grid.width - 1)
     if m < rows.begin[row]:
@@ -71,17 +71,17 @@ def descend(
     blend: float,
     enough: float,
 ) -> tuple[np.ndarray, float]:
-    """The choices of a sequence for `memory` bytes, which is at least least[0, 0, L], and what it takes longer.
+    """Return the choices of a sequence for `memory` bytes, at least least[0, 0, L], and its seconds beyond storing all.
 
-    Memory is counted in bytes on the way, so that the sequence fits; the table only says where to go. A choice is open
-    only if the exact least memory of its parts allows it, so the way never ends in something that does not fit. Choices
-    are coded as in `least_memory`, and stand in the order in which `operations_of` asks for them. Given up, with an
-    infinite time, beyond `enough`.
+    Memory is counted in bytes, so that the sequence fits; the table only guides. A choice is open only if the exact
+    least memory of its parts allows it, so every descent ends in a sequence that fits. Choices are coded as in
+    `least_memory_kernels`, in the order in which `operations_of` asks for them. Gives up, with an infinite time, beyond
+    `enough`.
     """
     length = len(grid.band)
-    choices = np.empty(4 * length + 16, np.int64)  # grows below: how often intervals are split is not known
-    # [pending, 4] intervals that wait: state, i, l, and the bytes that they have. They are disjoint, so there are never
-    # more than stages, and a few empty ones.
+    choices = np.empty(4 * length + 16, np.int64)  # grows below: the number of splits is unknown
+    # [pending, 4] pending intervals: state, i, l, and their bytes. They are disjoint, so there are at most as many as
+    # stages, and a few empty ones.
     stack = np.empty((2 * length + 16, 4), np.int64)
     count, depth, seconds = 0, 1, 0.0
     stack[0] = np.array([0, 0, length, memory])

@@ -1,10 +1,9 @@
-"""What the persistent program knows of a chain before its first table, and how tables are laid out in slots and rows.
+"""Facts about a chain before its first table, and the layout of tables in slots and rows.
 
-Slot m of a row stands for m · unit + offset bytes. Every row has an offset of its own, chosen so that what a stage's
-fastest option keeps is a whole number of slots from its row to the next. Stages that are stored one after the other
-lose nothing to rounding, however many they are; only checkpoints do. See Note [Rows, chunks and windows] in `kernels`.
-Of the longer intervals, fewer and fewer have rows (`Spacing`). In chains of repeated blocks, rows are shared
-(`owners`).
+Slot m of a row stands for m · unit + offset bytes. Every row has its own offset, such that a stage's fastest option
+keeps a whole number of slots. So only checkpoints lose to rounding, not stages stored one after the other. See Note
+[Rows, chunks and windows] in `kernels`. The longer intervals are, the fewer have rows (`Spacing`). In chains of
+repeated blocks, rows are shared (`owners`).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Spacing(NamedTuple):
 
     From d = 2 · parts · period on, they end at every second period, from 4 · parts · period on at every fourth, and so
     on: about `parts` rows for every doubling of d. Ends are counted from stage L-1, which is always one. Where an
-    interval may end, those that begin later may too. Otherwise each further Fe would drop a few more stages, and the
-    bound would get worse with every one.
+    interval may end, those that begin later may too. Otherwise each further Fe would drop a few more stages, and worsen
+    the bound.
     """
 
     parts: int
@@ -56,7 +55,7 @@ def stops_of(ended: NDArray[np.bool_]) -> Ints:
         return np.zeros(0, np.int64)
     following = np.where(ended, np.arange(length), length)
     following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
-    first = ended.argmax(axis=0)  # the fewer ends, the longer what lies between
+    first = ended.argmax(axis=0)  # fewer ends mean longer gaps between them
     stages = np.arange(length)
     stop: Ints = np.append(following, np.full((length, 1), length), axis=1)[first, stages + 1]
     return stop
@@ -72,73 +71,73 @@ class Grid(NamedTuple):
     Node s stands for the stage place[s] and the state[s] of its input; node[state, i] finds it. The two states of a
     stage share a node where they cost the same.
 
-    The interval from node s to stage l < L lies in the row row[s, l], if l ≤ band[place[s]], and that to the loss in
-    the row tail + s. Not every interval has a row of its own: one that has none takes that of its part up to stage
-    `last` of the row. Without its last stages it is no slower, so the table stays a lower bound.
+    The interval from node s to stage l < L lies in the row row[s, l], if l ≤ band[place[s]], and the one to the loss in
+    the row tail + s. An interval without its own row uses the row of its part up to stage `last` of the row. Without
+    its last stages it is no slower, so the table stays a lower bound.
     """
 
     unit: int
-    """bytes"""
+    """Bytes."""
     width: int
-    """slots in a row, at most"""
+    """Most slots in a row."""
     place: Ints
-    """[nodes] the stage; L for the loss"""
+    """[nodes] the stage; L for the loss."""
     state: Ints
-    """[nodes] 1 where the stage's input lies in the ā of the stage before, 0 where it stands alone or both are alike"""
+    """[nodes] 1 if the stage's input lies in the ā of the stage before, 0 if it stands alone or both cost the same."""
     node: Ints
-    """[2, L+1] by (state, i)"""
+    """[2, L+1] by (state, i)."""
     offset: Ints
-    """[nodes] bytes"""
+    """[nodes] bytes."""
     slots: Ints
-    """[L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less"""
+    """[L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less."""
     remainder: Ints
     start: Ints
-    """[nodes] the first row of the node"""
+    """[nodes] the first row of the node."""
     band: Ints
-    """[L] the last l < L whose interval is of use"""
+    """[L] the last l < L whose interval is of use."""
     row: Ints
-    """[nodes, L+1] -1 where there is none"""
+    """[nodes, L+1] -1 if there is none."""
     after: Ints
-    """[L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory"""
+    """[L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory."""
     last: Ints
-    """[rows] the stage at which the row ends; L for the loss"""
+    """[rows] the stage at which the row ends; L for the loss."""
     stop: Ints
-    """[L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1"""
+    """[L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1."""
     base: Ints
-    """[L+1] the least `costs.base` of those, in bytes"""
+    """[L+1] the least `costs.base` of those, in bytes."""
     tail: int
-    """the first of the rows that end at the loss, which are the last ones"""
+    """The first of the rows that end at the loss, which are the last ones."""
     fastest: Ints
-    """[L] the fastest option of every stage, among all options"""
+    """[L] the fastest option of every stage, among all options."""
 
 
 class Rows(NamedTuple):
     """Slot m of a row is number position + m of the table, for begin ≤ m < high. All but `marks` are [rows].
 
-    Below `begin` there is no plan that is of use, because it takes longer than `limit`. From `high` on the time is
-    `final`: zero, since everything is stored, or the last number, since no plan that is of use has so much memory.
+    Below `begin` no plan is of use, because it takes longer than `limit`. From `high` on the time is `final`: zero,
+    since everything is stored, or the last number, since no useful plan has so much memory.
     """
 
     begin: Ints
-    """slots; grows when a row is complete and its first numbers turn out to be above `limit`"""
+    """Slots; grows when a row is complete and its first numbers turn out to be above `limit`."""
     high: Ints
-    """slots"""
+    """Slots."""
     position: Ints
-    """numbers of the table, may be negative; a multiple of `kernels.CHUNK`"""
+    """Numbers of the table, may be negative; a multiple of `kernels.CHUNK`."""
     limit: Floats
-    """times in the unit of the table; negative where no plan is of use"""
+    """Times in the unit of the table; negative where no plan is of use."""
     final: Any
-    """times; infinite before a row is complete where it will be the last number"""
+    """Times; infinite until a row is complete if it will be the last number."""
     marks: Any
     """[size / CHUNK] a number for every `kernels.CHUNK` of the table: at least the first of them while their row is
-    being filled, the last of them once it is complete"""
+    being filled, the last of them once it is complete."""
 
 
 class Windows(NamedTuple):
-    """What the intervals of a plan that is of use look like: three arrays [nodes, L+1], by first node and last stage.
+    """The intervals of useful plans: three arrays [nodes, L+1], by first node and last stage.
 
-    `low` to `high` are the bytes that the interval may have; `outside` is the least time that such a plan takes outside
-    the interval, infinite where there is none.
+    `low` to `high` are the bytes that the interval may have; `outside` is the least time of such a plan outside the
+    interval, infinite if there is none.
     """
 
     low: Ints
@@ -162,9 +161,9 @@ def fastest_options(costs: Costs) -> Ints:
 def grid_of(
     costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, spacing: Spacing, later: Floats, cut: float
 ) -> Grid:
-    """The grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
+    """Build the grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
 
-    Of that, stages from i on take at least later[i]: [L+1]. Times are in the unit of `costs.run`.
+    Of `cut`, stages from i on take at least later[i]: [L+1]. Times are in the unit of `costs.run`.
     """
     length = len(costs.activation) - 1
     apart = np.concatenate([costs.released[0] != costs.released[1], [False]])
@@ -173,7 +172,7 @@ def grid_of(
     state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
-    # In the very terms of `table_kernels.bounds`, since sums in another order differ in their last digits.
+    # In exactly the terms of `table_kernels.bounds`, since sums in another order differ in their last digits.
     kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
     band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
     ended = spacing.ended(length)
@@ -217,8 +216,8 @@ def nodes_of(grid: Grid) -> Ints:
 def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
     """[L+1] the offset of every stage's rows.
 
-    Between two stages of the same kinds, an offset that occurred before is taken again if it is only a little larger,
-    so that their rows are the same. All stages together lose at most a slot by that.
+    Between two stages of the same kinds, an earlier offset is reused if it is only a little larger, so that their rows
+    are the same. All stages together lose at most a slot.
     """
     offset = [room % unit]
     seen: dict[tuple[int, ...], list[int]] = {}
@@ -226,17 +225,17 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
         exact = (offset[-1] - size) % unit
         known = seen.setdefault(tuple(kinds[i : i + 2].tolist()), [])
         close = [other for other in known if 0 <= other - exact <= unit // len(taken)]
-        if not close and len(known) < 8:  # a guess: chains with more offsets do not repeat themselves
+        if not close and len(known) < 8:  # chains with more offsets do not repeat; not measured
             known.append(exact)
         offset.append(close[0] if close else exact)
     return np.array(offset, np.int64)
 
 
 def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) -> tuple[Rows, int]:
-    """Where rows lie in a table, and how many numbers it has; `bounds` are those of `table_kernels.bounds`.
+    """Lay out rows in a table and return its size in numbers; `bounds` are those of `table_kernels.bounds`.
 
-    owner[row] is the row whose numbers a row shares. An owner begins where the first of those that share it begins, and
-    ends where the last of them ends.
+    owner[row] is the row whose numbers a row shares. An owner begins where the first of its sharers begins, and ends
+    where the last of them ends.
     """
     low, high, full, limit = bounds
     of_use = limit >= 0
@@ -254,7 +253,7 @@ def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) ->
 
 
 def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """By row, the first slot that has a number, a multiple of CHUNK, and how many numbers there are from there on.
+    """By row, the first slot that has a number, a multiple of CHUNK, and the count of numbers from there on.
 
     They are whole chunks, and BEYOND more, into which kernels may run (Rule 3 of the Note in `kernels`).
     """
@@ -264,14 +263,14 @@ def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
 
 
 _LONGEST_PERIOD = 64
-"""Stages; a guess. A longer period repeats too few times in a chain for shared rows to save much."""
+"""Stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured."""
 _REPEATED = 0.87
-"""The part of a chain that has to repeat itself without a break; a guess. Its square, three quarters, is the part of
-all intervals that then lie inside."""
+"""The part of a chain that must repeat without a break. Its square, three quarters, is the part of all intervals that
+then lie inside. Not measured; a wrong value only costs time."""
 
 
 def kinds_of(chain: Chain) -> Ints:
-    """[L] a number for every stage; stages that cost the same have the same."""
+    """[L] a number for every stage, equal for stages that cost the same."""
     numbers: dict[object, int] = {}
     bare = (
         replace(stage, name="", options=tuple(replace(option, name="") for option in stage.options))
@@ -281,7 +280,7 @@ def kinds_of(chain: Chain) -> Ints:
 
 
 def period_of(kinds: Ints) -> int:
-    """After how many stages most of the chain repeats itself; 0 if it does not."""
+    """Period in stages with which most of the chain repeats; 0 if it does not."""
     # From the shortest on: every multiple of a period is one, too.
     length = len(kinds)
     for period in range(1, min(_LONGEST_PERIOD, length // 8) + 1):
@@ -292,7 +291,7 @@ def period_of(kinds: Ints) -> int:
 
 
 def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
-    """A slot of at most `unit` bytes that divides what a period of the chain keeps, as nearly as possible.
+    """Return a slot of at most `unit` bytes that divides the memory kept by a period, as nearly as possible.
 
     `taken` is [L], the bytes that every stage keeps. Rows of later periods then have the slots of earlier ones.
     """
@@ -301,14 +300,14 @@ def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
     size = Counter(sums.tolist()).most_common(1)[0][0]
     if size >= unit:
         least = -(-size // unit)
-        # Up to an eighth more slots, a guess, if the rest is smaller with them.
+        # Up to an eighth more slots if that lowers the remainder; not measured.
         fitting = size // np.arange(least, min(size, least + least // 8) + 1)
         return int(fitting[np.argmin(size % fitting)])
     return int(unit // size * size) if size > 0 else unit
 
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
-    """[rows] for every row, the first with the same content: its stages, its slots, and what later stages leave."""
+    """[rows] for every row, the first with the same content: its stages, its slots, and the memory of later stages."""
     nodes = np.flatnonzero(grid.place < len(kinds))
     places = grid.place[nodes]
     starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
@@ -324,7 +323,7 @@ def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What all tables of a chain have in common. `stored` is the time of storing everything, in seconds."""
+    """Data that all tables of a chain share. `stored` is the time of storing everything, in seconds."""
 
     chain: Chain
     stored: float
@@ -336,13 +335,13 @@ class Problem:
     fastest: Ints
     """[L] the fastest option of every stage, among all options."""
     kinds: Ints
-    """[L] a number for every stage; stages that cost the same have the same."""
+    """[L] a number for every stage, equal for stages that cost the same."""
     period: int
-    """After how many stages most of the chain repeats itself; 0 if it does not."""
+    """Period in stages with which most of the chain repeats; 0 if it does not."""
 
     @classmethod
     def of(cls, chain: Chain) -> Problem:
-        """The problem of a chain."""
+        """Build the problem of a chain."""
         stored = store_all(chain).lower_bound
         assert stored is not None
         costs = costs_of(chain)
@@ -355,9 +354,9 @@ class Problem:
 
     @property
     def needed(self) -> int:
-        """The least memory for which there is a plan, in bytes, a_0 not counted."""
+        """The least memory with a plan, in bytes, a_0 not counted."""
         return int(self.least[0, 0, len(self.chain)])
 
     def least_sequence(self) -> Sequence:
-        """A sequence for `needed` bytes."""
+        """Return a sequence for `needed` bytes."""
         return least_sequence(self.chain, self.costs, self.least)

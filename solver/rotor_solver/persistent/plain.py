@@ -1,8 +1,8 @@
-"""Small tables without compiled kernels: the same numbers, to the last bit, by NumPy.
+"""Fill small tables without compiled kernels, in NumPy: the same numbers to the last bit.
 
-`fill` does what the kernels `fill`, `fill_shared` and `fill_tails` do, one checkpoint of one row at a time; sums are in
-the same order. `kernels` says what rows and slots are, and has the recurrence in the docstring of `fill`.
-`plain_windows` is `windows` as plain Python, but for its inner loops, which are by NumPy here.
+`fill` replaces the kernels `fill`, `fill_shared` and `fill_tails`, one checkpoint of one row at a time; sums are in the
+same order. `kernels` defines rows and slots, and has the recurrence in the docstring of `fill`. `plain_windows` is
+`windows` as plain Python, with inner loops in NumPy.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from rotor_solver.least_memory import Costs, Floats, Ints
 from rotor_solver.persistent.layout import Grid, Rows
 
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
-"""Seconds for a row, for a checkpoint of it, and for a pair of slots. Measured, for chains of 20 to 100 stages."""
+"""Seconds for a row, for a checkpoint of it, and for a pair of slots. Measured for chains of 20 to 100 stages."""
 
 
 def seconds_for(rows: float, checkpoints: float, pairs: float) -> float:
-    """How long it takes, about, to fill so many rows that have so many checkpoints and pairs of slots."""
+    """Estimate the seconds to fill `rows` rows with `checkpoints` checkpoints and `pairs` pairs of slots."""
     return _ROW * rows + _CHECKPOINT * checkpoints + _PAIR * pairs
 
 
 def fill(
     flat: Floats, rows: Rows, costs: Costs, grid: Grid, owner: Ints | None, portions: Iterable[tuple[int, int]]
 ) -> int:
-    """Complete all rows, from short to long; returns how many pairs of slots were looked at.
+    """Complete all rows, from short to long; return the number of pairs of slots visited.
 
     owner[row] is the row whose numbers a row shares; None if every row has its own. `portions` are those of
     `table.portions`, with blocks of one stage.
@@ -74,7 +74,7 @@ class RowFiller:
         self._chunk, self._beyond = kernels.CHUNK, kernels.BEYOND
 
     def complete(self, s: int, row: int, last: int) -> int:
-        """Complete the row (s, last), if it is of use; how many pairs of slots were looked at."""
+        """Complete the row (s, last), if it is of use; return the number of pairs of slots visited."""
         if self.limit[row] < 0:
             return 0
         times, i = np.full(max(0, self.high[row] - self.begin[row]), np.inf), self.place[s]
@@ -85,7 +85,7 @@ class RowFiller:
         return pairs
 
     def finish(self, row: int, times: Floats) -> None:
-        """Write down `times`, which begin at rows.begin; continue them beyond their end, and see where they are of use.
+        """Write `times`, which begin at rows.begin; continue them beyond their end, and find their useful part.
 
         Times never increase from slot to slot.
         """
@@ -105,7 +105,7 @@ class RowFiller:
         backward = self._backward_need[0 if last == len(self._band) else 1][k] - self._released[state][i]
         need = max(self._bases[last] + self._forward_need[k], backward)
         low = max(begin, -((self.offset[s] - need) // self._unit))
-        stored = low  # the first slot in which what follows is at its `final`
+        stored = low  # first slot at which the next row is at its `final`
         if last > i:
             following = self._node[1][i + 1]
             follow = self._row[following][last]
@@ -120,7 +120,7 @@ class RowFiller:
         lower(times[stored - begin :], seconds)
 
     def _checkpoints(self, times: Floats, s: int, row: int, last: int) -> int:
-        """CF_i … to a checkpoint at a_j, [j, last] beside it, then [i, j-1]; how many pairs were looked at."""
+        """CF_i … to a checkpoint at a_j, [j, last] with a_j kept, then [i, j-1]; return the number of pairs visited."""
         i, offset, begin, high, pairs = self.place[s], self.offset[s], self.begin[row], self.high[row], 0
         lefts, rights, needs = self._row[s], self._after[last], self._check_need[i]
         for j in range(i + 1, min(last, self._band[i] + 1) + 1):
@@ -131,7 +131,7 @@ class RowFiller:
             shift = self._slots[j] - (1 if self._remainder[j] < offset else 0)
             low = max(begin, self.begin[left], self.begin[right] + shift)
             low = max(low, -((offset - self._bases[last] - needs[j]) // self._unit))
-            # Where forwards alone take no less than what is known already, nothing is gained, there or later.
+            # Where forwards alone take no less than the known time, nothing is gained, there or later.
             known = self.begin[left] < self._width
             if known and low < high and floor < times[low - begin]:
                 pairs += high - low
@@ -155,13 +155,13 @@ class RowFiller:
 
 
 def lower(times: Floats, others: Floats | float) -> None:
-    """The lesser of both, in place."""
+    """Take the lesser of both, in place."""
     np.minimum(times, others, out=times)
 
 
 @cache
 def plain_windows() -> ModuleType:
-    """The module `windows`, to be used in its place: the same numbers to the last bit."""
+    """Return a drop-in replacement for the module `windows`: the same numbers to the last bit."""
     module = plain_python("rotor_solver.persistent.windows")
     for loop in (slots_of_use, hand_on, hand_on_alone, least_of_both, least_of_three):
         setattr(module, loop.__name__, loop)

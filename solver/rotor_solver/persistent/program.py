@@ -2,20 +2,20 @@
 
 Begin with `optimum`, the recurrence in thirty lines. Such sequences are trees over intervals of stages (Beaumont et
 al., "Optimal checkpointing for heterogeneous chains", HAL hal-02352969; the memory conditions are our own, see
-docs/solver.md). [i, l] stands for a problem: do the backwards of stages l, …, i, with a_i and δ_{l+1} in memory, in m
+docs/solver.md). [i, l] stands for a problem: run the backwards of stages l, …, i, with a_i and δ_{l+1} in memory, in m
 bytes, a_i not counted. The loss is stage L. There are two ways to begin:
 
-    Fe_i                       then [i+1, l] with what is left beside ā_{i+1}, then B_i
-    CF_i, Fn_{i+1} … Fn_{j-1}  then [j, l] beside the checkpoint a_j, then, once that is gone, [i, j-1] from a_i again
+    Fe_i                       then [i+1, l] with the memory left by ā_{i+1}, then B_i
+    CF_i, Fn_{i+1} … Fn_{j-1}  then [j, l] with the checkpoint a_j kept, then, once it is gone, [i, j-1] from a_i again
 
-`kernels.fill` computes it for all numbers of slots at once; Note [Rows, chunks and windows] there explains how. Slots
-would cost time or certainty, so:
+`kernels.fill` computes it for all numbers of slots at once; see Note [Rows, chunks and windows] there. Slots would cost
+time or certainty, so:
 
 * sizes are rounded down: the table is a lower bound for all persistent sequences, the certificate;
-* slots are laid out so that only checkpoints are rounded at all (`layout`), and needs are compared in bytes;
-* sequences are read off with memory counted in bytes (`descend.descend`): they fit, whatever the slots are;
-* what is slower than the best sequence known so far is never computed: a plan for groups of stages makes the first
-  table cheap, and the windows of each table make the next, finer one cheap;
+* slots are laid out so that only checkpoints are rounded (`layout`), and needs are compared in bytes;
+* sequences are read off with memory in bytes (`descend.descend`): they fit, whatever the slots are;
+* times above the best known sequence are never computed: a plan for groups of stages makes the first table cheap, and
+  the windows of each table make the next, finer one cheap;
 * the first tables have rows for only some of the intervals, which stand for the others too (`Spacing`).
 """
 
@@ -41,14 +41,14 @@ from rotor_solver.simulate import simulate
 def optimum(chain: Chain, mem_limit: int) -> float:
     """Seconds of the fastest memory-persistent sequence within `mem_limit` bytes, a_0 counted; infinite if none fits.
 
-    What is minimised is the time beyond that of storing everything, the same for every sequence. Every sequence runs
-    each stage once with a graph and once backward; what differs are the options, and the forwards before checkpoints.
+    Minimizes the time beyond storing everything, which is the same for every sequence. Every sequence runs each stage
+    once with a graph and once backward; only the options and the forwards before checkpoints differ.
     """
     costs, length = costs_of(chain), len(chain)
 
     @cache
     def longer(i: int, last: int, m: int, inside: int) -> float:
-        """`inside` is 1 where a_i lies in the ā_i of the stage before, 0 where it stands alone."""
+        """`inside` is 1 if a_i lies in the ā_i of the stage before, 0 if it stands alone."""
         if i > last:
             return 0.0
         if i == length:
@@ -69,9 +69,9 @@ def optimum(chain: Chain, mem_limit: int) -> float:
 
 
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
-    """Every group of consecutive stages as one stage that costs at least as much memory, and as much time.
+    """Merge every group of consecutive stages into one stage that costs at least as much memory, and as much time.
 
-    So whatever fits for the coarse chain fits for the chain itself. Each stage is run by its fastest option.
+    So every sequence that fits the coarse chain fits the chain itself. Each stage runs by its fastest option.
     """
     # Nothing is released early in the coarse chain: that only makes its stages cost more.
     activation = chain.activation
@@ -84,7 +84,7 @@ def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
 
 
 def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
-    """The sequence for the chain itself that does what `coarse`, a sequence for `coarse_chain`, does by groups."""
+    """Expand `coarse`, a sequence for `coarse_chain`, into one for the chain itself."""
     return Sequence(each for operation in coarse for each in _expanded(chain, groups, operation))
 
 
@@ -106,7 +106,7 @@ def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterat
 
 
 def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
-    """A group as one stage. `held` is what the caller keeps of the output once the last backward is through."""
+    """A group as one stage. `held` are the bytes of the output that the caller keeps after the last backward."""
     options = [stage.options[stage.fastest_option] for stage in stages]
     inputs = [incoming, *(stage.activation for stage in stages)]
     outgoing = inputs[-1]
@@ -139,26 +139,26 @@ def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
 
 
 _GROUP = 4
-"""Stages in a group of the coarse chain whose plan comes first; a guess."""
+"""Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence."""
 _MARGIN = 1.1
-"""By how much more than in proportion slots are made larger if a table is too large: its size falls a little slower
-than theirs grows; a guess."""
+"""Extra enlargement of slots if a table is too large: its size falls slightly slower than theirs grows. Not measured;
+too large a value makes the table coarser than needed."""
 _SHORT = 64
-"""In chains of up to so many stages, every interval has a row from the beginning; a guess."""
+"""In chains of up to so many stages, every interval has a row from the beginning. Not measured; costs solve time."""
 _TIGHT = 128
-"""Stages that fit into memory, for which one row for every doubling of length would do. A guess, after a measurement:
-for 500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the
-bound by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %."""
+"""Stages that fit into memory, for which one row for every doubling of length would do. Chosen after a measurement: for
+500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the bound
+by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %."""
 _RESOLUTION = 2
-"""Slots in a typical checkpoint, at least, to begin with: a checkpoint that is rounded down to none looks free. The
-number is a guess."""
+"""Least slots in a typical checkpoint at first: a checkpoint rounded down to none looks free. Not measured; too low
+loosens the first bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long to go on: until the gap is at most `close`, or the next table would be too large.
+    """When to stop: once the gap is at most `close`, or if the next table would be too large.
 
-    Too large is a table that looks at more `pairs` of slots, or has more than `nbytes` bytes in single precision.
+    A table is too large if it visits more `pairs` of slots, or has more than `nbytes` bytes in single precision.
     """
 
     close: float
@@ -170,9 +170,10 @@ class Effort:
         return max(table.guess / self.pairs, 4 * table.size / self.nbytes)
 
 
-# All guesses. A gap of half a percent is less than the measured times of stages are worth. One core looks at about
-# 2e9 pairs of slots in a second (500 stages, a tenth of the way): a table takes up to 13 seconds if it is thorough, 1.5
-# for groups of stages, and a hundredth of a second in each of the many plans that a frontier makes.
+# Chosen, not measured; larger ones cost solve time. A gap of half a percent is below the error of measured stage
+# times. One core visits about 2e9 pairs of slots in a second (500 stages, a tenth of the way): a table takes up to 13
+# seconds if it is thorough, 1.5 for groups of stages, and a hundredth of a second in each of the many plans of a
+# frontier.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, nbytes=2**31)
 _HASTY = Effort(close=0.01, pairs=3e9, nbytes=2**29)
 BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
@@ -182,7 +183,7 @@ BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
 class Persistent:
     """The program of this module, with memory divided into at least `slots`, and no more than `effort`.
 
-    Raises ValueError if `slots` is not at least one.
+    Raises ValueError if `slots` < 1.
     """
 
     slots: int = 500
@@ -194,7 +195,7 @@ class Persistent:
         check_slots(self.slots)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds for all others.
+        """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
 
         Raises InfeasibleError if there is none, with the exact least limit.
         """
@@ -229,7 +230,7 @@ class Best:
             self.makespan, self.sequence = makespan, sequence
 
     def improve(self, table: Table) -> None:
-        """Take over what a filled table says."""
+        """Update the bounds and the sequence from a filled table."""
         self.bound = max(self.bound, self.problem.stored + table.lower_bound(table.room))
         if not table.windowed:  # in windows, a row says nothing of plans outside them
             self.later = np.maximum(self.later, table.later())
@@ -247,7 +248,7 @@ class Best:
 
 
 def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
-    """The best that is found with no more than `effort`. There is always a sequence.
+    """Return the best sequence found with at most `effort`. There is always one.
 
     Raises InfeasibleError if no sequence fits within `mem_limit`.
     """
@@ -258,7 +259,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
         raise InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
-    if best.sequence is None:  # the one that fits in any case: a table needs some time to be better than
+    if best.sequence is None:  # always fits: a table needs a time to improve on
         best.offer(problem.least_sequence())
     windows, last = None, 0
     for unit, exact, spacing in levels(problem, room, slots):
@@ -268,7 +269,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
         table = make(unit=unit, exact=exact)
         excess = effort.excess(table)
         if excess > 1:
-            # Windows make a finer table cheap. One that is no finer says no more than the table that they come from.
+            # Windows make a finer table cheap. One that is no finer adds nothing to the table that they come from.
             coarser = math.ceil(unit * excess * _MARGIN)
             if windows is not None and coarser > last:
                 break
@@ -282,9 +283,9 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
 
 
 def _begin(best: Best, mem_limit: int) -> None:
-    """Offer what the same program finds for groups of stages; if large groups do not fit, for smaller ones.
+    """Offer the program's own plan for groups of stages; if large groups do not fit, for smaller ones.
 
-    Nothing slower than a known plan is computed, so a first plan that is nearly as good pays for itself many times.
+    Times above a known plan are never computed, so a nearly optimal first plan pays for itself many times.
     """
     chain, size = best.problem.chain, _GROUP
     while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
@@ -298,7 +299,7 @@ def _begin(best: Best, mem_limit: int) -> None:
 
 
 def levels(problem: Problem, room: int, slots: int) -> Iterator[tuple[int, bool, Spacing]]:
-    """Bytes in a slot, whether that is exact, and which intervals have rows: from coarse to fine, to the exact end."""
+    """Yield bytes in a slot, whether that is exact, and the intervals with rows, from coarse to exact."""
     costs, length = problem.costs, len(problem.chain)
     sizes = units(costs, room, slots, common_divisor(costs.activation[1:], costs.taken))
     unit, exact = next(sizes)
@@ -322,12 +323,12 @@ def parts_of(problem: Problem, room: int) -> int:
 
 
 def common_divisor(*sizes: Ints) -> int:
-    """The greatest common divisor of all sizes that are not zero; 0 if all are."""
+    """The greatest common divisor of all nonzero sizes; 0 if there are none."""
     return int(np.gcd.reduce([np.gcd.reduce(each, axis=None) for each in sizes]))
 
 
 def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[int, bool]]:
-    """Bytes in a slot, and whether that is exact: finer and finer, down to `divisor`, which divides all sizes."""
+    """Yield bytes in a slot, and whether that is exact: finer and finer, down to `divisor`, which divides all sizes."""
     exact = divisor or max(1, room)
     typical = float(np.median(costs.activation))
     slots = max(slots, int(_RESOLUTION * room / typical) if typical else 0)
@@ -336,4 +337,4 @@ def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[i
         yield unit, unit == exact
         if unit == exact:
             return
-        slots *= 4  # a guess: the windows of a table make the next one cheap, but not for free
+        slots *= 4  # not measured: windows make the next table cheap, but not free

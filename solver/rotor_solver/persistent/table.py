@@ -1,7 +1,7 @@
 """One table of the persistent program: laid out, filled, and read.
 
-Times in a table are those beyond storing everything, in units of `scale` seconds. So all times that are of use are
-between 0 and 1, and one `_CUT` serves all tables.
+Times in a table are those beyond storing everything, in units of `scale` seconds. So all useful times are between 0 and
+1, and one `_CUT` serves all tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rotor_solver.progress import watcher
 from rotor_solver.sequence import Sequence
 
 _PORTIONS = 32
-"""Portions into which the work is divided for somebody who watches; a guess."""
+"""Portions of the work between progress reports. Not measured; more only report more often."""
 
 
 def count_work(grid: Grid, rows: Rows) -> tuple[float, float]:
@@ -45,9 +45,9 @@ def count_work(grid: Grid, rows: Rows) -> tuple[float, float]:
 
 
 def portions(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Iterator[tuple[int, int]]:
-    """The distances between blocks of `block` stages, from the shortest on: all at once, unless somebody watches.
+    """Yield the distances between blocks of `block` stages, from the shortest on: all at once, unless watched.
 
-    Then they come in portions of about the same work, and the watcher is told between them. The work for intervals to
+    Then they come in portions of about the same work, with a progress report between them. The work for intervals to
     the loss is not counted.
     """
     progress, blocks = watcher(), -(-len(grid.band) // block)
@@ -77,28 +77,31 @@ def _work(grid: Grid, rows: Rows, owner: Ints | None, block: int) -> Ints:
 
 
 _CUT = 1.001
-"""Times up to this multiple of the scale are of use. 1 would leave no room for rounding; how much more is a guess."""
+"""Times up to this multiple of the scale are of use. 1 would leave no room for rounding; the margin is not measured,
+and a larger one only costs time."""
 _DOUBLE = 1e9
-"""A table is in double precision if its numbers times the chain's stages are no more than this; a guess. In larger
-ones, single precision halves the memory that is read, and reading is what takes them long. Only compiled kernels fill
-these: with less, the first plan of 300 stages on a machine waited for two sets of kernels, and now takes a second."""
+"""A table is in double precision if its numbers times the chain's stages are at most this. Not measured. In larger
+tables, single precision halves the memory traffic, which dominates their time. Only compiled kernels fill these: with a
+lower value, the first plan of 300 stages on a machine waited for two sets of kernels; now it takes a second."""
 _SERIAL = 2e7
-"""Pairs of slots up to which one core fills a table, in a hundredth of a second; a guess. Several cores wait for each
-other, and long if other programs keep them busy."""
+"""Pairs of slots up to which one core fills a table, in a hundredth of a second. Not measured. Several cores wait for
+each other, and long if other programs keep them busy."""
 _BLENDS = (0.5, 0.0, 1.0)
-"""Ways to read between slots (`descend.estimate`) when looking for a sequence, the best on average first; a guess."""
+"""Ways to read between slots (`descend.estimate`) when reading off a sequence, the best on average first. Not measured;
+each costs one descent."""
 _WINDOWS = "rotor_solver.persistent.windows"
 _FEW = 0.25
-"""Rows are shared if at most this part of them differ; a guess. Shared rows are filled without tiles, on one core."""
+"""Rows are shared if at most this part of them differ. Not measured; shared rows are filled without tiles, on one core.
+"""
 _LOOKED_AT = 0.25
-"""The part of all pairs of slots that a table looks at, roughly; a guess."""
+"""The part of all pairs of slots that a table visits, roughly. Not measured; steers table sizes and core counts."""
 
 
 @dataclass(slots=True)
 class Table:
     """The table for `room` bytes, of all plans that take up to `scale` seconds longer than storing everything.
 
-    It is laid out when it is made, so that its size is known before its memory is taken. Empty until `fill`.
+    It is laid out when it is made, so that its size is known before its memory is allocated. Empty until `fill`.
     """
 
     problem: Problem
@@ -108,19 +111,19 @@ class Table:
     grid: Grid
     rows: Rows
     size: int
-    """The count of its numbers."""
+    """Count of its numbers."""
     owner: Ints | None
     """[rows] the row whose numbers a row shares; None if every row has its own."""
     guess: float
-    """Pairs of slots that will be looked at, roughly."""
+    """Estimate of the pairs of slots to visit."""
     plain_seconds: float
-    """How long it takes, about, to fill it without compiled kernels."""
+    """Estimated seconds to fill it without compiled kernels."""
     windowed: bool = False
     """Whether only windows of it were filled: it then says less about the parts of the chain."""
     values: Any = None
     """[size] the numbers: `flat` of the kernels."""
     pairs: int = 0
-    """Pairs of slots that were looked at."""
+    """Pairs of slots visited."""
 
     @classmethod
     def of(
@@ -138,8 +141,8 @@ class Table:
         """Lay out a table in slots of about `unit` bytes.
 
         `exact` says that all sizes are whole numbers of units. If not, the unit may be adjusted to fit them better.
-        Stages from i on are known to take at least later[i] seconds longer than stored. `spacing` says which intervals
-        have rows; without it, all have. `windows` come from a table of plans that take as long, or longer.
+        Stages from i on are known to take at least later[i] seconds longer than stored. `spacing` selects the intervals
+        that have rows; all without it. `windows` come from a table of plans that take as long, or longer.
         """
         costs, kinds = problem.costs, problem.kinds
         # So that the rows of a period have the slots of the period before, and can be shared.
@@ -205,13 +208,13 @@ class Table:
             return self.scale
         last = self.rows.final[row] if slot >= self.rows.high[row] else self.values[self.rows.position[row] + slot]
         found = float(last)
-        # Sums in another order differ in their last digits; the bound has to hold for all of them.
+        # Sums in another order differ in their last digits; the bound must hold for all orders.
         epsilon = 2.0**-52 if self.values.dtype == np.float64 else 2.0**-23
         length = len(self.grid.band)
         return min(1.0, found) * self.scale * (1 - (2 * length + 8) * epsilon - 1e-12 * length)
 
     def windows(self, overhead: float) -> Windows:
-        """The windows of plans that take up to `overhead` seconds longer than storing everything."""
+        """Return the windows of plans that take up to `overhead` seconds longer than storing everything."""
         grid = self.grid
         plainly = self.values.dtype == np.float64 and not compiling_pays(_WINDOWS, self.plain_seconds)
         kernels = plain_windows() if plainly else import_module(_WINDOWS)
@@ -220,15 +223,15 @@ class Table:
         low, high, outside = kernels.windows_of(self.values, self.rows, owner, self.costs, grid, cut)
         whole = (high > self.rows.high) & np.isfinite(outside)
         offset = grid.offset[nodes_of(grid)]
-        # A slot stands for all memory above that of the slot before: what is there was rounded up to it.
+        # A slot stands for all memory above the slot before: that memory was rounded up to it.
         least = np.maximum(0, (low - 1) * grid.unit + offset + 1)
         most = np.where(whole, ANYTHING, (high - 1) * grid.unit + offset)
         return Windows(*kernels.spread(grid, least, most, outside * self.scale))
 
     def sequence(self, room: int, enough: float) -> tuple[Sequence | None, float]:
-        """A good sequence within `room` bytes, and the seconds by which it takes longer than storing everything.
+        """Return a good sequence within `room` bytes, and its seconds beyond storing everything.
 
-        None and `enough` if that is not less than `enough` seconds. `room` has to be at least `problem.needed`.
+        None and `enough` if that is not less than `enough` seconds. `room` must be at least `problem.needed`.
         """
         # Measured: plain Python takes 2.5 microseconds times the square of the stages.
         descend = kernels_for("rotor_solver.persistent.descend", 2.5e-6 * len(self.grid.band) ** 2)

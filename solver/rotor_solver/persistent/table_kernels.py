@@ -1,4 +1,4 @@
-"""Before a table is filled: which slots of it are of use, and which of its rows are made of the same numbers: kernels.
+"""Kernels that prepare a table: its useful slots, and its rows with equal numbers.
 
 The arguments are those of `kernels`; times are in the unit of the table.
 """
@@ -16,8 +16,8 @@ from rotor_solver.jit_policy import compiled
 def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
     """[2, L+1, L+1] the m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l).
 
-    Every stage is stored by its fastest option; no plan is faster than that, so rows end there. From the last stage of
-    an interval to the first: what one more stage needs is its own, or that of the rest beside what it keeps.
+    Every stage is stored by its fastest option; no plan is faster, so rows end there. Runs from the last stage of an
+    interval to the first: one more stage needs its own memory, or the need of the rest plus the memory it keeps.
     """
     length = len(fastest)
     full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)
@@ -38,12 +38,12 @@ def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
 def bounds(
     least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, windows: Any, cut: float
 ) -> Any:
-    """(low, high, full, limit), [rows] each: the slots that are of use, and the longest time that is.
+    """(low, high, full, limit), [rows] each: the useful slots, and the longest useful time.
 
-    What is of use lies in slots low … high-1, and in those from `full` on, where everything is stored, if high = full.
-    `limit` is negative where no time is of use. `least` and `full` are [2, L+1, L+1], in bytes; `later` is [L+1], and
-    like `outside` of the `layout.Windows` in the unit of `cut`. A row takes the most generous of all the intervals that
-    it stands for.
+    Useful are slots low … high-1, and those from `full` on, where everything is stored, if high = full. `limit` is
+    negative where no time is of use. `least` and `full` are [2, L+1, L+1], in bytes; `later` is [L+1], and like
+    `outside` of the `layout.Windows` in the unit of `cut`. A row takes the most generous values of all the intervals
+    that it stands for.
     """
     length, width = len(grid.band), grid.width
     rows = grid.tail + len(grid.place)
@@ -59,8 +59,8 @@ def bounds(
                 if length > last > grid.band[i]:
                     break
                 time = cut
-                # An interval that ends before the loss is worked on after the loss. Its stages were run without a graph
-                # before, and the stages after it took at least `later` longer than stored: both are gone from the cut.
+                # An interval that ends before the loss runs after the loss. Its stages ran without a graph before, and
+                # the stages after it took at least `later` longer than stored: both are subtracted from the cut.
                 if last < length:
                     time = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
                 limit[row] = max(limit[row], min(time, cut - windows.outside[s, last]))
@@ -75,24 +75,24 @@ def bounds(
 
 @compiled()
 def slot_of(need: int, unit: int, offset: int) -> int:
-    """The first slot m for which m · unit + offset ≥ need."""
+    """The first slot m with m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
 
 
 @compiled(makes_arrays=True)
 def first_of_equals(grid: Any, starts: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[rows] for every row, the first that is made of the same numbers.
+    """[rows] for every row, the first with the same numbers.
 
-    `starts` is [nodes], a number for what a row is at its start; `kinds` is [L], for what each of its stages is; `ends`
-    is [L], for what follows where it ends. Numbers count from zero. Two rows are equal if their starts, their ends and
-    the kinds of all their stages are.
+    `starts` is [nodes], a number for the content of a row at its start; `kinds` is [L], for each stage; `ends` is [L],
+    for the content after its end. Numbers count from zero. Two rows are equal if their starts, their ends and the kinds
+    of all their stages are.
 
-    Intervals grow by one stage at a time: what [i, l] is made of gets a number from that of [i, l-1] and the kind of l.
+    Intervals grow by one stage at a time: the content of [i, l] gets a number from that of [i, l-1] and the kind of l.
     """
     owner = np.arange(len(grid.last))
-    content, length = starts.copy(), len(grid.band)  # [nodes] the number of what [i, i + distance] is made of
-    # [nodes, kinds or ends, 2] by (content, kind): when it was noted, and what: numbers of contents in even rounds, of
-    # rows in odd ones. The round stands in the entry, so that the array is not cleared for every distance.
+    content, length = starts.copy(), len(grid.band)  # [nodes] the content number of [i, i + distance]
+    # [nodes, kinds or ends, 2] by (content, kind): the round of the entry, and its number: of contents in even rounds,
+    # of rows in odd ones. The round stands in the entry, so that the array is not cleared for every distance.
     known = np.full((len(starts), max(kinds.max(), ends.max()) + 1, 2), -1, np.int64)
     for distance in range(length):
         count = 0

@@ -1,6 +1,6 @@
-"""Which slots a plan that is no slower than the best known one may use: kernels, for the next, finer table.
+"""Kernels for the slots that a plan no slower than the best known one may use, for the next, finer table.
 
-Rule 5 of Note [Rows, chunks and windows] in `kernels` says what windows are. The arguments are those of `kernels`.
+Rule 5 of Note [Rows, chunks and windows] in `kernels` defines them. The arguments are those of `kernels`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rotor_solver.jit_policy import compiled
 INFINITE = np.int64(2**62)
 """Bytes; more than any window begins with."""
 STEP = 16
-"""Slots of which one is looked at before anything is handed down; a guess."""
+"""Slots of which one is tested before anything is passed down. Not measured; a wrong value only costs time."""
 
 
 @compiled(makes_arrays=True)
@@ -22,8 +22,8 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
     """(low, high, outside), [rows] each: the slots in which a plan that takes at most `cut` may have its interval.
 
     They are low … high-1, and those from rows.high on where high > rows.high; none where `outside` is infinite.
-    `outside` is the least time that such a plan takes outside the interval. `flat` and `rows` are complete;
-    owner[row] is the row whose numbers a row shares.
+    `outside` is the least time of such a plan outside the interval. `flat` and `rows` are complete; owner[row] is the
+    row whose numbers a row shares.
 
     From the whole to the parts: with out(i, l, m) for the least time outside [i, l] if [i, l] has at least m,
 
@@ -35,8 +35,9 @@ def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid:
     under the conditions of `kernels.fill`. Slot rows.high of a row stands for all slots from there on.
     """
     length, tail = len(grid.band), grid.tail
-    # [size] out(i, l, m), where `flat` has Opt(i, l, m), and one number more for slot rows.high, which lies in what
-    # `flat` has beyond a row's end. Most rows are never reached, so the part of a row is set when it is first needed.
+    # [size] out(i, l, m), where `flat` has Opt(i, l, m), and one number more for slot rows.high, which lies in the
+    # copies that `flat` has beyond a row's end. Most rows are never reached, so a row's part is initialized on first
+    # use.
     out = np.empty_like(flat)
     low, high = np.zeros(len(rows.begin), np.int64), np.zeros(len(rows.begin), np.int64)
     least = np.full(len(rows.begin), np.inf, np.float64)
@@ -73,9 +74,9 @@ def hand_down(
     highs: np.ndarray,
     outside: np.ndarray,
 ) -> None:
-    """Complete out(s, last, ·), note what is of use, and let the parts of the interval profit.
+    """Complete out(s, last, ·), record its useful slots, and lower the parts of the interval.
 
-    `lows`, `highs` and `outside` are what `windows_of` returns.
+    `lows`, `highs` and `outside` are the results of `windows_of`.
     """
     i, state = grid.place[s], grid.state[s]
     begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
@@ -116,7 +117,7 @@ def hand_down(
 
 @compiled()
 def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: int, cut: float) -> tuple[int, int]:
-    """Complete a row of `out`; the slots low … high-1 of begin … end-1 that are of use, or `end` twice."""
+    """Complete a row of `out`; return its useful slots low … high-1 of begin … end-1, or `end` twice."""
     low, high = end, end
     for m in range(end - 1, begin - 1, -1):
         # Memory that an interval "has at least": with m + 1 slots it also has m.
@@ -130,7 +131,7 @@ def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: in
 
 @compiled()
 def need_row(out: np.ndarray, rows: Any, needed: np.ndarray, row: int) -> None:
-    """The row is reached: until something is handed to it, all of its slots are out of reach."""
+    """Initialize a row of `out` when it is first reached: all of its slots are infinite."""
     if not needed[row]:
         needed[row] = True
         out[rows.position[row] + rows.begin[row] : rows.position[row] + rows.high[row] + 1] = np.inf
@@ -152,9 +153,9 @@ def hand_to_both(
     time: Any,
     cut: float,
 ) -> None:
-    """Let both parts of an interval profit from its slots low … high-1; slot 0 of its row of `out` would lie at `at`.
+    """Lower both parts of an interval from its slots low … high-1; slot 0 of its row of `out` would lie at `at`.
 
-    In three parts, as in `kernels.split`. A coarse bound says of each whether it can matter: nearly all do not.
+    In three parts, as in `kernels.split`. A coarse bound tests whether each can matter: nearly all do not.
     """
     left_high, right_high = rows.high[left], rows.high[right] + shift
     left_at, right_at = rows.position[left], rows.position[right] - shift
@@ -206,7 +207,7 @@ def hand_on_alone(out: np.ndarray, whole: int, part: int, count: int, time: Any)
 
 @compiled()
 def least_of_both(out: np.ndarray, flat: np.ndarray, whole: int, other: int, count: int) -> Any:
-    """At most the least out[whole + m] + flat[other + m] for 0 ≤ m < count.
+    """A lower bound of out[whole + m] + flat[other + m] for 0 ≤ m < count.
 
     `out` increases and `flat` decreases: of STEP slots, the first of the one and the last of the other are a bound.
     """
@@ -218,7 +219,7 @@ def least_of_both(out: np.ndarray, flat: np.ndarray, whole: int, other: int, cou
 
 @compiled()
 def least_of_three(out: np.ndarray, flat: np.ndarray, whole: int, first: int, second: int, count: int) -> Any:
-    """At most the least out[whole + m] + flat[first + m] + flat[second + m] for 0 ≤ m < count; see `least_of_both`."""
+    """A lower bound of out[whole + m] + flat[first + m] + flat[second + m] for 0 ≤ m < count; see `least_of_both`."""
     least = flat.dtype.type(np.inf)
     for m in range(0, count, STEP):
         end = min(m + STEP, count) - 1
@@ -230,9 +231,9 @@ def least_of_three(out: np.ndarray, flat: np.ndarray, whole: int, first: int, se
 def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
     """Windows by interval, (low, high, outside), [nodes, L+1] each, from windows by row, in bytes and seconds.
 
-    The rows of the next table are others, so each interval takes the most generous of all rows that stand for it. What
-    a row leaves away at its end may be divided further; of these intervals it is only known that they have no more
-    memory than the whole, and that as much is outside.
+    The next table has other rows, so each interval takes the most generous values of all rows that stand for it. The
+    stages that a row omits at its end may be divided further; these intervals are only known to have no more memory
+    than the whole, and as much time outside.
     """
     length, shape = len(grid.band), grid.row.shape
     lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf, np.float64)
@@ -257,15 +258,15 @@ def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) ->
 
 @compiled()
 def slot_of(need: int, unit: int, offset: int) -> int:
-    """The first slot m for which m · unit + offset ≥ need."""
+    """The first slot m with m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
 
 
 @compiled()
 def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
-    """Bytes that a run of stage i with a graph and its backward need themselves, in the row of [i, last].
+    """Bytes that a run of stage i with a graph and its backward need, in the row of [i, last].
 
-    Needs are compared in bytes, and are never rounded: only what an operation leaves in memory is.
+    Needs are compared in bytes, never rounded: only memory that an operation leaves is rounded.
     """
     row = 0 if last == len(costs.run) - 1 else 1
     return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i]))

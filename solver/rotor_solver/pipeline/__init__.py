@@ -1,4 +1,4 @@
-"""Pipelines: a chain cut into parts for several ranks, each trained by a sequence of its own inside its own limit."""
+"""Pipelines: a chain cut into parts for several ranks, each trained by its own sequence within its own limit."""
 
 from rotor_solver.pipeline.cuts import EqualCuts, equal_cuts
 from rotor_solver.pipeline.plan import Event, Part, PipelinePlan, Timeline

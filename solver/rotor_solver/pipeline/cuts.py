@@ -1,18 +1,17 @@
-"""Cutting a chain into parts for the ranks: the best cuts, what each part may take, and equal cuts to compare with.
+"""Cut a chain into parts for the ranks: the best cuts, the memory of each part, and equal cuts for comparison.
 
-`best_cuts` makes the slowest part as fast as it can be: exact, and lazy. With c(s, i, j) the cost of stages i … j - 1
-as part s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is
+`best_cuts` minimizes the time of the slowest part, exactly and lazily. With c(s, i, j) the cost of stages i … j - 1 as
+part s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is
 
     f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j))
 
-Costs are dear to compute, lower bounds are cheap. So the recurrence is solved with lower bounds in place of all costs
-that are not known; those of the best cuts are made better, or the costs themselves computed, and it is solved again,
-until cuts whose costs are all known are as good as the bound (LazySP: Dellin and Srinivasa, 2016). Nothing is assumed
-about the costs: a part of a part may cost more, where its input is larger.
+Costs are expensive, lower bounds are cheap. So the recurrence is solved with lower bounds for all unknown costs; those
+of the best cuts are tightened, then computed, and it is solved again, until cuts with known costs reach the bound
+(LazySP: Dellin and Srinivasa, 2016). Costs are arbitrary: a part of a part may cost more, where its input is larger.
 
-`equal_cuts` has parts of equally many stages and one policy on all ranks, as training libraries offer them: keep
-everything; run segments of n stages again, one after the other (Megatron-LM's "uniform"), up to whole parts; run only
-the first n stages of every part again (its "block").
+`equal_cuts` has parts of equally many stages and one policy on all ranks, like training libraries: keep everything;
+recompute segments of n stages (Megatron-LM's "uniform"), up to whole parts; recompute only the first n stages of every
+part (its "block").
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from rotor_solver.segments import fastest_forwards, recompute_segments, segments
 from rotor_solver.sequence import Sequence
 
 Cost = Callable[[int, int, int], float]
-"""Of stages i … j - 1 as part s, for (s, i, j)."""
+"""Cost of stages i … j - 1 as part s, for (s, i, j)."""
 
 
 def best_cuts(bounds: Floats, *costs: Cost) -> tuple[list[int], float]:
-    """The cuts 0 = c_0 < … < c_S = N with the least bottleneck, and that bottleneck.
+    """Return the cuts 0 = c_0 < … < c_S = N with the least bottleneck, and that bottleneck.
 
-    `bounds` is [S, N+1, N+1], lower bounds by (s, i, j), infinite for what is not allowed. The last of `costs` is the
-    cost, infinite where there is none; those before it are lower bounds, dearer and better from one to the next. Each
-    is asked at most once for each part. Among cuts that are equal, those with the least sum are taken, as far as costs
-    are known. Without any finite cuts, the list is empty.
+    `bounds` is [S, N+1, N+1], lower bounds by (s, i, j), infinite for forbidden parts. The last of `costs` is the cost,
+    infinite if there is none; those before it are lower bounds, each more expensive and tighter than the one before.
+    Each is called at most once for each part. Equal cuts are ordered by their sum, as far as costs are known. The list
+    is empty if there are no finite cuts.
     """
     lower, known = bounds.copy(), np.full(bounds.shape, np.inf)
     asked = np.zeros(bounds.shape, np.int64)
@@ -86,7 +85,7 @@ def _cheapest(costs: Floats, bottleneck: float) -> list[int]:
 
 
 def part_of(chain: Chain, begin: int, end: int) -> Chain:
-    """Stages begin … end - 1 as a chain. The loss belongs to the last part; the loss of others takes no time.
+    """Return stages begin … end - 1 as a chain. Only the last part has the loss; for others it takes no time.
 
     The runtime keeps the output of a part until the backward, when it gets the output's gradient.
     """
@@ -101,14 +100,14 @@ def part_of(chain: Chain, begin: int, end: int) -> Chain:
 
 
 def left_bytes(part: Chain) -> int:
-    """What the backwards of a part leave for good. From the second microbatch on, it is there from the beginning."""
+    """Bytes that the backwards of a part leave for good; in memory from the beginning of the second microbatch on."""
     return sum(part.gradient)
 
 
 def with_weights_put_off(part: Chain) -> Chain:
-    """The same part, whose backwards are for the inputs alone. What those for the weights will need stays in memory.
+    """Return the part with backwards for the inputs only; the data for the weights' backwards stays in memory.
 
-    It is all that the stages save, their inputs, and the gradients of their outputs: as if each backward left that
+    This is all that the stages save, their inputs, and the gradients of their outputs: as if each backward left that
     many bytes of gradients. A runtime that keeps less stays below.
     """
     stages: list[Stage] = []
@@ -120,9 +119,9 @@ def with_weights_put_off(part: Chain) -> Chain:
 
 
 def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
-    """The stages at which a part may begin, 0 and the end included: of those that are `wanted`, or of all.
+    """Return the stages at which a part may begin, 0 and the end included: of those in `wanted`, or of all.
 
-    Where a gradient goes past several stages, the chain cannot be cut between them. ValueError for what is no stage.
+    The chain cannot be cut between stages that a gradient passes. Raises ValueError for a stage that does not exist.
     """
     length = len(chain)
     inner = range(1, length) if wanted is None else sorted(set(wanted) - {0, length})
@@ -150,7 +149,7 @@ def _nothing_crosses(gradients: tuple[int, ...]) -> bool:
 class Budget:
     """`limits` in bytes by rank, `fixed` in bytes by stage; `buffers` says whether torch's are counted.
 
-    Where a rank has several parts, its limit is divided. A share `working` of what average fixed bytes leave is for
+    If a rank has several parts, its limit is divided. After average fixed bytes, a share `working` of the rest is for
     the microbatch in progress, whichever part it runs through. Each part gets the fixed bytes of an average part, and
     of the rest in proportion to its microbatches in flight.
     """
@@ -167,11 +166,11 @@ class Budget:
         return in_flight(self.schedule)
 
     def room(self, number: int, more: int = 0) -> int:
-        """What the microbatch in progress may take beside all that is kept; if the limit was `more` bytes larger."""
+        """Bytes for the microbatch in progress in addition to all kept bytes; `more` is added to the limit."""
         return int(self.working * self._free(number, more))
 
     def share(self, number: int, more: int = 0) -> int:
-        """What a part may take beside that room: the limit of its rank, or its part of it."""
+        """Bytes for a part in addition to that room: the limit of its rank, or its share of it."""
         average = sum(self.fixed) // self.schedule.parts
         free = self._free(number, more)
         ours = (free - self.room(number, more)) * self.flying[number].forwards // self._together(number)
@@ -182,12 +181,12 @@ class Budget:
         return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
 
     def _together(self, number: int) -> int:
-        """Microbatches in flight of all parts on the rank that has this one."""
+        """Microbatches in flight of all parts on this part's rank."""
         others = range(self.schedule.rank_of(number), self.schedule.parts, self.schedule.ranks)
         return sum(self.flying[each].forwards for each in others)
 
     def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
-        """Part `number` of `chain`, with all that is in memory beside its microbatches; stored whole unless given."""
+        """Build part `number`, with all memory outside its microbatches; stored whole unless `sequence` is given."""
         part, flying = part_of(chain, begin, end), self.flying[number]
         planned = with_weights_put_off(part) if flying.split else part
         return Part(
@@ -216,7 +215,7 @@ class EqualCuts:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank stays inside its limit."""
+        """Whether every rank stays within its limit."""
         return self.plan.fits
 
 
@@ -228,7 +227,7 @@ def equal_cuts(
     boundaries: Iterable[int] | None = None,
     buffers: bool = False,
 ) -> tuple[EqualCuts, ...]:
-    """Every policy on equal cuts of `chain`, with schedule and limits of `plan`, the fastest first.
+    """Apply every policy to equal cuts of `chain`, with schedule and limits of `plan`, the fastest first.
 
     The other arguments are those of `plan_pipeline`, which has checked them.
     """
@@ -249,8 +248,6 @@ def equal_cuts(
 
 
 def _policies(longest: int) -> list[tuple[str, Policy]]:
-    """All policies for parts of up to so many stages."""
-
     def uniform(size: int) -> Policy:
         def run(chain: Chain) -> Sequence:
             segments = segments_from(range(0, len(chain), size), len(chain))

@@ -1,9 +1,9 @@
-"""The recurrence of `sequences.optimum` for all numbers of slots at once: kernels.
+"""Kernels for the recurrence of `sequences.optimum`, for all numbers of slots at once.
 
-Slot m stands for m · unit + offset bytes; the offset is what is left of the limit beyond whole slots. `taken`
-([2, options]) and `activation` ([L+1]), what operations leave in memory, are given in slots. If they were rounded up,
-what fits into slots fits into bytes; if they were rounded down, times are lower bounds. What operations need while they
-run is compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond storing everything.
+Slot m stands for m · unit + offset bytes; the offset is the remainder of the limit beyond whole slots. `taken` ([2,
+options]) and `activation` ([L+1]), the memory that operations leave, are in slots. If they were rounded up, a sequence
+that fits into slots fits into bytes; if they were rounded down, times are lower bounds. Needs while operations run are
+compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond storing everything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rotor_solver.jit_policy import compiled
 
 @compiled()
 def slot_of(need: int, unit: int, offset: int) -> int:
-    """The first slot m for which m · unit + offset ≥ need."""
+    """The first slot m with m · unit + offset ≥ need."""
     return max(0, -((offset - need) // unit))
 
 
@@ -30,9 +30,9 @@ def need_of(costs: Any, state: int, i: int, last: int, k: int) -> int:
 
 @compiled()
 def lower(row: np.ndarray, begin: int, inner: np.ndarray, less: int, seconds: float) -> None:
-    """row[m] = min(row[m], seconds + inner[m - less]) for m ≥ begin; beyond its end, `inner` is as its last number.
+    """row[m] = min(row[m], seconds + inner[m - less]) for m ≥ begin; beyond its end, `inner` equals its last number.
 
-    Views begin at the first slot: with an index that might be negative, Numba's loops are not vectorised.
+    Views begin at the first slot: with an index that might be negative, Numba's loops do not vectorize.
     """
     end = min(len(row), len(inner) + less)
     if begin < end:
@@ -95,7 +95,7 @@ def fill_kept(
 ) -> None:
     """kept[state, i, r], r ≤ most: seconds for [i, L] if r - below more slots may be kept, and r + beyond are free.
 
-    Before the loss, more may be there than is kept in the end, as a stage can free more of its input than it saves:
+    Before the loss, more may be in memory than is kept in the end, as a stage can free more of its input than it saves:
     `below` slots at most. `kept` is [2, L+1, most + 1 or more].
     """
     length = len(costs.activation) - 1
@@ -134,9 +134,9 @@ def choice(
     last: int,
     slots: int,
 ) -> int:
-    """A choice that attains the least seconds for [i, last], i < L, coded as in `least_memory_kernels`.
+    """Return a choice that attains the least seconds for [i, last], i < L, coded as in `least_memory_kernels`.
 
-    `slots` are those that are free; or, for last = L, r of `fill_kept`.
+    `slots` are the free slots; or, for last = L, r of `fill_kept`.
     """
     length = len(costs.activation) - 1
     m = slots + beyond if last == length else slots

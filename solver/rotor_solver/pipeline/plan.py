@@ -1,6 +1,6 @@
-"""A plan for a pipeline, and a step by it, simulated: which rank does what and when, and what it holds in memory.
+"""A plan for a pipeline, and the simulation of its step: actions, times and memory of every rank.
 
-The simulation knows the order of actions and what one microbatch takes, and nothing of how plans are found.
+The simulation knows only the order of actions and the costs of one microbatch, not how plans are found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FOR_WEIGHTS = 0.5
 
 
 class TimedPart(Protocol):
-    """What the simulation has to know of a part; `Part` is one."""
+    """The costs of a part that the simulation needs; `Part` is one."""
 
     @property
     def microbatch(self) -> Microbatch: ...
@@ -36,8 +36,9 @@ class TimedPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action of a rank, from `begin` to `end` in seconds. `peak_bytes` is the most that the rank holds meanwhile,
-    and `after_bytes` what it holds then.
+    """An action of a rank, from `begin` to `end` in seconds.
+
+    `peak_bytes` is the rank's peak during the action, `after_bytes` its memory after it.
     """
 
     action: Action
@@ -69,8 +70,6 @@ class Timeline:
 
 
 class _Memory:
-    """What a rank holds, action by action."""
-
     def __init__(self, schedule: Schedule, parts: Several[TimedPart], rank: int) -> None:
         self._parts = {number: part for number, part in enumerate(parts) if schedule.rank_of(number) == rank}
         self._forwards: Counter[int] = Counter()
@@ -78,7 +77,7 @@ class _Memory:
         self._trained: set[int] = set()
 
     def run(self, action: Action) -> tuple[int, int]:
-        """The most bytes during the action, and those after it."""
+        """Return the peak in bytes during the action, and the bytes after it."""
         number, kind = action.part, action.kind
         part = self._parts[number]
         one = part.microbatch
@@ -103,7 +102,7 @@ class _Memory:
 
 
 def run(schedule: Schedule, parts: Several[TimedPart]) -> Timeline:
-    """Simulate a step. Sending takes no time. ValueError if the order of the schedule waits for itself."""
+    """Simulate a step. Sending takes no time. Raises ValueError if the schedule deadlocks."""
     orders = [schedule.order(rank) for rank in range(schedule.ranks)]
     memory = [_Memory(schedule, parts, rank) for rank in range(schedule.ranks)]
     ends: dict[tuple[Kind, int, int], float] = {}
@@ -137,7 +136,7 @@ def run(schedule: Schedule, parts: Several[TimedPart]) -> Timeline:
 
 
 def _needed(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int]]:
-    """What has to be done before: "I" stands for the gradient of the input, whatever backward makes it."""
+    """The predecessors of an action: "I" stands for the gradient of the input, whichever backward makes it."""
     part, microbatch = action.part, action.microbatch
     if action.kind == "F":
         return [("F", part - 1, microbatch)] if part else []
@@ -161,10 +160,10 @@ def _seconds(action: Action, part: TimedPart) -> float:
 
 @dataclass(frozen=True)
 class Part:
-    """Stages `begin` … `end` - 1, on a rank: a chain for one microbatch, and the sequence by which it is trained.
+    """Stages `begin` … `end` - 1, on a rank: a chain for one microbatch, and its sequence.
 
     `fixed_bytes` are parameters and the like, and buffers. `left_bytes` are gradients that the first microbatch leaves
-    for good. `waiting_bytes` are kept from the backward for the inputs to the one for the weights, if they are two.
+    for good. `waiting_bytes` are kept from the backward for the inputs to the one for the weights, if there are two.
     """
 
     rank: int
@@ -179,25 +178,27 @@ class Part:
 
     @cached_property
     def microbatch(self) -> Microbatch:
-        """What one microbatch takes."""
+        """Bytes and seconds of one microbatch."""
         return Microbatch.of(self.chain, self.sequence)
 
     @property
     def beside_bytes(self) -> int:
-        """All that may be there beside microbatches that wait for their backward, or are in progress."""
+        """Peak of the memory outside microbatches that wait for their backward, or are in progress."""
         return self.fixed_bytes + self.left_bytes + self.flying.weights * self.waiting_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of the part."""
+        """The peak of the part in bytes."""
         one = self.microbatch
         return self.beside_bytes + bytes_in_flight(one.kept_bytes, one.peak_bytes, self.flying.forwards)
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The parts of a chain in order, `limits` in bytes by rank, and a bound: no cuts, with memory-persistent sequences
-    inside the limits, make the slowest part faster than `lower_bound` seconds a microbatch. None if there is no bound.
+    """The parts of a chain in order, `limits` in bytes by rank, and a lower bound, None if unknown.
+
+    No cuts, with memory-persistent sequences within the limits, make the slowest part faster than `lower_bound` seconds
+    a microbatch.
     """
 
     schedule: Schedule
@@ -216,7 +217,7 @@ class PipelinePlan:
         return max(map(self.rank_seconds, range(self.schedule.ranks)))
 
     def parts_of(self, rank: int) -> tuple[Part, ...]:
-        """The parts of a rank."""
+        """Return the parts of a rank."""
         return tuple(part for part in self.parts if part.rank == rank)
 
     def rank_seconds(self, rank: int) -> float:
@@ -225,10 +226,10 @@ class PipelinePlan:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """A step of the pipeline, simulated."""
+        """A simulated step of the pipeline."""
         return run(self.schedule, self.parts)
 
     @property
     def fits(self) -> bool:
-        """Whether every rank of the simulated step stays inside its limit."""
+        """Whether every rank of the simulated step stays within its limit."""
         return all(peak <= limit for peak, limit in zip(self.timeline.peaks, self.limits, strict=True))

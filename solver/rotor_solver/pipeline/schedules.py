@@ -1,4 +1,4 @@
-"""The order in which every rank of a pipeline runs the microbatches, by schedule, and what that keeps in flight.
+"""The order of microbatches on every rank of a pipeline, by schedule, and the resulting microbatches in flight.
 
 The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13), and of the papers:
 
@@ -12,7 +12,7 @@ The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.
                   the same, and the backward for the inputs is the whole one: nothing is kept for the second
 
 The chain is cut into P · V parts. Rank r has the parts r, r + P, r + 2P, …: V of them if the schedule is interleaved,
-else one. `buffer_bytes` has what torch holds beside the microbatches in flight (`stage.py` of torch 2.13).
+else one. `buffer_bytes` counts torch's memory outside the microbatches in flight (`stage.py` of torch 2.13).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rotor_solver.chain import Chain
 from rotor_solver.errors import InvalidValueError
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward, the whole backward, the backward for the inputs alone, and the one for the weights: torch's letters."""
+"""Forward, the whole backward, the backward for the inputs only, and the one for the weights: torch's letters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a rank does next: the forward or a backward of one microbatch through one part of the chain."""
+    """One step of a rank: the forward or a backward of one microbatch through one part of the chain."""
 
     kind: Kind
     part: int
@@ -43,10 +43,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule by its name in `SCHEDULES`, for `ranks` with `virtual_stages` parts each, and so many `microbatches`.
+    """A schedule by its name in `SCHEDULES`, for `ranks` with `virtual_stages` parts each, and `microbatches`.
 
-    ValueError for a name that is not there, for numbers that are not one or more, for several parts on a rank in a
-    schedule that has one, and for microbatches that cannot be divided into equal rounds, where a schedule does that.
+    Raises ValueError for an unknown name, for numbers < 1, for several parts on a rank in a schedule that has one, and
+    for microbatches that cannot be divided into the equal rounds of a schedule.
     """
 
     name: str
@@ -85,20 +85,20 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Into how many parts the chain is cut."""
+        """The number of parts of the chain."""
         return self.ranks * self.virtual_stages
 
     @property
     def rounds(self) -> int:
-        """Of an interleaved schedule, how often a rank turns to each of its parts."""
+        """How often a rank turns to each of its parts in an interleaved schedule."""
         return max(1, self.microbatches // self.ranks)
 
     def rank_of(self, part: int) -> int:
-        """The rank that has a part."""
+        """Return the rank of a part."""
         return part % self.ranks
 
     def order(self, rank: int) -> list[Action]:
-        """All that a rank does in a step, in order."""
+        """Return all actions of a rank in a step, in order."""
         return SCHEDULES[self.name](self, rank)
 
 
@@ -123,8 +123,8 @@ def _interleaved(schedule: Schedule, rank: int) -> list[Action]:
 
 
 def _zero_bubble(schedule: Schedule, rank: int) -> list[Action]:
-    """Rank r puts off the backwards for the weights of r microbatches, to fill what would be a bubble."""
-    return _rounds(schedule, rank, per_hop=1, put_off=rank or None)  # rank 0 puts off none: its backward stays whole
+    """Rank r postpones the weights' backwards of r microbatches, to fill a bubble."""
+    return _rounds(schedule, rank, per_hop=1, put_off=rank or None)  # rank 0 postpones none: its backward stays whole
 
 
 def _zero_bubble_whole(schedule: Schedule, rank: int) -> list[Action]:
@@ -135,7 +135,7 @@ def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = N
     """torch's `_get_1f1b_rank_ops`: forwards ahead (`_get_warmup_ops`), then a forward and a backward in turns.
 
     In each round, a rank runs some microbatches through its first part, the same ones through its second, and so on;
-    backwards go through the parts the other way. With `put_off`, backwards are for the inputs alone, and those for the
+    backwards go through the parts in reverse. With `put_off`, backwards are for the inputs only, and those for the
     weights follow that many microbatches later.
     """
     parts, ranks = schedule.virtual_stages, schedule.ranks
@@ -181,8 +181,8 @@ _SEVERAL_PARTS = ("interleaved",)
 class InFlight:
     """The most microbatches at once of one part of the chain, in a schedule.
 
-    `forwards` have had their forward and not their backward, or are in progress. If backwards are `split`, that is the
-    one for the inputs; and up to `weights` others wait for the one for the weights at the same time.
+    `forwards` have had their forward and not their backward, or are in progress. If backwards are `split`, this means
+    the one for the inputs; at the same time up to `weights` others wait for the one for the weights.
     """
 
     forwards: int
@@ -191,11 +191,11 @@ class InFlight:
 
 
 def in_flight(schedule: Schedule) -> list[InFlight]:
-    """For every part of the chain, what its schedule keeps in flight. With P ranks and M microbatches, rank r keeps
+    """Return the microbatches in flight for every part of the chain. With P ranks and M microbatches, rank r keeps
 
         gpipe         M
         1f1b          min(M, P - r)
-        zero-bubble   min(M, P - r), and beside them up to r that wait for the weights: P altogether; if the backwards
+        zero-bubble   min(M, P - r), and up to r more that wait for the weights: P altogether; if the backwards
                       are whole, none of these
         interleaved   min(M · V, (V - 1) · M / max(1, ⌊M / P⌋) + 2 (P - 1 - r) + 1) of its V parts together
 
@@ -224,11 +224,11 @@ def in_flight(schedule: Schedule) -> list[InFlight]:
 def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight) -> int:
     """Bytes for part `number` beyond those of `flying` microbatches, from the beginning of a step to its end.
 
-    A stage of torch has a buffer for every microbatch to receive an input in (`args_recv_info`; the first part has the
-    inputs themselves), and one to receive the output's gradient (`grad_recv_info`). The last part keeps all outputs
-    (`output_chunks`), and computes the loss right after each forward: what that keeps is at most its scratch memory.
-    What is sent, outputs and gradients of inputs, is held until the schedule waits for it: one tensor at a time in
-    1f1b, gradients to the end of all backwards in gpipe, everything to the end of the step in the others.
+    A stage of torch has a receive buffer for every microbatch's input (`args_recv_info`; the first part has the inputs
+    themselves), and one for the output's gradient (`grad_recv_info`). The last part keeps all outputs
+    (`output_chunks`), and computes the loss right after each forward, which keeps at most the loss's scratch memory.
+    Sent outputs and gradients of inputs are held until the schedule waits for them: one tensor at a time in 1f1b,
+    gradients to the end of all backwards in gpipe, everything to the end of the step in the others.
     """
     first, last, count = number == 0, number == schedule.parts - 1, schedule.microbatches
     others = count - flying.forwards  # the chain's simulation has the inputs and outputs of those in flight
@@ -237,17 +237,17 @@ def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight)
     if last:
         return others * (incoming + outgoing) + gradients + (flying.forwards - 1) * part.loss_temp
     sent = {"gpipe": 0, "1f1b": outgoing}.get(schedule.name, others * outgoing)
-    # The simulation makes a gradient of the output, too, where here it is in its buffer. That stands for the output,
-    # which is held throughout the backward: stages are measured without anybody holding their output.
+    # The simulation also makes a gradient of the output, which is in its buffer here. It stands for the output, which
+    # is held throughout the backward: stages are measured with no holder of their output.
     return others * incoming + count * outgoing + gradients + sent
 
 
 def _gradients(incoming: int, outgoing: int, schedule: Schedule) -> int:
-    """Gradients of inputs that have been sent, as far as they are there at the peak."""
+    """Bytes of sent gradients of inputs that are in memory at the peak."""
     match schedule.name:
         case "1f1b":
             return incoming
-        case "gpipe":  # each takes the place of a microbatch that is done with, and held an output at least
+        case "gpipe":  # each replaces a finished microbatch, which held an output at least
             return incoming + (schedule.microbatches - 1) * max(0, incoming - outgoing)
         case _:
             return incoming * schedule.microbatches

@@ -1,8 +1,8 @@
-"""Finding a plan for a pipeline: cuts and sequences at once, so that the slowest rank is as fast as it can be.
+"""Plan a pipeline: find cuts and sequences together that make the slowest rank as fast as possible.
 
-What a part may take depends on its rank: the limit, and how many microbatches its schedule keeps in flight there. The
-fastest sequence of a part is that of `fastest_in_flight`; `best_cuts` tries all cuts. Each part is solved once, and
-equal parts are solved together (`Search`).
+The memory of a part depends on its rank: the limit, and the number of microbatches that its schedule keeps in flight
+there. The fastest sequence of a part comes from `fastest_in_flight`; `best_cuts` tries all cuts. Each part is solved
+once, and equal parts are solved together (`Search`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 _FEW = 24
-"""Slots for what a microbatch keeps, where only a lower bound is wanted; a guess."""
+"""Slots for the memory that a microbatch keeps, if only a lower bound is needed. Not measured; fewer loosen the bound,
+and more parts are solved."""
 _Key = tuple[Chain, int, int, int]
-"""A part's chain, the bytes for its microbatches (below zero if what is beside them fills more than its share), how
-many are in flight, and the room for the one in progress, where that is given apart."""
+"""A part's chain, the bytes for its microbatches (below zero if the memory outside them exceeds its share), the number
+in flight, and the room for the one in progress, if that is given separately."""
 
 
 class Search:
     """The costs of parts, by their number and first and last stage (`end` is the one after it).
 
-    One part on each rank has all of the rank's limit: the bytes of its microbatches together count. Several share it,
-    so what each keeps counts by itself, and the room for the microbatch in progress is there once.
+    A single part on a rank has all of the rank's limit: the bytes of its microbatches together count. Several parts
+    share it, so the memory that each keeps counts by itself, and the room for the microbatch in progress is there once.
     """
 
     def __init__(self, chain: Chain, budget: Budget, slots: int) -> None:
@@ -59,7 +60,7 @@ class Search:
         self._parts: dict[tuple[int, int, int], Part] = {}
 
     def seconds(self, number: int, begin: int, end: int) -> float:
-        """Of a microbatch by the fastest sequence; infinite if none fits."""
+        """Seconds of a microbatch by the fastest sequence; infinite if none fits."""
         sequence = self._solve(self._key(number, begin, end))
         return math.inf if sequence is None else simulate(self._stored(number, begin, end).chain, sequence).makespan
 
@@ -81,7 +82,7 @@ class Search:
         return self._guessed[key]
 
     def lacking(self, number: int, begin: int, end: int) -> int:
-        """By how many bytes the limit of the part's rank is too small; not more than zero if it is not."""
+        """Bytes missing in the limit of the part's rank; zero or less if none are."""
         part = self._stored(number, begin, end)
         if not self._shared:
             least = least_in_flight(part.chain, part.flying.forwards).nbytes
@@ -97,7 +98,7 @@ class Search:
         return high
 
     def part(self, number: int, begin: int, end: int) -> Part:
-        """The part with its fastest sequence. It has to fit."""
+        """Return the part with its fastest sequence. It must fit."""
         sequence = self._solve(self._key(number, begin, end))
         assert sequence is not None
         part = replace(self._stored(number, begin, end), sequence=sequence)
@@ -157,22 +158,21 @@ def plan_pipeline(
     buffers: bool = False,
     slots: int = 200,
 ) -> PipelinePlan:
-    """Cut `chain` into parts for `ranks`, and find the sequence of each, so that the slowest is as fast as it can be.
+    """Cut `chain` into parts for `ranks`, with a sequence for each, so that the slowest is as fast as possible.
 
-    `chain` is that of one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are
-    the bytes of every stage that are there throughout the step: parameters, gradients, optimizer state. `boundaries`
-    are the stages at which a part may begin, all unless given. `virtual_stages` are the parts on each rank, two unless
-    given where the schedule is interleaved. With `buffers`, those of torch.distributed.pipelining are counted.
+    `chain` is for one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are the
+    bytes of every stage that are there throughout the step: parameters, gradients, optimizer state. `boundaries` are
+    the stages at which a part may begin; defaults to all. `virtual_stages` are the parts on each rank; defaults to two
+    for an interleaved schedule. With `buffers`, those of torch.distributed.pipelining are counted.
 
-    Of all cuts, with the fastest memory-persistent sequences whose bytes are rounded up to `slots` for what a
-    microbatch keeps, none makes the slowest part faster. `lower_bound` holds for all cuts and all such sequences,
-    without rounding. Where a rank has several parts, each has a share of the rank's limit; the slowest part is as fast
-    as its share allows. A few ways to divide the limits are tried, and the one with the shortest step is taken. There
-    is no bound.
+    No cuts make the slowest part faster, with the fastest memory-persistent sequences whose kept bytes are rounded up
+    to `slots`. `lower_bound` holds for all cuts and all such sequences, without rounding. If a rank has several parts,
+    each has a share of the rank's limit; the slowest part is as fast as its share allows. A few ways to divide the
+    limits are tried, and the one with the shortest step is taken. There is no bound then.
 
-    Raises InfeasibleError if no cuts fit, with the least limit for which there is a plan as `min_bytes` (where a rank
-    has several parts, another way to divide its limit might do with less); ValueError for a schedule that is not
-    there, fewer stages than parts, and numbers that cannot be.
+    Raises InfeasibleError if no cuts fit, with the least limit that has a plan as `min_bytes` (if a rank has several
+    parts, another division of its limit might need less); ValueError for an unknown schedule, fewer stages than parts,
+    and invalid numbers.
     """
     virtual_stages = virtual_stages or (2 if schedule == "interleaved" else 1)
     order = Schedule(schedule, ranks, microbatches, virtual_stages)
@@ -201,7 +201,8 @@ def plan_pipeline(
 
 
 _WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
-"""Shares of a limit for the microbatch in progress that are tried where a rank has several parts; a guess."""
+"""Shares of a limit for the microbatch in progress to try if a rank has several parts. Not measured; each costs a
+search."""
 
 
 def _best_plan(search: Search, points: list[int]) -> PipelinePlan:
@@ -259,13 +260,13 @@ def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
     # Sums in another order differ in their last digits.
     seconds = (until[None, :] - until[:, None]) * (1 - 1e-12 * len(points))
     bounds = np.repeat(np.where(np.tri(len(points), dtype=bool), np.inf, seconds)[None], parts, axis=0)
-    bounds[:-1, :, -1] = np.inf  # the last part ends with the chain, and no other one does
+    bounds[:-1, :, -1] = np.inf  # only the last part ends with the chain
     bounds[-1, :, :-1] = np.inf
     return bounds
 
 
 def _refusal(search: Search, bounds: Floats, points: list[int]) -> InfeasibleError:
-    """The error that says what would fit: for every cut it is known what its parts lack, exactly in bytes."""
+    """Build the error with the least limit that fits: the missing bytes of every cut's parts are known exactly."""
     unknown = np.where(np.isfinite(bounds), -float(max(search.budget.limits)), np.inf)
 
     def lacking(part: int, i: int, j: int) -> float:
@@ -277,7 +278,7 @@ def _refusal(search: Search, bounds: Floats, points: list[int]) -> InfeasibleErr
     rank, flying = schedule.rank_of(number), search.budget.flying[number].forwards
     limit = search.budget.limits[rank]
     least = limit + int(missing)
-    # Another way to divide the limit of a rank among its parts might do with less.
+    # Another division of a rank's limit among its parts might need less.
     needs = "needs at least" if schedule.virtual_stages == 1 else "of whose limit each part has a share, needs"
     message = (
         f"{len(search.chain)} stages do not fit on {schedule.ranks} ranks, wherever they are cut: rank {rank}, with "

@@ -1,20 +1,20 @@
-"""The fastest sequence of a part while several microbatches are in flight. Begin with `optimum`, the plain recurrence.
+"""The fastest sequence of a part with several microbatches in flight. Begin with `optimum`, the plain recurrence.
 
-k microbatches are in flight. One is in progress; each of the others holds what is kept from forward to backward. With
+k microbatches are in flight. One is in progress; each of the others holds the bytes kept from forward to backward. With
 at most K bytes kept, a_0 included, the one in progress has M = limit - (k - 1) · K bytes. K is tried from least to
 most. For each, a recurrence like that of `persistent.program` has two kinds of intervals:
 
-    [i, L]         with the loss. What is kept before a_i's own stages run is kept to the loss, so `kept`, the bytes of
-                   K that are left, also says what is left of M: kept + M - K. Each choice takes from both.
-    [i, l], l < L  after the loss. Nothing is kept any more: they may use all of M that is free, as ever.
+    [i, L]         with the loss. Memory kept before a_i's own stages run is kept to the loss, so `kept`, the remaining
+                   bytes of K, also determines the rest of M: kept + M - K. Each choice takes from both.
+    [i, l], l < L  after the loss. Nothing is kept any more: they may use all of M that is free, as usual.
 
     Fe_i                       then [i+1, L] with |ā_{i+1}| less
     CF_i, Fn_{i+1} … Fn_{j-1}  then [j, L] with |a_j| less, then [i, j-1] from a_i again: a second kind, if j - 1 < L
 
 `fastest_in_flight` solves it with memory in slots (`kernels`). `least_in_flight` has the exact least limit: labels of
-the intervals [i, L] say what can be had (bytes kept from forward to backward, bytes that the microbatch in progress
-needs), both beside a_i; those that another label beats in both are dropped. `fastest_with_room` is for a part that
-keeps so many bytes and needs so many more while it runs: the chain gets a loss that needs the room.
+the intervals [i, L] are the attainable pairs (bytes kept from forward to backward, bytes that the microbatch in
+progress needs), both without a_i; dominated labels are dropped. `fastest_with_room` is for a part with given kept bytes
+and room while it runs: the chain gets a loss that needs the room.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
 
 
 def optimum(chain: Chain, mem_limit: int, count: int) -> float:
-    """Seconds of the fastest memory-persistent sequence with (count - 1) · kept + peak ≤ mem_limit bytes, a_0 counted;
-    infinite if there is none. It tries every number of bytes: for a few stages, and small sizes.
+    """Seconds of the fastest memory-persistent sequence with (count - 1) · kept + peak ≤ mem_limit bytes, a_0 counted.
+
+    Infinite if there is none. Tries every number of bytes: for a few stages, and small sizes.
     """
     most = mem_limit // count
     tried = (_longer(chain, kept, mem_limit - (count - 1) * kept) for kept in range(chain.input_bytes, most + 1))
@@ -51,9 +52,9 @@ def _longer(chain: Chain, most_kept: int, mem_limit: int) -> float:
 
     @cache
     def longer(i: int, last: int, free: int, inside: int) -> float:
-        """`free` is the memory for [i, last]; if that ends with the loss, what may still be kept.
+        """`free` is the memory for [i, last]; if that ends with the loss, the bytes that may still be kept.
 
-        It may be less than nothing before the loss, if a later stage frees more of its input than it saves.
+        It may be negative before the loss, if a later stage frees more of its input than it saves.
         """
         if i > last:
             return 0.0
@@ -76,8 +77,9 @@ def _longer(chain: Chain, most_kept: int, mem_limit: int) -> float:
 
 
 def bytes_in_flight(kept: int, peak: int, count: int) -> int:
-    """The most bytes of `count` microbatches in flight: one is in progress, and takes up to `peak`. Each of the others
-    has had its forward, waits for its backward, and holds `kept`.
+    """The peak of `count` microbatches in flight, in bytes: one is in progress, and takes up to `peak`.
+
+    Each of the others has had its forward, waits for its backward, and holds `kept`.
     """
     return (count - 1) * kept + peak
 
@@ -86,7 +88,7 @@ def bytes_in_flight(kept: int, peak: int, count: int) -> int:
 class Microbatch:
     """Bytes and seconds of one microbatch through a chain, the chain's input counted.
 
-    `kept_bytes` are there when the loss begins, so between forward and backward: the input and the output as well.
+    `kept_bytes` are in memory when the loss begins, so between forward and backward: the input and the output as well.
     The peaks are those of the forward and of the backward, which begins with the loss.
     """
 
@@ -100,7 +102,7 @@ class Microbatch:
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
-        """ValueError, as from `simulate`, if `sequence` is not valid."""
+        """Simulate `sequence`. Raises ValueError, like `simulate`, if it is not valid."""
         simulate(chain, sequence)  # for its errors, which name the operation
         machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
         kept, stored = chain.input_bytes, 0.0
@@ -130,14 +132,14 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What a part needs at least: `nbytes` for `count` microbatches in flight, with this `sequence`."""
+    """The least need of a part: `nbytes` for `count` microbatches in flight, with this `sequence`."""
 
     nbytes: int
     sequence: Sequence
 
 
 def least_in_flight(chain: Chain, count: int) -> Least:
-    """The least limit for which there is a memory-persistent sequence with (count - 1) · kept + peak bytes."""
+    """Return the least limit with a memory-persistent sequence of (count - 1) · kept + peak bytes."""
     costs = costs_of(chain)
     least = least_memory(costs)
     start, length = chain.input_bytes, len(chain)
@@ -156,8 +158,8 @@ def least_in_flight(chain: Chain, count: int) -> Least:
 
 
 _Label = tuple[int, int, int, Any]
-"""Bytes kept, bytes needed, the choice for the interval, and the label of the one that follows and has the loss. A
-tuple, and not a class: there are thousands of them for every part."""
+"""Bytes kept, bytes needed, the choice for the interval, and the label of the following interval with the loss. A
+tuple, not a class: there are thousands of them for every part."""
 
 
 def _labels(costs: Costs, least: Ints) -> list[_Label]:
@@ -208,9 +210,10 @@ def _by_stage(label: _Label) -> dict[int, int]:
 
 
 _NUMBERS = 2e7
-"""Numbers in the largest table, 160 MB; a guess. Slots are made larger for longer parts."""
+"""Numbers in the largest table: 160 MB. Slots are made larger for longer parts. Not measured; too low makes sequences
+slower."""
 _PAIRS = 3e8
-"""Pairs of slots to look at in one table, about half a second; a guess."""
+"""Most pairs of slots to visit in one table, about half a second. Not measured; too low makes sequences slower."""
 
 
 def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> float:
@@ -230,9 +233,9 @@ def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> flo
 
 
 def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> Sequence:
-    """The fastest sequence found with (count - 1) · kept + peak ≤ `mem_limit` bytes, a_0 counted.
+    """Return the fastest sequence found with (count - 1) · kept + peak ≤ `mem_limit` bytes, a_0 counted.
 
-    What is kept is divided into about `slots`. `lower_bound` holds for all memory-persistent sequences. Raises
+    Kept memory is divided into about `slots`. `lower_bound` holds for all memory-persistent sequences. Raises
     InfeasibleError if there is none, with the exact least limit.
     """
     stored = store_all(chain)
@@ -257,8 +260,8 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
 
 
 def _bound(costs: Costs, mem_limit: int, count: int, unit: int) -> float:
-    """Seconds beyond storing everything, at least."""
-    # What a stage frees may round to more than there is, and the table then says nothing.
+    """Least seconds beyond storing everything."""
+    # Freed memory may round up to more than there is, and the table then bounds nothing.
     return _Table(costs, mem_limit, count, unit, up=False).extra if costs.taken.min(initial=0) >= 0 else 0.0
 
 
@@ -278,7 +281,7 @@ def fits(chain: Chain, sequence: Sequence, mem_limit: int, count: int) -> bool:
 
 
 class _Table:
-    """The numbers of `kernels` for a limit, with what operations leave in memory rounded up to slots, or down.
+    """The numbers of `kernels` for a limit, with the memory that operations leave rounded up to slots, or down.
 
     `extra` are the least seconds beyond storing everything; infinite if nothing fits.
     """
@@ -295,13 +298,13 @@ class _Table:
         self.again = np.full((2, length, length, self.limit + 1), np.inf)
         self._arguments = (self.again, costs, self.taken, self.activation, unit, self.offset)
         kernels.fill(*self._arguments)
-        # What stages may free more than they save, by the option that frees most.
+        # Slots that stages may free beyond those they save, by the option that frees most.
         self._below = sum(int(max(0, -self.taken[:, low:high].min())) for low, high in pairwise(costs.first.tolist()))
         extra, kept = kernels.best_kept(*self._arguments, count, self._below)
         self.extra, self._kept = float(extra), int(kept)
 
     def sequence(self) -> Sequence | None:
-        """A sequence that takes `extra` seconds more than storing everything; None if nothing fits."""
+        """Return a sequence that takes `extra` seconds more than storing everything; None if nothing fits."""
         from rotor_solver.pipeline import kernels
 
         if self._kept < 0:
@@ -327,7 +330,7 @@ class _Table:
 
 
 def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
-    """The fastest sequence with at most `kept` bytes when the loss begins, and a peak of at most kept + room bytes.
+    """Return the fastest sequence with at most `kept` bytes when the loss begins, and a peak of at most `kept + room`.
 
     Raises InfeasibleError if there is none.
     """
@@ -339,7 +342,7 @@ def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
 
 
 def has_room(chain: Chain, kept: int, room: int) -> bool:
-    """Whether there is such a sequence."""
+    """Whether such a sequence exists."""
     return kept >= 0 and min_bytes(_roomy(chain, room)) <= kept + room
 
 
