@@ -165,7 +165,7 @@ class CapturedGraph:
         """Indices of output tensors of the last stage without gradient.
 
         Scalars with a gradient are taken to be the loss: users do not call `backward` on logits returned with it.
-        Counting a gradient for those would add what is often the model's largest tensor.
+        Counting a gradient for those would often add the model's largest tensor.
         """
         tensors = [node for node in self._leaving if tensors_of(node)]
         losses = [node for node in tensors if carries_gradient(node) and all(t.dim() == 0 for t in tensors_of(node))]
@@ -209,7 +209,7 @@ class CapturedGraph:
         return list(run_graph(self.graph_module, arguments))
 
     def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
-        """Measure the bytes that the context needs while it runs, beyond those of its results.
+        """Measure the bytes that the context needs while it runs, beyond its results.
 
         Its time counts as zero: it runs once under every plan, so it changes no decision.
         """

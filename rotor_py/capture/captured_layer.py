@@ -94,7 +94,7 @@ class CapturedLayer(StageOffers):
                 unseen = prediction() is not None and not self._sharded
                 if self._named and (unseen or self._same_bits(value, device)):
                     return True
-            except Exception as error:  # of any operator or library: the layer itself has run before, and runs again
+            except Exception as error:  # of any operator or library: the layer itself has run before, and still runs
                 _log.debug(
                     "layer %s is stored whole or not at all, since it is not captured: %s",
                     self._name,
