@@ -1,1 +1,1 @@
-"""Models that are not chains: TorchDynamo captures their graph, and the graph is cut into stages."""
+"""Capture a model's graph with TorchDynamo and cut it into stages, for models that are not chains."""

@@ -1,4 +1,4 @@
-"""Running a model's forward under TorchDynamo, which calls our function with every graph that it captures."""
+"""Run a model's forward under TorchDynamo, which calls our backend with every graph that it captures."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ from rotor_py.distributed.sharding import groups_of
 from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.stage.forward_state import Autocast
 
-# Forwards handed to torch.compile, one for all models that are built alike, so that they share what is traced.
-#
-# Tracing takes seconds for a large model. Tests, sweeps over limits and copies of a model would pay for it every time.
+# Models built alike share one compiled forward and its traced graphs: tracing a large model takes seconds, and tests,
+# sweeps over limits and copies of a model would each pay for it.
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
 _MOST = 32
-"""The most functions that are kept: those used last. A guess. There is a bound because each holds traced graphs."""
+"""Compiled forwards kept, by last use. A guess: each holds traced graphs, so more costs memory, and fewer costs tracing
+again.
+"""
 _ALONE = "isolate_recompiles"
-"""An option of torch.compile, in newer releases. Where a graph breaks, TorchDynamo goes on in functions of the library
-that models of other kinds call as well, and it caches by code object. Alone, a capture finds nothing there of others:
-else their versions would count against its limit, and why they do not fit would be asked of a model that lacks what
-they guard: a KeyError."""
+"""Option of `torch.compile` in newer releases. After a graph break, TorchDynamo resumes in library functions that other
+models call as well, and caches by code object. Isolated, a capture does not see their versions. Otherwise these count
+against its limit, and their guards fail with a KeyError on a model that lacks the guarded attributes.
+"""
 _alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, CompiledForward] = OrderedDict()
 
 
 class _Receiver(NamedTuple):
-    """What runs graphs that are called, and how those are traced that are new."""
+    """Runs the graphs that are called in this context, and watches tracing."""
 
     run: Handler
     tracing: Tracing
@@ -60,16 +61,15 @@ _receiver: ContextVar[_Receiver | None] = ContextVar("receiver", default=None)
 
 
 class TracedGraph:
-    """A graph that Dynamo traced. Several models may share it, so the one that is called says how it is run."""
+    """A graph traced by Dynamo. Models built alike may share it, so the current receiver says how it runs."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         receiver = _receiver.get()
-        # A user's own torch.compile may come here, if torch is too old for captures that are alone: TorchDynamo caches
-        # what it traced by code object, and once a function has as many versions as it may have, it runs one that fits,
-        # whichever backend made it.
+        # A user's own torch.compile may come here where torch cannot isolate captures: TorchDynamo caches by code
+        # object, and a function at its limit of versions runs one that fits, whichever backend made it.
         return run_graph(self.graph_module, arguments) if receiver is None else receiver.run(self, arguments)
 
 
@@ -79,22 +79,21 @@ class CompiledForward:
 
     function: Callable[..., Any]
     seconds: float = 0.0
-    """What tracing took the last time."""
+    """Time of the last tracing."""
 
 
 def compile_forward(
     model: nn.Module, marks: Hashable = None, answers: Answers = (), *, open_sizes: bool = True
 ) -> CompiledForward:
-    """What runs the forward of `model`, and of models that are built alike.
+    """Return the compiled forward of `model`, shared by models that are built alike.
 
-    With `open_sizes`, graphs have symbols for the sizes of inputs; without, each is for one shape. There is a function
-    for each `answers` of `asking`: TorchDynamo would count another one as a recompilation. `marks` says where modules
-    of `fully_shard` begin and end. A model with marks is captured as one graph or not at all: between two graphs its
-    own code would run, on holes instead of parameters. Where the graph would break, a call of the function raises
-    torch's `Unsupported`.
+    With `open_sizes`, graphs have symbols for the sizes of inputs; without, each is for one shape. Each `answers` of
+    `asking` has its own function: TorchDynamo would count another one as a recompilation. `marks` says where modules of
+    `fully_shard` begin and end. A model with marks is captured as one graph or not at all: between two graphs its own
+    code would run on holes instead of parameters. A graph break then raises torch's `Unsupported`.
     """
     key = _structure(model), marks, answers, open_sizes
-    # `model` is an argument of the function and no part of it, so a function keeps no model alive.
+    # `model` is an argument of the function, not a part of it, so a function keeps no model alive.
     if key not in _compiled:
         _compiled[key] = CompiledForward(_traced_when_called(fullgraph=marks is not None, dynamic=open_sizes))
     _compiled.move_to_end(key)
@@ -104,9 +103,9 @@ def compile_forward(
 
 
 class HandingGraphsTo:
-    """A context: graphs that are called inside it are run by `handler`; those that are new are a part of `tracing`.
+    """Context in which `handler` runs the graphs that are called, and `tracing` watches new ones being traced.
 
-    Both are a context variable: models built alike share a function, and may train in several threads at once.
+    Held in a context variable: models built alike share a function, and may train in several threads at once.
     """
 
     __slots__ = ("_receiver", "_token")
@@ -129,10 +128,10 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 
 
 def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchDynamo's own `callback`, which it calls where no graph fits, with its settings as `Tracing` has them."""
+    """Wrap TorchDynamo's `callback`, called where no graph fits, with the settings of `Tracing`."""
 
-    # With the callback's attributes, by which TorchDynamo knows the backend. They must not be looked up by code in
-    # Python: it looks while every frame still goes to the callback.
+    # Copy the callback's attributes, by which TorchDynamo knows the backend. Python code must not look them up:
+    # TorchDynamo reads them while every frame still goes to the callback.
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         receiver = _receiver.get()
@@ -145,9 +144,9 @@ def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_modes() -> None:
-    """UnsupportedModelError in a mode of the caller's under which TorchDynamo traces nothing.
+    """Raise UnsupportedModelError inside a dispatch mode of the caller under which TorchDynamo traces nothing.
 
-    It would run the function as it is, and not look at it again, in this step and all that follow.
+    It would run the function uncompiled, in this step and all that follow.
     """
     modes = [mode for mode in dispatch_mode_stack() if not _is_torchs_own(mode)]
     if modes:
@@ -161,48 +160,43 @@ def _refuse_modes() -> None:
 
 
 def _is_torchs_own(mode: Any) -> bool:
-    """Whether TorchDynamo traces under a mode: what the mode says of itself, as far as this release of torch asks."""
+    """Whether TorchDynamo traces under this mode, by the flags that this release of torch checks."""
     return any(getattr(mode, word, bool)() for word in ("is_infra_mode", "ignore_compile_internals"))
 
 
 def _traced_when_called(*, fullgraph: bool, dynamic: bool) -> Callable[..., Any]:
-    """`_own_function` under TorchDynamo, whose settings are those of the Note in `tracing.py` while it traces."""
-    # What `torch.compile` does. That does not let its context be seen, which has the callback.
+    """Return `_own_function` under TorchDynamo, traced with the settings of the Note in `tracing.py`."""
+    # Does what `torch.compile` does, which does not expose its context with the callback.
     backend = torch_compat.TorchCompileWrapper(_backend, None, None, dynamic)
     context: Any = torch_compat.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **_alone)
-    if hasattr(context, "callback"):  # not where TorchDynamo is switched off
+    if hasattr(context, "callback"):  # absent where TorchDynamo is switched off
         context.callback = _tracing_as_noted(context.callback)
     function: Callable[..., Any] = context(_own_function())
     return function
 
 
 def _structure(model: nn.Module) -> Hashable:
-    """Equal for models that may share code.
+    """Return a key that is equal for models that may share code.
 
-    Dynamo's guards would keep unlike models apart, too. But a function may have only so many versions before Dynamo
+    Dynamo's guards would separate unlike models as well, but a function has a limit of versions, beyond which Dynamo
     runs it uncompiled.
     """
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    # `remove_duplicate=False`: models differ if one of them ties two weights and the other does not.
+    # `remove_duplicate=False`: a model with two tied weights differs from one where they are not tied.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
     return modules, kinds, tuple(map(Autocast.now, ("cpu", "cuda")))
 
 
 def _own_function() -> Callable[..., Any]:
-    """A function with a code object of its own.
-
-    Dynamo counts recompilations by code object, and gives up on one that many models share.
-    """
+    """Return a function with a code object of its own: Dynamo limits recompilations by code object."""
 
     def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
-        NOW.asking = asking  # here, where TorchDynamo traces it
+        NOW.asking = asking  # set inside the traced code
         return model.forward(*args, **kwargs)
 
     return FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
 
-
-# Running a model's forward under TorchDynamo, which calls our function with every graph that it captures.
 
 _log = logging.getLogger("rotor_py")
 _NOTHING = nullcontext()
@@ -213,18 +207,18 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 @dataclass(slots=True)
 class _Compiled:
-    """What calls the model: each of `forwards` is made at its first call, under the marks of a sharded model."""
+    """The compiled forwards of a model, each made at its first call, and the marks of a sharded model."""
 
     marks: FSDPMarks | None
     batch_norms: bool
-    """whether there are any: to replace the forward of a class has Python forget what it knows of its attributes"""
+    """Whether the model has batch norms. Replacing a class's forward invalidates Python's attribute caches."""
     forwards: dict[Answers, CompiledForward] = field(default_factory=dict)
 
 
 class CapturedForward:
-    """The forward of one model, and the graphs that Dynamo made of it so far.
+    """The forward of one model, with the graphs that Dynamo captured so far.
 
-    A sharded model that is `gathered` has whole parameters whenever this is called: it is captured as any other.
+    A `gathered` sharded model has whole parameters at every call, so it is captured as any other.
     """
 
     def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
@@ -234,16 +228,16 @@ class CapturedForward:
         self._granularity = granularity
         self._compiled: _Compiled | None = None
         self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
-        """For each that was traced, one for every layer that runs it: layers alike may share one that is traced."""
+        """Per traced graph, one entry for each layer that runs it: layers built alike may share a traced graph."""
         self.breaks_at: str | None = None
-        """The line of the model at which TorchDynamo broke its graph first; None if it broke nowhere."""
+        """Line of the model's first graph break; None without breaks."""
         self._told_of_cache = False
         self._numbers = OpenNumbers(model)
         self._answers: Answers = ()
-        """How the last batch answered: the next one is likely to answer alike."""
+        """The last batch's answers, assumed for the next."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graphs: they are bound to this model, and a copy captures its own."""
+        """Drop the graphs: they are bound to this model, and a copy captures its own."""
         return {**self.__dict__, "_compiled": None, "_graphs": {}}
 
     def call(
@@ -253,13 +247,13 @@ class CapturedForward:
         run_graph: RunGraph,
         recaptured: Callable[[float], None] | None = None,
     ) -> Any:
-        """Run the model's forward, with `run_graph` in the place of every graph.
+        """Run the model's forward, with `run_graph` in place of every graph.
 
-        `recaptured` is called when TorchDynamo makes another graph where there is one already for such answers of the
-        data, with the seconds that the last one took; 0 if nobody knows.
+        `recaptured` is called when TorchDynamo captures another graph for known answers, with the seconds that the last
+        capture took; 0 if unknown.
 
-        For a sharded model, raises UnsupportedModelError if Dynamo breaks its graph, or if its parameters are gathered
-        in a way of their own. An error of the model itself is raised as the model raises it.
+        Raises UnsupportedModelError for a sharded model whose graph breaks, or whose parameters cannot be replaced by
+        holes. The model's own errors pass through unchanged.
         """
         answers = self._answers
         while True:
@@ -280,7 +274,7 @@ class CapturedForward:
         recaptured: Callable[[float], None] | None,
         asking: Asking,
     ) -> Any:
-        if self._compiled is None:  # nothing was measured: the plan came from a file, or this is a copy
+        if self._compiled is None:  # not measured: the plan came from a file, or this is a copy
             self._compiled = self._looked_at()
         compiled, marks = self._compiled, self._compiled.marks
 
@@ -289,7 +283,7 @@ class CapturedForward:
         def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             asking.open = False
             graph = self._captured(traced, arguments, taken, marks)
-            # The graph runs inside of `forward.function`, where holes and marks are on the model.
+            # The graph runs inside `forward.function`, while holes and marks are on the model.
             with marks.unmarked() if marks else nullcontext():
                 outputs = run_graph(graph, arguments)
             if self.open_sizes:
@@ -323,7 +317,7 @@ class CapturedForward:
                     raise
                 raise self._refusal(error) from error
             except TorchRuntimeError:
-                # With marks, the model cannot run by itself: its parameters are holes.
+                # With marks, the model cannot run uncaptured: its parameters are holes.
                 if marks is None:
                     devices = [p.device for p in self.model.parameters()]
                     raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
@@ -335,13 +329,13 @@ class CapturedForward:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Look at the model anew, since it may have changed, and let marks do nothing while it is measured."""
+        """Look at the model anew, since it may have changed, and disable its marks during measurement."""
         self._compiled = self._looked_at()
         marks = self._compiled.marks
         if marks is None:
             yield
             return
-        self._graphs.clear()  # their stages call the marks that were there before
+        self._graphs.clear()  # their stages call the old marks
         marks.measuring = True
         try:
             yield
@@ -349,15 +343,16 @@ class CapturedForward:
             marks.measuring = False
 
     def _looked_at(self) -> _Compiled:
-        """What the model is like now, and nothing compiled."""
+        """Return the model's present marks and batch norms, with nothing compiled."""
         return _Compiled(None if self._gathered else FSDPMarks.of(self.model), has_batch_norms(self.model))
 
     def _captured(
         self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph], marks: FSDPMarks | None
     ) -> CapturedGraph:
-        """The traced graph, for this model: with its parameters, and cut for it; it is then among those `taken`.
+        """Return the traced graph bound to this model's parameters, and add it to `taken`.
 
-        One that this forward has taken with other parameters is not: its stages may run again with those.
+        A graph that this forward already took with other parameters is not reused: its stages may be recomputed with
+        those.
         """
         known = self._graphs.setdefault(traced, [])
         found = next((each for each in known if each.has(arguments)), None)
@@ -381,10 +376,10 @@ class CapturedForward:
         )
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keywords with `use_cache=False`, where a model of transformers would use its cache by default.
+        """Add `use_cache=False` where a transformers model would fill its cache by default.
 
-        Attention fills the cache for the next call of `generate`. Training never reads it, but the caller would hold
-        its keys and values to the end of the step. transformers turns it off where it checkpoints, too.
+        Training never reads the cache, but the caller would hold its keys and values to the end of the step.
+        transformers also disables it under checkpointing.
         """
         config = getattr(self.model, "config", None)
         if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
@@ -406,9 +401,9 @@ def _takes_use_cache(forward: Callable[..., Any]) -> bool:
 
 
 def run_as_captured(model: nn.Module) -> Callable[..., Any]:
-    """The forward of `model`, its graphs run whole, as TorchDynamo captured them. It has no plan.
+    """Return the forward of `model` that runs its captured graphs whole, without a plan.
 
-    The parameters of a model of `fully_shard` are gathered by stages alone: its own forward is returned.
+    Only stages gather the parameters of `fully_shard`, so a sharded model's own forward is returned.
     """
     if groups_of(model):
         return model.forward

@@ -1,7 +1,7 @@
-"""One graph of TorchDynamo as a chain of stages, with a context that runs before it.
+"""One captured graph as a chain of stages, preceded by a context.
 
-The context is what needs no gradient. What it makes, and what the caller passes in, goes into the first stage. What the
-graph returns may come out of the last stage, out of the context, or straight from the caller.
+The context holds the nodes that need no gradient. Its results and the caller's inputs enter the first stage. The
+graph's outputs come from the last stage, the context or the caller.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ Agree = Callable[[list[int]], list[int]]
 
 
 class CapturedGraph:
-    """A graph for one model. `split` has to be called first, with the graph's inputs.
+    """A graph for one model. Call `split` first, with the graph's inputs.
 
-    `buffers` are the ids of the model's buffers. There are at most `granularity` stages. OtherAnswerError if yes is
-    assumed of a question about the batch in one of several processes.
+    `buffers` are the ids of the model's buffers; `granularity` is the largest number of stages. Raises OtherAnswerError
+    if yes is assumed of a question about the batch in one of several processes.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class CapturedGraph:
         self.graph_module = graph_module = with_layers_apart(graph_module)
         self._marks = marks
         self.layers: list[Layer] = []
-        """The stages; none if nothing in the graph has a gradient."""
+        """The stages; empty if nothing in the graph has a gradient."""
         self.trains = False
         """Whether anything in the graph has a gradient."""
         self._buffers = buffers
@@ -72,27 +72,27 @@ class CapturedGraph:
         self._cuts: CutPoints | None = None
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._entering: list[fx.Node] = []
-        """What goes into the first stage."""
+        """Inputs of the first stage."""
         self._leaving: list[fx.Node] = []
-        """What comes out of the last stage."""
+        """Outputs of the last stage."""
         self._wanted: list[fx.Node] = []
-        """What the context has to make."""
+        """Results of the context."""
         self._context: fx.GraphModule | None = None
         self._owned: dict[fx.Node, torch.Tensor] = {}
         self._owned_at: list[int] = []
-        """The positions of these among the graph's inputs."""
+        """Positions of the owned tensors among the graph's inputs."""
 
     def split(
         self, arguments: tuple[Any, ...], like: CapturedGraph | None = None, agree: Agree = lambda weights: weights
     ) -> None:
-        """Cut the graph into stages at its first call. Only then are the parameters at hand; later calls do nothing.
+        """Cut the graph into stages at its first call, when its parameters are known; later calls do nothing.
 
-        If it is the same graph as `like` but for sizes, it is cut as that one was, where that is possible. Else it is
-        cut by what its nodes weigh: `agree` is given that, and returns what processes that cut alike have agreed upon.
+        If the graph is `like` another but for sizes, it gets the same cuts where possible. Otherwise cuts depend on the
+        weights of nodes: `agree` maps these to weights that all processes share.
 
-        Raises UnsupportedModelError if the model writes into its own input or draws from a random state that cannot be
-        set back, or if a sharded module returns no tensor that a gradient could come through, and OtherAnswerError if
-        yes is assumed of a question about what carries a gradient.
+        Raises UnsupportedModelError if the model writes into its own input, draws from a random state that cannot be
+        restored, or has a sharded module that returns no tensor with a gradient; OtherAnswerError if yes is assumed of
+        a question about tensors with a gradient.
         """
         if self._facts is not None:
             return
@@ -115,7 +115,7 @@ class CapturedGraph:
                 name=line_of(drawing),
             )
         _ask(facts, dict(zip(self._placeholders, arguments, strict=True)))
-        self._facts = facts  # only now, so that a graph that was refused is refused again
+        self._facts = facts  # last, so that a refused graph is refused again
         self.trains = any(map(carries_gradient, facts.body))
         self._owned = dict(facts.owned)
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
@@ -129,52 +129,52 @@ class CapturedGraph:
             weights = agree(weights)
             self._cuts, names = find_cut_points(facts, weights, self._granularity), None
         self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
-        # Only what the stages read or the graph returns. All else that the context makes is freed once it has run.
+        # Keep only values that the stages read or the graph returns. The context frees all others when it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
         self._context = asking_at_once(context_of(facts, self._wanted))
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether its stages have the parameters and buffers that are among these arguments."""
-        owned = map(arguments.__getitem__, self._owned_at)  # every step looks at all of them
+        """Whether its stages hold the parameters and buffers among these arguments."""
+        owned = map(arguments.__getitem__, self._owned_at)  # every step checks all of them
         return self._facts is not None and all(map(operator.is_, owned, self._owned.values()))
 
     def _owned_among(self, arguments: tuple[Any, ...]) -> Iterable[Any]:
-        """The parameters and buffers among the inputs of a call, in the order of `_owned`."""
+        """Return the parameters and buffers among a call's inputs, in the order of `_owned`."""
         return map(arguments.__getitem__, self._owned_at)
 
     @property
     def answers(self) -> Answers:
-        """What the graph assumes of questions about data."""
+        """Assumed answers of the graph's questions about data."""
         return answers_of(self.graph_module.graph)
 
     def remember_written(self, cut: Cut) -> None:
-        """Have the stages of `cut` find buffers that others of them write into as they were, when they run again."""
+        """Let the stages of `cut` restore buffers that other stages write into, when they are recomputed."""
         assert self._facts is not None
         written = [tensor for node, tensor in self._owned.items() if node in self._facts.written]
         remember_moved_elsewhere([function for _, function in cut.stages], written)
 
     def same_as(self, other: CapturedGraph) -> bool:
-        """Whether both do the same, if for other sizes: numbers may differ, and what computes them."""
+        """Whether both graphs have the same operators. Sizes, and constants that follow from them, may differ."""
         assert self._facts is not None
         assert other._facts is not None
         return self._facts.operators == other._facts.operators
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """The positions, among the tensors that the last stage returns, of those that will get no gradient.
+        """Indices of output tensors of the last stage without gradient.
 
-        If the graph returns single numbers with a gradient, they are taken to be the loss, and nobody calls `backward`
-        on the logits beside it. To count a gradient for them would add what is often the model's largest tensor.
+        Scalars with a gradient are taken to be the loss: users do not call `backward` on logits returned with it.
+        Counting a gradient for those would often add the model's largest tensor.
         """
         tensors = [node for node in self._leaving if tensors_of(node)]
         losses = [node for node in tensors if carries_gradient(node) and all(t.dim() == 0 for t in tensors_of(node))]
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
-        """Run the context. Return what goes into the first stage, and all values that do not come out of the chain.
+        """Run the context. Return the first stage's inputs, and all values that do not come from the chain.
 
-        OtherAnswerError if the data answer a question otherwise than the graph assumes.
+        Raises OtherAnswerError if the data answer a question differently than the graph assumes.
         """
         assert self._facts is not None
         if not self.has(arguments):
@@ -186,7 +186,7 @@ class CapturedGraph:
         return tuple(values[node] for node in self._entering), values
 
     def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
-        """The graph's outputs, from what the last stage returned and the values that `enter` returned."""
+        """Return the graph's outputs, from the last stage's outputs and the values that `enter` returned."""
         assert self._facts is not None
         left = dict(zip(self._leaving, made, strict=True))
         return [
@@ -195,9 +195,9 @@ class CapturedGraph:
         ]
 
     def run_unplanned(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Run the whole graph as Dynamo captured it, and return its outputs.
+        """Run the whole captured graph and return its outputs.
 
-        Raises UnsupportedModelError for a graph of a sharded model: only stages gather parameters.
+        Raises UnsupportedModelError for a sharded model: only stages gather parameters.
         """
         if self._marks is not None:
             raise UnsupportedModelError(
@@ -209,15 +209,15 @@ class CapturedGraph:
         return list(run_graph(self.graph_module, arguments))
 
     def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
-        """What the context costs: the bytes that it needs while it runs, beyond those of its results.
+        """Measure the bytes that the context needs while it runs, beyond its results.
 
-        Its time counts as zero. It runs once with every plan, so it changes no decision.
+        Its time counts as zero: it runs once under every plan, so it changes no decision.
         """
         assert self._facts is not None
         if self._context is None:
             return PrefixCost(0.0, 0)
         given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
-        # `enter` has run it before, so libraries have allocated what they keep for good.
+        # `enter` has run it before, so libraries have made their permanent allocations.
         with memory_meter(device) as meter:
             made = self._run_context(given)
         (phase,) = meter.phases.values()
@@ -225,13 +225,13 @@ class CapturedGraph:
 
     def _run_context(self, given: list[Any]) -> Any:
         assert self._context is not None
-        # Nothing in it has a gradient. But gradients are on where the model runs it, and some kernels look at that: an
-        # LSTM on the CPU has other last digits where they are off.
+        # Gradients stay enabled, as where the model runs it: some kernels depend on it. An LSTM on the CPU has other
+        # last digits under `no_grad`.
         with torch.enable_grad():
             return run_graph(self._context, given)
 
     def let_go_of_parameters(self) -> None:
-        """Hold no memory of parameters until the next call brings them: gathered ones are freed in between."""
+        """Release the memory of parameters until the next call brings them: FSDP frees gathered ones in between."""
         assert self._facts is not None
         for node, tensor in self._facts.owned.items():
             if isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.element_size():
@@ -240,10 +240,10 @@ class CapturedGraph:
         self._bind({**self._owned, **self._facts.owned})
 
     def _bind(self, now: dict[fx.Node, Any]) -> None:
-        """Replace parameters and buffers in the stages by those of this call, which brings other tensors than the last.
+        """Replace the stages' parameters and buffers by those of this call.
 
         A model's tensors may be replaced between steps: `module.weight = nn.Parameter(…)`, or `load_state_dict` with
-        `assign=True`. Dynamo passes the graph what the model has now.
+        `assign=True`. Dynamo passes the current ones.
         """
         other = {id(old): now[node] for node, old in self._owned.items() if now[node] is not old}
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
@@ -254,23 +254,23 @@ class CapturedGraph:
 
 
 def _ask(facts: GraphFacts, values: dict[fx.Node, Any]) -> None:
-    """OtherAnswerError if the data answer a question otherwise than the graph assumes, which then need not be cut."""
+    """Raise OtherAnswerError, before cutting, if the data contradict the graph's assumed answers."""
     questions = [position for position, node in enumerate(facts.context) if is_question(node)]
     if questions:
-        # All that comes before the last one: a node may write into what a question reads.
+        # Run everything before the last question: a node may write into a tensor that a question reads.
         before = asking_at_once(context_of(facts, (), facts.context[: questions[-1] + 1]))
         with torch.no_grad():
             run_graph(before, [values[node] for node in facts.given])
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """UnsupportedModelError if a sharded module returns no tensor that autograd could come back through.
+    """Raise UnsupportedModelError if a sharded module returns no tensor that autograd could come back through.
 
-    FSDP gathers parameters for a module's backward when a gradient arrives at what the module returned. So its mark
-    needs a tensor with a gradient, and finds none in objects that pytrees do not look into.
+    FSDP gathers parameters for a module's backward when a gradient arrives at the module's output. So its mark needs a
+    tensor with a gradient, and finds none in objects that pytrees do not look into.
     """
     attached: dict[Any, bool] = {}
-    """For every module that has begun: whether anything since has had a gradient."""
+    """Per entered module: whether any node since has had a gradient."""
     for node in facts.body:
         if node.target is enter:
             attached[node.args[0]] = False

@@ -1,11 +1,10 @@
-"""A layer of a chain that TorchDynamo captures by itself, so that it can be stored in part.
+"""Capture one layer of a chain with TorchDynamo, so that part of its saved tensors can be kept.
 
-Stored whole or run again, it runs as it stands. Stored in part, it runs through TorchDynamo. Its guards see to it that
-the graph is one of this layer, in this mode, on such an input; what a layer does beside its operators, it does, too.
+Stored whole or recomputed, the layer runs uncaptured. Stored in part, it runs through TorchDynamo, whose guards ensure
+that the graph is for this layer, this mode and such an input, and which also replays the layer's side effects.
 
-Where `fully_shard` has sharded the chain, a layer's parameters are whole whenever its forward runs, and until its
-backward is over: hooks of the layer see to that, or of a module around it. So the hooks are called, and TorchDynamo
-captures what runs between them.
+In a chain sharded with `fully_shard`, hooks of the layer or of an enclosing module keep its parameters whole from its
+forward to the end of its backward. So the hooks are called, and TorchDynamo captures the code between them.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ _log = logging.getLogger("rotor_py")
 
 
 class _NothingGainedError(Exception):
-    """A layer has no way to be stored but whole."""
+    """A layer can only be stored whole."""
 
 
 class CapturedLayer(StageOffers):
-    """The ways to store `layer` in part, those that `find` finds, or `named` ones that were found of a layer like it.
+    """Partial storage modes of `layer`: those that `find` finds, or `named` ones found for a layer like it.
 
-    `like` is that other layer, where it is at hand: its graphs have the same nodes, and keep the same of them. What is
-    said of layers of a chain that `fully_shard` has sharded holds for one that is `sharded`.
+    `like` is that other layer, if at hand: its graphs have the same nodes, and save the same of them. `sharded` says
+    that `fully_shard` has sharded the chain.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class CapturedLayer(StageOffers):
         self._warned = False
 
     def of_kind(self, layer: nn.Module, name: str) -> CapturedLayer:
-        """The same of another layer, which does the same as this one."""
+        """Return the partial storage modes of another layer that does the same as this one."""
         return CapturedLayer(layer, name, self._named, like=self, sharded=self._sharded)
 
     def ways(self) -> tuple[str, ...]:
@@ -78,11 +77,11 @@ class CapturedLayer(StageOffers):
         return partial(self._run_in_part, way, skip_output)
 
     def find(self, value: Any, device: torch.device) -> bool:
-        """Look for ways to store the layer on the input `value`; whether there are any that keep every bit.
+        """Look for partial storage modes on the input `value`; return whether any keeps every bit.
 
-        Nothing of the layer is changed. It is run forward and backward, as it stands and in each way. Where tensors
-        have no values, there are no bits to compare: that is left to the device on which a plan is followed. What a
-        `sharded` layer saves is compared by its shapes.
+        Leaves the layer unchanged. Runs it forward and backward, plain and in each mode. Fake tensors have no bits to
+        compare; the device on which a plan is followed checks them. For a `sharded` layer, saved tensors are compared
+        by shape.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
@@ -90,12 +89,12 @@ class CapturedLayer(StageOffers):
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
-                if stage is not None and not self._named:  # nor would there be any if sizes were not open
+                if stage is not None and not self._named:  # fixed sizes would find none either
                     return False
                 unseen = prediction() is not None and not self._sharded
                 if self._named and (unseen or self._same_bits(value, device)):
                     return True
-            except Exception as error:  # of any operator or library: the layer itself has run before, and runs again
+            except Exception as error:  # of any operator or library: the layer itself has run before, and still runs
                 _log.debug(
                     "layer %s is stored whole or not at all, since it is not captured: %s",
                     self._name,
@@ -106,7 +105,7 @@ class CapturedLayer(StageOffers):
         return False
 
     def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
-        """The layer as one stage of a graph; None if it is not one graph, or not one in which anything is trained."""
+        """Return the layer as one stage of a graph; None unless it is one graph in which something is trained."""
         graphs: list[CapturedGraph] = []
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -115,7 +114,7 @@ class CapturedLayer(StageOffers):
                 stage = self._stage(graph, arguments)
                 if stage is not None:
                     stage.ways_for(graph.enter(arguments)[0])
-                    if not stage.ways():  # whatever follows, and that would take as long as a forward
+                    if not stage.ways():  # stop here: the rest would take as long as a forward
                         raise _NothingGainedError
                 return graph.run_unplanned(arguments)
 
@@ -139,7 +138,7 @@ class CapturedLayer(StageOffers):
         return self._stages[graph]
 
     def _same_bits(self, value: Any, device: torch.device) -> bool:
-        """Whether the layer makes the same numbers in each way: what it returns, gradients, buffers, random numbers."""
+        """Whether each mode gives the same outputs, gradients, buffers and random state."""
         expected, state, saved = self._step(self.layer, value, device)
         known = self._count_graphs(value, device)
         for way in self._named:
@@ -169,11 +168,11 @@ class CapturedLayer(StageOffers):
         return True
 
     def _count_graphs(self, value: Any, device: torch.device) -> int:
-        """How many graphs it takes before a next run: what a layer keeps in attributes goes on from run to run."""
+        """Count the graphs captured before the next run: attributes that a layer changes carry over from run to run."""
         if sets_attributes(self.layer):
             run = self.forward_by(self._named[0])
             with isolated(self.layer, device), torch.enable_grad():
-                # The second run may find what the first has made, and TorchDynamo opens a number that has changed.
+                # The second run may see attributes that the first set, and TorchDynamo opens a number that has changed.
                 run(leaves_of(value))
                 run(leaves_of(value))
                 known = len(self._stages)
@@ -184,14 +183,16 @@ class CapturedLayer(StageOffers):
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """The numbers, and what is saved, in order: what a region of a sharded model saves when it is run as it stands
-        is made again by the layer as it is stored (the Note in `rerun`).
+        """Return the numbers of one step, the random state, and the saved tensors in order.
+
+        A region of a sharded model saves tensors as it runs plain; the layer in its storage mode makes them again (the
+        Note in `rerun`).
         """
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():
                 made = tensors_in(run(leaf))
-            # Gradients that differ from number to number, and from one output to the next.
+            # Gradients that differ from element to element, and from one output to the next.
             trained = [tensor for tensor in made if tensor.requires_grad]
             torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
             state = RandomState.now((device,))
@@ -225,7 +226,7 @@ class CapturedLayer(StageOffers):
                     made = self.layer(value)
             else:
                 made = captured(value)
-        except TorchDynamoException as error:  # raised while it traces, before anything has run
+        except TorchDynamoException as error:  # raised during tracing, before anything has run
             return self._run_whole(value, str(error).partition("\n")[0])
         finally:
             self._let_go()
@@ -261,7 +262,7 @@ class CapturedLayer(StageOffers):
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Bit for bit, but that one NaN is like another."""
+    """Equal bit for bit, except that all NaNs are alike."""
     if found is None or expected is None:
         return found is expected
     return equal(found.nan_to_num(), expected.nan_to_num())

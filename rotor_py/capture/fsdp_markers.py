@@ -1,10 +1,9 @@
-"""Capturing a model of `fully_shard`: marks in the graph say where its modules begin and end.
+"""Capture a model of `fully_shard`: marks in the graph say where its modules begin and end.
 
-TorchDynamo breaks the graph at every hook of FSDP, and would see only this process's part of every parameter. So while
-TorchDynamo traces the model, other hooks replace FSDP's, and leave marks in the graph. Every sharded parameter is
-replaced by a hole: a parameter that looks like the gathered one, without memory. When the graph runs, each mark calls
-the hook that FSDP has there. PyTorch then gathers parameters, frees them and sends gradients where it does in plain
-training.
+TorchDynamo breaks the graph at every hook of FSDP, and would see only this process's shard of every parameter. So
+during tracing, other hooks replace FSDP's and leave marks in the graph. A hole replaces every sharded parameter: it
+looks like the gathered one but has no storage. When the graph runs, each mark calls FSDP's own hook. PyTorch then
+gathers parameters, frees them and sends gradients where it does in plain training.
 """
 
 from __future__ import annotations
@@ -22,22 +21,20 @@ from rotor_profiling.torch_compat import tree_flatten, tree_unflatten
 from rotor_py.distributed.sharding import ShardedParameter, ShardGroup, Tensors, cast, groups_of
 from rotor_py.errors import UnsupportedModelError
 
-# Nodes that mark in a captured graph where modules of `fully_shard` begin and end, and the hooks that leave them.
-
 Hook = Callable[..., Any]
 
 
 def enter(place: str, *tensors: torch.Tensor) -> Tensors:
-    """The mark where a module begins: the tensors of its input that need a gradient pass through it.
+    """Mark where a module begins: input tensors that need a gradient pass through.
 
-    `place` names its group and the module in it, by number. It is a string because TorchDynamo turns numbers that
-    differ from one model to the next into variables.
+    `place` holds the numbers of its group and of the module in it. It is a string because TorchDynamo turns numbers
+    that differ between models into variables.
     """
     return _passed(tensors)
 
 
 def leave(place: str, *tensors: torch.Tensor) -> Tensors:
-    """The mark where a module ends: the tensors of its output that need a gradient pass through it."""
+    """Mark where a module ends: output tensors that need a gradient pass through."""
     return _passed(tensors)
 
 
@@ -47,9 +44,9 @@ for _mark in MARKS:
     torch_compat.allow_in_graph(_mark)
 
 
-@cache  # so that TorchDynamo meets the same function at every step, and in every model that is built alike
+@cache  # TorchDynamo has to meet the same function at every step, and in every model built alike
 def entering_hook(place: str, dtype: torch.dtype | None) -> Hook:
-    """A hook for before a module's forward that leaves the mark `enter`, and casts to `dtype` as FSDP's hook does."""
+    """Make a forward pre-hook that leaves the mark `enter`, and casts to `dtype` as FSDP's hook does."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return _marked(enter, place, cast((args, kwargs), dtype))
@@ -59,7 +56,7 @@ def entering_hook(place: str, dtype: torch.dtype | None) -> Hook:
 
 @cache
 def leaving_hook(place: str, dtype: torch.dtype | None) -> Hook:
-    """A hook for after a module's forward that leaves the mark `leave`, and casts to `dtype` as FSDP's hook does."""
+    """Make a forward hook that leaves the mark `leave`, and casts to `dtype` as FSDP's hook does."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
         return cast(_marked(leave, place, output), dtype)
@@ -72,36 +69,36 @@ def _passed(tensors: Tensors) -> Tensors:
 
 
 def _marked(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
-    """`value` with the tensors that need a gradient replaced by those that came through a mark."""
-    # Modules take and return dicts, dataclasses and tuples of tensors, nested; FSDP looks through the same pytrees.
+    """Pass the tensors of `value` that need a gradient through a mark."""
+    # Modules take and return nested dicts, dataclasses and tuples; FSDP looks through the same pytrees.
     flat, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     through = mark(place, *[flat[i] for i in at])
-    for i, tensor in zip(at, through, strict=False):  # where there was none, an empty one came through
+    for i, tensor in zip(at, through, strict=False):  # without such tensors, an empty one came through
         flat[i] = tensor
     return tree_unflatten(flat, spec)
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _OLDEST = (2, 11)
-"""The oldest version of torch that this was tested with. Older ones gather differently during a backward."""
+"""Oldest tested version of torch. Older ones gather differently during a backward."""
 
 Table = dict[str, nn.Parameter | None]
 Place = tuple[Table, str]
-"""A module's table of parameters, and the name of one in it."""
+"""A module's table of parameters, and a name in it."""
 
 
 class FSDPMarks:
-    """The groups of a model's sharded parameters, and what stands in the place of each while the model is captured.
+    """The groups of a model's sharded parameters, and the holes that replace these during capture.
 
-    Raises UnsupportedModelError if this version of torch is too old, or if a parameter is gathered in a way of its own
-    (a subclass of tensors), so that a hole would not look like it.
+    Raises UnsupportedModelError if this version of torch is too old, or if a parameter is a tensor subclass gathered in
+    its own way, which no hole can look like.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.groups = groups_of(model)
         self.measuring = False
-        """While stages are measured one by one, marks do nothing: parameters are gathered around each stage."""
+        """Disables marks while stages are measured one by one: parameters are gathered around each stage."""
         self._model = model
         self._holes: dict[int, nn.Parameter] = {}
         self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
@@ -123,19 +120,19 @@ class FSDPMarks:
 
     @classmethod
     def of(cls, model: nn.Module) -> FSDPMarks | None:
-        """The marks of a model; None if `fully_shard` was not applied to it. Raises as the constructor does."""
+        """Return the marks of a model; None without `fully_shard`. Raises as the constructor does."""
         found = cls(model)
         return found if found.groups else None
 
     @property
     def model_name(self) -> str:
-        """The class of the model, to name it in errors."""
+        """Class name of the model, for errors."""
         return type(self._model).__name__
 
     @property
     def signature(self) -> Hashable:
-        """Equal for models whose graphs have the same marks."""
-        # Modules by position, not by id: models that are built alike have to be equal.
+        """A key equal for models whose graphs have the same marks."""
+        # Modules by position, not by id: models built alike have to be equal.
         order = {id(module): position for position, module in enumerate(self._model.modules())}
         return tuple(
             (number, tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
@@ -145,8 +142,8 @@ class FSDPMarks:
 
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
-        """For every hole, by its id: where the parameter is that belongs there, and the group of the parameter."""
-        # One place is enough where several modules share a parameter: FSDP puts the same one into all.
+        """Map each hole's id to its parameter's place and group."""
+        # One place suffices for a shared parameter: FSDP puts the same one into all modules.
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
             for group in self.groups
@@ -155,7 +152,7 @@ class FSDPMarks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Have holes in the place of parameters, and hooks that leave marks in the place of FSDP's."""
+        """Replace parameters by holes, and FSDP's hooks by hooks that leave marks."""
         self._mark()
         try:
             yield
@@ -164,7 +161,7 @@ class FSDPMarks:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Inside `marked`, have the model's own parameters and hooks back, so that a graph can run."""
+        """Inside `marked`, restore the model's own parameters and hooks, so that a graph can run."""
         self._put_back()
         try:
             yield
@@ -201,21 +198,21 @@ class FSDPMarks:
             self._holes[id(sharded)] = hole
         return self._holes[id(sharded)]
 
-    # What a mark does when the graph runs
+    # The effects of marks when the graph runs
 
     def enter(self, place: str, *tensors: torch.Tensor) -> Tensors:
-        """Gather the parameters of the module that begins, as FSDP's hook before its forward does."""
+        """Gather the entered module's parameters, as FSDP's pre-forward hook does."""
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        # A stage is being run again. FSDP's hook would take it for a new forward, and wait for another backward.
+        # A stage is being recomputed. FSDP's hook would take it for a new forward, and wait for another backward.
         if _in_backward():
             group.gather()
             return tensors
         return group.enter(module, tensors)
 
     def leave(self, place: str, *tensors: torch.Tensor) -> Tensors:
-        """Let go of the parameters of the module that ends, as FSDP's hook after its forward does."""
+        """Free the left module's parameters, as FSDP's post-forward hook does."""
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
@@ -225,22 +222,22 @@ class FSDPMarks:
         return group.leave(module, tensors)
 
     def group_at(self, place: str) -> tuple[ShardGroup, int]:
-        """The group that a mark's `place` names, and the position of the module in it."""
+        """Return the group that a mark's `place` names, and the module's position in it."""
         number, position = map(int, place.split())
         return self.groups[number], position
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node of a stage calls a hook of FSDP. What it returns is what came in, after the place of the mark."""
+    """Whether a node of a stage calls a hook of FSDP. It returns its inputs after `place`."""
     return isinstance(getattr(node.target, "__self__", None), FSDPMarks)
 
 
 def passed_through(place: str, *tensors: torch.Tensor) -> Tensors:
-    """What a mark returns, without what it does."""
+    """Return a mark's outputs, without its effect."""
     return tensors
 
 
 def _in_backward() -> bool:
-    """Whether autograd runs a backward in this thread: then a stage is being run again."""
+    """Whether autograd runs a backward in this thread, so that a stage is being recomputed."""
     # PyTorch has no public way to ask. Its own FSDP reads the same number.
     return bool(torch_compat.current_graph_task_id() != -1)

@@ -1,19 +1,18 @@
-"""Branches that a model takes by its data, in a captured graph: each is assumed while tracing, and checked at each run.
+"""Data-dependent branches of a captured graph: assume an answer while tracing, and check it at each run.
 
-`if mask.all(): …` breaks a graph of TorchDynamo, so libraries do not ask such questions while they are traced. They
-take the way that is right for every batch, which may be slower, take more memory and round otherwise.
+`if mask.all(): …` breaks a graph of TorchDynamo, so libraries do not ask such questions during tracing. They take the
+branch that is right for every batch, which may be slower, take more memory and round differently.
 
-# Note [Questions about data]
-#
-#  1. `holds(condition)` asks a question in code that is traced. TorchDynamo goes on with the answer that is assumed,
-#     and the graph gets a node that computes the condition and compares it with that answer.
-#  2. A question is asked about what can be computed before the first stage. Its node belongs to the context, and is run
-#     before anything that cannot be undone: it raises `OtherAnswerError` if the data say something else. The forward
-#     is then called again with that answer assumed, and has another graph.
-#  3. The answer no is right for every batch: the library does as it does wherever it is traced. So a question that
-#     cannot be asked is answered no. That is one about what carries a gradient, one in a second graph (the first has
-#     run), and one about the batch where several processes train: each has its own batch, and all have to run the same
-#     stages.
+Note [Questions about data]
+
+  1. `holds(condition)` asks a question in traced code. TorchDynamo goes on with the assumed answer, and the graph gets
+     a node that computes the condition and compares it with that answer.
+  2. The condition must be computable before the first stage. Its node belongs to the context, and runs before anything
+     that cannot be undone: it raises `OtherAnswerError` if the data say otherwise. The forward is then called again
+     with that answer assumed, and has another graph.
+  3. The answer no is right for every batch: the library then does what it does wherever it is traced. So a question
+     that cannot be asked is answered no: one about tensors with a gradient, one in a second graph (the first has run),
+     and one about the batch where several processes train: each has its own batch, and all have to run the same stages.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from torch import fx
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
 Answers = tuple[bool, ...]
-"""What is assumed of the questions of a graph, in the order in which they are asked."""
+"""The assumed answers of a graph's questions, in the order asked."""
 
 
 class OtherAnswerError(Exception):
-    """The data answer question `number` with `answer`, and not as the graph assumes."""
+    """The data answer question `number` with `answer`, contrary to the graph's assumption."""
 
     def __init__(self, number: int, answer: bool) -> None:
         super().__init__(f"question {number} about the data is answered {answer}, and not as it was")
@@ -42,17 +41,18 @@ class OtherAnswerError(Exception):
 
 @dataclass
 class Asking:
-    """The questions of one forward. Beyond `answers`, yes is assumed: batches without padding are what is fast."""
+    """The questions of one forward. Beyond `answers`, yes is assumed: batches without padding are the fast ones."""
 
     answers: Answers
     assumed: Answers = ()
-    """What was assumed of the questions so far. Not how many there were: TorchDynamo would make a variable of that, and
-    break the graph where it is written as a string."""
+    """Answers assumed so far. Not a count: TorchDynamo would make a variable of it, and break the graph where it is
+    formatted as a string.
+    """
     open: bool = True
     """Whether no graph has run yet, so that the forward can be called again."""
 
     def corrected(self, other: OtherAnswerError) -> Answers:
-        """The answers to assume next. What was asked after the wrong one may not be asked again."""
+        """Return the answers to assume next. Questions after the wrong one may not be asked again."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
         while answers and answers[-1]:  # so that equal assumptions are equal answers
@@ -61,7 +61,7 @@ class Asking:
 
 
 class _Now:
-    """What is asked now. Traced code sets it, so each forward sees its own, whatever other threads do."""
+    """The current questions. Traced code sets them, so each forward sees its own in any thread."""
 
     asking: Asking | None = None
 
@@ -70,7 +70,7 @@ NOW = _Now()
 
 
 def holds(condition: torch.Tensor) -> bool:
-    """Whether a condition on data holds, asked in code that TorchDynamo traces; False where it cannot be asked."""
+    """Whether a condition on data holds, asked in traced code; False where it cannot be asked."""
     asking = NOW.asking
     if asking is None or not asking.open:
         return False
@@ -84,7 +84,7 @@ def holds(condition: torch.Tensor) -> bool:
 
 @torch.library.custom_op("rotor::answered", mutates_args=())
 def answered(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
-    """The node of a question: OtherAnswerError unless `condition` is as `assumed`."""
+    """Node of a question: raises OtherAnswerError unless `condition` is as `assumed`."""
     _check(condition, number, assumed, checked)
     return condition.clone()
 
@@ -97,14 +97,14 @@ def _check(condition: torch.Tensor, number: str, assumed: bool, checked: bool = 
 def _check_at_once(condition: torch.Tensor, *question: Any) -> None:
     if type(condition) is torch.Tensor and not condition.is_meta:
         _check(condition, *question)
-    else:  # without memory: no data, and nothing to check
+    else:  # fake tensors have no data to check
         answered(condition, *question)
 
 
 def asking_at_once(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Have a graph that runs in every step ask its questions by calls of Python. Returns the graph.
+    """Ask a graph's questions by plain Python calls, and return the graph.
 
-    An operator that is written in Python takes ten times as long as what it does here.
+    An operator written in Python takes ten times as long as the check itself, in every step.
     """
     for question in questions_of(graph_module.graph):
         question.target = _check_at_once
@@ -118,22 +118,22 @@ def _(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True)
 
 
 def is_question(node: fx.Node) -> bool:
-    """Whether the node is that of a question."""
+    """Whether the node asks a question."""
     return node.target in (answered, torch.ops.rotor.answered, torch.ops.rotor.answered.default)
 
 
 def questions_of(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of a graph's questions, in the order in which they were asked."""
+    """Return the question nodes of a graph, in the order asked."""
     return [node for node in graph.nodes if is_question(node)]
 
 
 def answers_of(graph: fx.Graph) -> Answers:
-    """What a graph assumes of its questions."""
+    """Return a graph's assumed answers."""
     return tuple(bool(node.args[2]) for node in questions_of(graph))
 
 
 def give_up(node: fx.Node) -> None:
-    """Ask a question of a graph no more, since it cannot be asked. OtherAnswerError if yes was assumed."""
+    """Stop checking a question that cannot be asked. Raises OtherAnswerError if yes was assumed."""
     condition, number, assumed = node.args[:3]
     if assumed:
         raise OtherAnswerError(int(str(number)), False)
@@ -141,9 +141,9 @@ def give_up(node: fx.Node) -> None:
 
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with no such question asked; OtherAnswerError if yes was assumed of one.
+    """Return the graph without questions about the batch; OtherAnswerError if yes was assumed of one.
 
-    It is `graph_module` itself if it asks none, and else a copy: other models may share the graph, and may ask.
+    Returns `graph_module` itself if it asks none, else a copy: other models may share the graph, and may ask.
     """
     if not any(map(_is_about_the_batch, questions_of(graph_module.graph))):
         return graph_module
@@ -155,7 +155,7 @@ def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphM
 
 
 def _is_about_the_batch(node: fx.Node) -> bool:
-    """Whether what the model is called with decides the question; what it makes by sizes alone is the same for all."""
+    """Whether the model's inputs decide the question. Tensors made from sizes alone are the same in all processes."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()

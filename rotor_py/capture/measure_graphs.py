@@ -1,4 +1,4 @@
-"""Measuring all graphs of a model in one forward: each is cut and measured when TorchDynamo calls it."""
+"""Measure all graphs of a model in one forward: cut and measure each when TorchDynamo calls it."""
 
 from __future__ import annotations
 
@@ -41,17 +41,16 @@ from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.units import format_bytes
 
-# What autograd saves outside the graphs that TorchDynamo captures, while a model is measured.
-#
-# Such memory cannot be planned: between graphs the model's own code runs, and nothing can run a part of it again.
+# Memory that autograd saves outside captured graphs. It cannot be planned: between graphs the model's own code runs,
+# and no part of that can be recomputed.
 
-# Frames of torch and of this package are on the stack of every operator; the line to name is the user's.
+# Frames of torch and of this package are on every operator's stack; errors name the user's line.
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
 _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 
 class SavedOutside:
-    """While entered and not suspended, notes the tensors that autograd saves, and the line that made it save them."""
+    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it."""
 
     def __init__(self, known: set[int]) -> None:
         """`known` are the addresses of storages that do not count, such as those of parameters."""
@@ -60,7 +59,7 @@ class SavedOutside:
         self.lines: dict[str, int] = {}
         self.packed_line: str | None = None
         """A line that runs a recurrent layer on a packed sequence."""
-        # Dynamo would trace the hooks as a part of the model, and compile them again for every kind of tensor.
+        # Dynamo would trace the hooks as part of the model, and recompile them for every kind of tensor.
         pack, unpack = torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor)
         self._hooks = saved_tensors_hooks(pack, unpack)
 
@@ -75,7 +74,7 @@ class SavedOutside:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Note nothing, and have no hooks: graphs run inside, and what they save is measured there."""
+        """Suspend the hooks: graphs that run inside measure their own saved tensors."""
         self._hooks.__exit__(None, None, None)
         try:
             yield
@@ -84,7 +83,7 @@ class SavedOutside:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of memory that is saved outside graphs, each storage once."""
+        """Bytes saved outside graphs, each storage counted once."""
         return sum(self.bytes.values())
 
     @property
@@ -101,17 +100,17 @@ class SavedOutside:
             if any(_runs_packed(frame) for frame, _ in traceback.walk_stack(None)):
                 self.packed_line = line
             self.lines[line] = self.lines.get(line, 0) + sum(new.values())
-        return tensor.detach()  # a result that is saved with its history would hold its own node, for good
+        return tensor.detach()  # a result saved with its history would hold its own node for good
 
 
 def _runs_packed(frame: FrameType) -> bool:
     """Whether a frame is the forward of a recurrent layer on a packed sequence."""
-    # By their variable: Dynamo runs parts of a forward as functions of its own, in the same file.
+    # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
     return frame.f_code.co_filename == _RECURRENT and frame.f_locals.get("batch_sizes") is not None
 
 
 def _user_line() -> str:
-    """The innermost line that is neither torch's nor this package's, as path:number."""
+    """Return the innermost line outside torch and this package, as path:number."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if not any(library in path.resolve().parents for library in _LIBRARIES) and path.suffix == ".py":
@@ -119,10 +118,8 @@ def _user_line() -> str:
     return "an unknown line"
 
 
-# Measuring all graphs of a model in one forward: each is cut and measured when TorchDynamo calls it.
-
 _TRIFLE = 0.01
-"""How much may be kept outside the graphs, as a part of what they keep. A guess: less than the 2 % by which a
+"""Largest share of saved bytes outside the graphs, relative to those inside. A guess: below the 2 % by which a
 predicted peak may differ from the measured one.
 """
 
@@ -139,10 +136,10 @@ def measure_graphs(
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss.
 
-    With a `compiler`, the main graph is measured compiled, too; `room` says what there is for it, once it is measured.
-    The model and the random stream are left as they were. Raises UnsupportedModelError if no graph has a gradient, or
-    if operators outside all graphs keep more than a hundredth of what the graphs keep, and UnusableLossError if the
-    loss cannot be trained with. What the model raises passes through.
+    With a `compiler`, also measures the main graph compiled; `room` maps its measurement to the memory available.
+    Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph has a gradient, or if
+    operators outside all graphs save more than a hundredth of what the graphs save, and UnusableLossError if the loss
+    cannot be trained with. The model's own errors pass through.
     """
     model = forward.model
     found = MeasuredGraphs()
@@ -151,9 +148,9 @@ def measure_graphs(
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
-        with outside.suspended(), operators():  # not around Dynamo, which would trace what replaces operators
+        with outside.suspended(), operators():  # not around Dynamo, which would trace the replaced operators
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
-            if not graph.trains:  # it keeps nothing for a backward, so there is nothing to count
+            if not graph.trains:  # it saves nothing for a backward, so nothing counts
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
             freeze_new_objects()
@@ -161,13 +158,13 @@ def measure_graphs(
         found.graphs.append(measured)
         return outputs
 
-    # Stages are run several times to be measured, and draw random numbers each time.
+    # Measuring runs stages several times, each drawing random numbers.
     state = RandomState.now((device,))
     with attributes_kept(model), buffers_kept(model), forward.measuring():
         try:
             with outside:
                 output = forward.call(args, kwargs, run)
-            found.output = as_left(model, output)  # the model's own hooks have not run: `forward` was called
+            found.output = as_left(model, output)  # `forward` was called, without the model's own hooks
         finally:
             state.restore()
         found.outside_bytes = outside.total_bytes
@@ -185,7 +182,7 @@ def measure_graphs(
                 found.measure_loss(options.loss, device)
         if compiler is not None:
             main = found.main
-            # Where stages wait for other processes, all of them would have to find alike what fits.
+            # Where stages wait for other processes, all of these would have to agree on what fits.
             alone = room is not None and options.group is None
             there = room(whole_step(found, main.measurement), main.shared) if room is not None and alone else None
             agree = partial(largest_anywhere, group=options.group, device=device)
@@ -195,9 +192,9 @@ def measure_graphs(
 
 
 def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weights: list[int]) -> list[int]:
-    """The same in all processes of `group`, which may have parts of tensors of several sizes.
+    """Return weights that all processes of `group` share; their shards may differ in size.
 
-    UnsupportedModelError, in all of them, if they have captured different graphs.
+    Raises UnsupportedModelError, in all of them, if they captured different graphs.
     """
     try:
         return largest_anywhere(weights, group, device)
@@ -216,9 +213,9 @@ def _measure_graph(
     sharding: Sharding,
     options: MeasuringOptions,
 ) -> tuple[MeasuredGraph, list[Any]]:
-    """A graph with gradients, measured, and its outputs, with which the model's forward goes on."""
+    """Measure a graph with gradients. Also return its outputs, with which the model's forward goes on."""
     value, values = graph.enter(arguments)
-    # The caller of the graph holds its inputs, so they are no checkpoints that a plan could drop.
+    # The graph's caller holds its inputs, so they are no checkpoints that a plan could drop.
     cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
     stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
     made = stages.walk(options.progress)

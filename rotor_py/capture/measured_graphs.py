@@ -1,4 +1,4 @@
-"""The graphs of a model, once they are measured, and the loss on what the model returns."""
+"""The measured graphs of a model, and the loss on its output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from rotor_solver.progress import Progress
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredGraph:
-    """A graph with gradients: how it was cut, what its stages cost, and the values that all of them share."""
+    """A graph with gradients: its cut, the costs of its stages, and the values that all stages share."""
 
     graph: CapturedGraph
     cut: Cut
@@ -40,17 +40,17 @@ class MeasuredGraph:
     loss: LossCost
     shared: tuple[Any, ...]
     returned: tuple[weakref.ref[torch.Tensor], ...]
-    """The tensors that the last stage returned. Weak: measuring is not to hold what nobody else does."""
+    """Outputs of the last stage. Weak: measuring must not keep tensors alive."""
     around: tuple[weakref.ref[torch.Tensor], ...] = ()
-    """The tensors that went into the graph, and that it returned. Weak, too."""
+    """Inputs and outputs of the graph. Weak, too."""
 
     @property
     def measurement(self) -> Measurement:
-        """The graph as a chain, without what runs outside it."""
+        """The graph as a chain, without anything outside it."""
         return replace(self.stages.measurement(self.loss), prefix=self.context)
 
     def measured_as(self, cut: Cut, progress: Progress | None = None) -> MeasuredGraph:
-        """The same graph, where `cut` runs its stages in another way. What a stage raises passes through."""
+        """Measure the same graph with the stages of `cut`. Errors of a stage pass through."""
         stages = self.stages.of(cut)
         stages.walk(progress)
         stages.settle_layouts(())
@@ -58,11 +58,11 @@ class MeasuredGraph:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the graph keeps for its backward where all stages are stored."""
+        """Bytes that the graph saves for its backward with all stages stored."""
         return sum(stage.saved_bytes for stage in self.measurement.stages)
 
     def settle_layouts(self, tensors: Sequence[torch.Tensor], layouts: Layouts) -> None:
-        """Measure again what depends on it: the gradients of `tensors` have `layouts`, some of which come from here."""
+        """Remeasure for gradients of `tensors` in `layouts`; some of `tensors` are outputs of this graph."""
         # By id: tensors compare element by element.
         found = {id(tensor): strides for tensor, strides in zip(tensors, layouts, strict=True)}
         self.stages.settle_layouts(tuple(found.get(id(each())) for each in self.returned))
@@ -74,31 +74,31 @@ class MeasuredGraphs:
 
     graphs: list[MeasuredGraph] = field(default_factory=list)
     output: Any = None
-    """What the model returned."""
+    """The model's output."""
     outside_bytes: int = 0
-    """What autograd keeps for operators outside all graphs."""
+    """Bytes that autograd saves for operators outside all graphs."""
     returned_bytes: int = 0
-    """What the model returned and the main graph has neither made nor read: the caller holds it through the step."""
+    """Bytes of outputs that the main graph has neither made nor read: the caller holds them through the step."""
     loss: LossCost | None = None
-    """What the loss costs, if one was given."""
+    """Cost of the loss, if given."""
     variants: list[MeasuredGraph] = field(default_factory=list)
-    """The main graph compiled, the best guess first; none if nothing is to be compiled, or can be."""
+    """The main graph compiled, the likely fastest first; empty if nothing is or can be compiled."""
     _layouts: Layouts | None = None
-    """Those of the gradients that the loss gives to what the model returned."""
+    """Layouts of the gradients that the loss gives to the model's output."""
 
     def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
-        """Measure the loss on what the model returned, and what its gradients change in the main graph."""
+        """Measure the loss on the model's output, and the effect of its gradients' layouts on the main graph."""
         self.loss = measure_loss(loss, self.output, device=device, output_bytes=_trained_bytes(self.output))
         self._layouts = loss_layouts(loss, self.output, device)
         self._settle(self.main)
 
     def count_returned(self, known: Iterable[torch.Tensor]) -> None:
-        """Count what the model returned, but what is `known`, such as parameters and the batch."""
+        """Count the model's output, except `known` tensors such as parameters and the batch."""
         around = [tensor for each in self.main.around if (tensor := each()) is not None]
         self.returned_bytes = storage_bytes(tensors_in(self.output), owned_elsewhere=storages([*known, *around]))
 
     def add_variants(self, found: list[MeasuredGraph]) -> None:
-        """Add ways to run the main graph."""
+        """Add compiled variants of the main graph."""
         self.variants += found
         for each in found:
             self._settle(each)
@@ -109,14 +109,14 @@ class MeasuredGraphs:
 
     @property
     def main(self) -> MeasuredGraph:
-        """The graph that is planned: the one that keeps most for its backward."""
-        if len(self.graphs) == 1:  # what a graph keeps takes long to add up
+        """The planned graph: the one that saves most for its backward."""
+        if len(self.graphs) == 1:  # saved bytes take long to add up
             return self.graphs[0]
         return max(self.graphs, key=lambda each: each.saved_bytes)
 
     @property
     def shared_gradient_bytes(self) -> int:
-        """Bytes of the gradients of parameters that several graphs use, and that are stepped in the backward."""
+        """Bytes of gradients of parameters that several graphs use, and that are stepped in the backward."""
         used = Counter(
             key
             for graph in self.graphs
@@ -143,39 +143,39 @@ class MeasuredGraphs:
 
 
 def _trained_bytes(output: Any) -> int:
-    """Bytes of the tensors in a model's output that get a gradient."""
+    """Return the bytes of output tensors that get a gradient."""
     return storage_bytes(tensor for tensor in tensors_in(output) if tensor.requires_grad)
 
 
-# The measurement of a whole step, where only the main graph is planned: the others count as a part of the loss.
+# A whole step of which only the main graph is planned.
 #
-# To a plan, all that runs between the main graph's forward and its backward is the loss. So are the graphs that follow.
-# What earlier graphs keep for their backward is in memory throughout, and counts as kept by the loss.
+# For a plan, everything between the main graph's forward and its backward is the loss, so later graphs count as part of
+# it. Memory that earlier graphs save for their backward stays throughout, and counts as kept by the loss.
 
 _FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-"""Whether a frame that resumes after a graph break holds on to its inputs: seen in torch 2.5, not in 2.11 and 2.13."""
+"""Whether a frame that resumes after a graph break holds its inputs: seen in torch 2.5, not in 2.11 and 2.13."""
 
 
 def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
-    """The measurement of the `main` graph, with what other graphs, operators outside all graphs and the loss need."""
+    """Add to the `main` graph's measurement the needs of other graphs, outside operators and the loss."""
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + found.outside_bytes
     output_bytes = main.stages[-1].activation_bytes
     if found.after and _FRAMES_HOLD:
         kept += output_bytes
-    # Graphs go backward one after the other: a gradient that several of them add to waits from one to another.
+    # Graphs go backward one after the other: a gradient that several of them add to waits from one to the next.
     kept += found.shared_gradient_bytes
     for other in found.after:
         # They run unplanned, which stores everything.
         chain = other.measurement.chain(fresh_gradients=True)
         whole = simulate(chain, store_all(chain))
         seconds, temp = seconds + whole.makespan, temp + whole.peak
-        # Made before the main graph's backward, and held through it. The peak has them already, but not what the model
-        # returned: to a chain, that ends with its backward.
+        # Made before the main graph's backward, and held through it. The peak includes them already, but not the
+        # model's output, which for a chain ends with its backward.
         made = sum(other.measurement.gradient_bytes)
         kept, temp = kept + made, max(0, temp - made)
     kept += found.returned_bytes
     if found.after:
-        # Their peaks include the gradient of the main graph's output, and the solver counts it beside the loss, too.
+        # Their peaks include the gradient of the main graph's output, which the solver counts with the loss as well.
         temp = max(0, temp - output_bytes)
     kept += sum(other.saved_bytes for other in found.before)
     if found.loss is not None:

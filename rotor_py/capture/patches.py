@@ -1,4 +1,4 @@
-"""Functions of torch and transformers that are replaced while TorchDynamo traces a model."""
+"""Replace functions of torch and transformers while TorchDynamo traces a model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from rotor_profiling.torch_compat import BatchNorm
 from rotor_profiling.torch_compat import is_fake_tensor as is_fake
 from rotor_py.capture.guarded_branches import holds
 
-# Functions of libraries, replaced by others while a model is captured.
-
 Replaced = tuple[Any, str, Callable[..., Any]]
-"""Who has the function, a module or a class; its name there; and what is to be there instead."""
+"""The owner of the function, a module or a class; its name there; its replacement."""
 
 
 class Replacement:
-    """What `found` returns, in its place as long as any thread captures a model.
+    """Replaces the functions that `found` returns as long as any thread captures a model.
 
-    Outside of traced code, what is put there has to do what was there before, so that other threads notice nothing.
+    Outside traced code, a replacement has to behave like the original, so that other threads see no difference.
     """
 
     def __init__(self, found: Callable[[], list[Replaced]]) -> None:
@@ -37,10 +35,10 @@ class Replacement:
         self._originals: list[Replaced] = []
 
     def in_place(self) -> Replacement:
-        """A context in which the functions are replaced."""
+        """Return the context in which the functions are replaced."""
         return self
 
-    # Not a generator with `contextmanager`, which costs more: every step comes here.
+    # Not a `contextmanager` generator, which costs more: every step comes here.
     def __enter__(self) -> None:
         with self._lock:
             self._captures += 1
@@ -62,8 +60,8 @@ class Replacement:
 
 # Batch norms that average over all batches (`momentum=None`), as one operator of a captured graph.
 #
-# Such a layer reads from its buffer how many batches there were, as a number of Python. TorchDynamo would break the
-# graph there. As one operator, the layer counts and reads while it runs.
+# Such a layer reads its buffer's count of batches as a Python number, at which TorchDynamo would break the graph. As
+# one operator, the layer counts and reads when it runs.
 
 
 def batch_norm_over_all(
@@ -75,13 +73,13 @@ def batch_norm_over_all(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """What a batch norm with `momentum=None` does in training: `batches`, and statistics over all, go on by one."""
+    """Train a batch norm with `momentum=None`: advance `batches` and the running statistics by one batch."""
     batches.add_(1)
     momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
     return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
 
 
-@cache  # so that TorchDynamo meets the same function at every step
+@cache  # TorchDynamo has to meet the same function at every step
 def _forward() -> Any:
     original = BatchNorm.forward
     operator = torch_compat.allow_in_graph(batch_norm_over_all)
@@ -102,22 +100,21 @@ def _batch_norm_forward() -> list[Replaced]:
 
 
 def has_batch_norms(model: nn.Module) -> bool:
-    """Whether any layer of `model` has the forward that is replaced."""
+    """Whether any layer of `model` has the replaced forward."""
     return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
 batch_norms_in_graphs = Replacement(_batch_norm_forward).in_place
-"""A context in which such layers do not break the graph of a model that is traced."""
+"""Context in which such layers do not break the graph of a traced model."""
 
 
-# Products of several experts at once, also in a model of transformers that TorchDynamo traces.
+# Products of several experts at once (`grouped_mm`), also in a traced model of transformers.
 #
-# In plain training, transformers multiplies all experts by one kernel (`grouped_mm`). For TorchDynamo, this kernel
-# knows bfloat16 alone, so in code that is traced, transformers multiplies them one by one: that takes longer, and on
-# another device it may round otherwise. A captured graph is run operator by operator, so it can call what plain
-# training calls.
+# Plain training multiplies all experts by one kernel. TorchDynamo knows this kernel for bfloat16 only, so in traced
+# code transformers multiplies experts one by one, which takes longer and may round differently on another device. A
+# captured graph runs operator by operator, so it can call the kernel of plain training.
 #
-# The function is private to transformers. Where a version has none of this name, its models are captured as it does it.
+# The function is private to transformers. A version without this name has its models captured as it traces them.
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
@@ -125,9 +122,9 @@ Function = Callable[..., Any]
 
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """The product of the rows of each expert, which end at `offs`, with its matrix: as in plain training.
+    """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does.
 
-    Tensors without memory take the way that is made for them.
+    Fake tensors take their own fallback.
     """
     made: torch.Tensor
     if is_fake(input) or is_fake(weight):
@@ -137,7 +134,7 @@ def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tens
     return made
 
 
-@cache  # so that TorchDynamo meets the same function at every step
+@cache  # TorchDynamo has to meet the same function at every step
 def _at_once(original: Function) -> Function:
     operator = torch_compat.allow_in_graph(grouped_products)
 
@@ -148,35 +145,32 @@ def _at_once(original: Function) -> Function:
 
 
 def _grouped_product() -> list[Replaced]:
-    # Only where a model may be the library's: nothing is imported for it.
+    # Replace only where a model may be the library's: this imports nothing.
     library = sys.modules.get(_EXPERTS)
     return [(library, _PRODUCT, _at_once(getattr(library, _PRODUCT)))] if hasattr(library, _PRODUCT) else []
 
 
 experts_at_once = Replacement(_grouped_product).in_place
-"""A context in which experts are multiplied at once in code that is traced."""
+"""Context in which traced code multiplies experts at once."""
 
 
-# What transformers asks about an attention mask, asked while TorchDynamo traces its models as well.
+# Questions of transformers about an attention mask, asked also while TorchDynamo traces its models.
 #
-# In plain training, transformers leaves out a mask that masks nothing: `scaled_dot_product_attention` is then called
-# with `is_causal=True` and `enable_gqa=True`, and flash attention serves it. Whether a mask masks anything is a
-# question about data, so while it is traced, transformers builds a dense mask always, and repeats keys and values for
-# each head. Here it asks with `holds` instead (see the Note in `guarded_branches.py`).
+# In plain training, transformers drops a mask that masks nothing: it calls `scaled_dot_product_attention` with
+# `is_causal=True` and `enable_gqa=True`, which flash attention serves. Whether a mask masks anything depends on data,
+# so traced code always builds a dense mask, and repeats keys and values for each head. The replacements ask with
+# `holds` instead (see the Note in `guarded_branches.py`).
 #
-# The functions are private to transformers. Where a version has none of such a name, its models are captured as that
-# version does it: with a dense mask, which is right, and needs more.
+# The functions are private to transformers. A version without these names has its models captured with a dense mask,
+# which is correct and needs more memory.
 
 _MASKS = "transformers.masking_utils"
 
 
-@cache  # so that TorchDynamo meets the same function at every step
+@cache  # TorchDynamo has to meet the same function at every step
 def _leaving_out_padding(original: Function) -> Function:
     def prepare_padding_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """The part of a mask that says which tokens are padding; None if there is no padding.
-
-        What follows treats None as a mask of which all is true.
-        """
+        """Return the padding part of a mask; None without padding, which callers treat as all true."""
         mask: torch.Tensor | None = original(*args, **kwargs)
         if mask is None or not torch.compiler.is_compiling() or mask.dtype != torch.bool:
             return mask
@@ -188,7 +182,7 @@ def _leaving_out_padding(original: Function) -> Function:
 @cache
 def _leaving_out_packing(original: Function) -> Function:
     def find_packed_sequence_indices(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """For each token the number of its sequence within a packed batch, by positions; None if none is packed."""
+        """Return each token's sequence number in a packed batch, by positions; None if none is packed."""
         indices: torch.Tensor | None = original(*args, **kwargs)
         if indices is None or not torch.compiler.is_compiling():
             return indices
@@ -204,11 +198,11 @@ _ASKING: dict[str, Callable[[Function], Function]] = {
 
 
 def _mask_functions() -> list[Replaced]:
-    # Only where a model may be the library's: nothing is imported for it.
+    # Replace only where a model may be the library's: this imports nothing.
     library = sys.modules.get(_MASKS)
     names = [name for name in _ASKING if hasattr(library, name)]
     return [(library, name, _ASKING[name](getattr(library, name))) for name in names]
 
 
 masks_asked_about = Replacement(_mask_functions).in_place
-"""A context in which transformers asks about its masks in code that is traced."""
+"""Context in which transformers asks about its masks in traced code."""

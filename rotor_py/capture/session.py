@@ -1,7 +1,7 @@
-"""One model's graphs through training: the main graph follows the plan, the others run as they are.
+"""Run one model's graphs in training: the main graph by the plan, the others unplanned.
 
-Dynamo calls the graphs in the course of the forward. The main graph is the one that keeps most for its backward. It
-alone is planned, since a plan is a sequence over one chain of stages. What the others keep is counted beside it.
+Dynamo calls the graphs in the course of the forward. The main graph is the one that saves most for its backward. Only
+it is planned, since a plan is a sequence over one chain of stages. Memory of the others counts as fixed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RunStages = Callable[[Cut, Any], Any]
 
 
 class _MainGraph(NamedTuple):
-    """The graph that was measured, and its stages."""
+    """The measured graph, and its stages."""
 
     graph: CapturedGraph
     cut: Cut
@@ -52,19 +52,19 @@ class CaptureSession:
         self._granularity = granularity
         self._forward = CapturedForward(model, granularity)
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
-        """For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they are others."""
+        """For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they differ."""
         self.answers: Answers | None = None
-        """How the data of batches answer that the plan is for; None if no plan is known, or none of a graph."""
+        """The data's answers that the plan is for; None without a plan, or one without a graph."""
         self._main: _MainGraph | None = None
-        """The graph that was measured."""
+        """The measured graph."""
         self._planned: dict[CapturedGraph, Cut] = {}
-        """The stages of the main graph, and of the same graph for other shapes of the input."""
+        """Stages of the main graph, and of the same graph for other input shapes."""
         self._unplanned: set[CapturedGraph] = set()
         self._followed_plan = False
-        """Whether the forward that is running, or else the last one, came to a planned graph."""
+        """Whether the running or else the last forward reached a planned graph."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graphs: they are bound to this model, and a copy captures its own."""
+        """Drop the graphs: they are bound to this model, and a copy captures its own."""
         return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set()}
 
     def run(
@@ -76,15 +76,15 @@ class CaptureSession:
     ) -> Any:
         """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan.
 
-        `recaptured` is what `CapturedForward.call` says.
+        See `CapturedForward.call` for `recaptured`.
 
         Raises UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another
-        graph than the plan is for: OtherDataError if that is because of the batch's data. An error of the model itself
-        is raised as the model raises it.
+        graph than the plan is for: OtherDataError if the batch's data caused that. The model's own errors pass through
+        unchanged.
         """
         self._followed_plan = False
         output = self._forward.call(args, kwargs, partial(self._run_graph, run_stages), recaptured)
-        # An error, not a warning: without the plan, the step may have taken more memory than the limit allows.
+        # An error, not a warning: without the plan, the step may have exceeded the limit.
         if not self._followed_plan:
             broken = f". The graph breaks at {self._forward.breaks_at}" if self._forward.breaks_at else ""
             raise UnsupportedModelError(
@@ -106,12 +106,13 @@ class CaptureSession:
         compiler: StageCompiler | None = None,
         room: RoomOf | None = None,
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
-        """Capture and measure all graphs; nothing of the model is changed.
+        """Capture and measure all graphs; leaves the model unchanged.
 
-        Returns the main graph's stages with the measurement of the whole step, and the values that all stages share. If
-        the graph has been compiled, there are several ways to run it: the last one is plain, and is followed unless
-        told otherwise. If the one before it is compiled stage by stage, it has all stages compiled that can be.
-        Raises UnsupportedModelError if no graph has a gradient, or if too much is kept outside all graphs, and
+        Returns the main graph's stages with the measurement of the whole step, and the values that all stages share. A
+        compiled graph has several variants: the plain one comes last, and is followed by default. If the one before it
+        is compiled stage by stage, every stage that can be compiled is.
+
+        Raises UnsupportedModelError if no graph has a gradient, or if too much is saved outside all graphs, and
         UnusableLossError if the loss cannot be trained with.
         """
 
@@ -120,9 +121,9 @@ class CaptureSession:
 
         found = self._with_open_sizes(measured)
         main = found.main
-        # Not all that was found: the shared values may be as large as an input, and the session outlives the step.
+        # Not all of `found`: the shared values may be as large as an input, and the session outlives the step.
         self._main = _MainGraph(main.graph, main.cut)
-        # Where a graph breaks, the first one asks, and it need not be the main one.
+        # After a graph break, the first graph asks, which need not be the main one.
         self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         ways = [MeasuredCut(each.cut, whole_step(found, each.measurement)) for each in (*found.variants, main)]
@@ -130,25 +131,25 @@ class CaptureSession:
         return ways, main.shared
 
     def follow(self, cut: Cut) -> None:
-        """Run the stages of the main graph in this way from the next forward on."""
+        """Run the main graph's stages as in `cut` from the next forward on."""
         assert self._main is not None
         self._main = _MainGraph(self._main.graph, cut)
         self._main.graph.remember_written(cut)
         self._planned = {self._main.graph: cut}  # the same graph for other shapes is cut again
 
     def same_graph(self, other: CaptureSession) -> bool:
-        """Whether both have measured the same graph, if for other sizes."""
+        """Whether both measured the same graph, possibly for other sizes."""
         return self._main is not None and other._main is not None and self._main.graph.same_as(other._main.graph)
 
     def _with_open_sizes(self, measured: Callable[[CapturedForward], MeasuredGraphs]) -> MeasuredGraphs:
-        """With symbols for sizes if that can be, else for this shape alone."""
+        """Measure with symbols for sizes if possible, else for this shape only."""
         try:
             return measured(self._forward)
         except (UnsupportedModelError, TorchDynamoException) as error:
             if not self._forward.open_sizes:
                 raise
             cause = str(error).partition("\n")[0]
-        # Not in the `except`: there, the error's traceback would keep tensors.
+        # Not in the `except`: there, the error's traceback would keep tensors alive.
         self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
         found = measured(self._forward)
         _log.info(
@@ -171,15 +172,15 @@ class CaptureSession:
         return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph) -> bool:
-        """Whether the plan is for this graph. Dynamo makes a new graph for new shapes, and it is cut as the first was.
+        """Whether the plan is for this graph. Dynamo captures a new graph for new shapes, which is cut like the first.
 
-        Raises PlanMismatchError for a different graph, unless one before it followed the plan: that one is then the
-        main graph, and this one runs beside it.
+        Raises PlanMismatchError for a different graph, unless an earlier one followed the plan: that is then the main
+        graph, and this one runs unplanned.
         """
         if graph in self._planned:
             return True
         try:
-            # Operators and shapes may be equal, and bytes are not: one graph has a mask, and the other has none.
+            # Operators and shapes may be equal where bytes are not: one graph has a mask, the other none.
             if self.answers is not None and graph.answers not in ((), self.answers):
                 raise OtherDataError(self.answers, graph.answers)
             self._planned[graph] = replace(self._cut(graph), input_owned=True)
@@ -199,9 +200,9 @@ class CaptureSession:
 
 
 def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
-    """Cut a graph as the main one was cut; PlanMismatchError if it is another one, and not the same for other sizes."""
-    # Not the names alone: for small inputs, a model may do something else in the same modules, and that takes other
-    # memory than was measured.
+    """Cut a graph like the main one. Raises PlanMismatchError unless they differ in sizes only."""
+    # Not the names alone: for small inputs, a model may do something else in the same modules, and need other memory
+    # than measured.
     names = [[name for name, _ in each.layers] for each in (main.graph, graph)]
     if names[0] != names[1] or not graph.same_as(main.graph):
         pieces = [f"{len(each.layers)} pieces" for each in (main.graph, graph)]
@@ -214,7 +215,7 @@ def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
         for (name, stage), (_, measured) in pairs
     )
     for (name, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
-        # What measuring found out about a stage also holds for the same stage with other shapes.
+        # Facts measured for a stage hold for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))
         remember_moving(stage, recall_moving(measured))
         if isinstance(measured, GraphStage) and isinstance(stage, GraphStage):

@@ -1,23 +1,22 @@
-"""How TorchDynamo is told to trace a model: with symbols for the sizes of inputs, so that one graph serves many shapes.
+"""Configure TorchDynamo's tracing: symbols for the sizes of inputs, so that one graph serves many shapes.
 
-# Note [Sizes of inputs]
-#
-# Tracing takes seconds. By itself, TorchDynamo traces a model for one shape, again when a size differs, and again when
-# another one does. Here it takes a symbol for every size from the start. These still need a graph of their own, and a
-# line in the log says so when one is made:
-#
-#  1. A size of 1, which broadcasts. TorchDynamo takes every symbol to be two at least, and knows no graph for both.
-#  2. A size that the model's own code asks about (`if length > 64`, a loop over blocks of the input): the graph is for
-#     sizes with the same answers.
-#  3. A size of an image: of floating-point tensors with four dimensions or more, only the first dimension is left open.
-#     Windows, padding and pooling make expressions of symbols that take minutes to simplify: those of a small Swin with
-#     symbols for height and width were not done after 15 minutes.
-#  4. Any size, for a model that cannot be traced with symbols.
-#
-# Parameters and buffers keep their sizes, and numbers that modules hold are numbers. TorchDynamo takes no symbols for
-# those, either, but for the modules of `fully_shard`: there the width of a head would be one, and a Llama took nine
-# seconds a layer to trace. But a number that has changed from one trace to the next is left open from then on: a count
-# of calls, a temperature that a training loop lowers. Else every step would be traced.
+Note [Sizes of inputs]
+
+Tracing takes seconds. By default, TorchDynamo traces a model for one shape, and again for each size that turns out to
+vary. Here every size is a symbol from the start. Four cases still need a graph of their own, which a log line reports:
+
+  1. A size of 1, which broadcasts. TorchDynamo takes every symbol to be two at least, and has no graph for both.
+  2. A size that the model's own code asks about (`if length > 64`, a loop over blocks of the input): the graph is for
+     sizes with the same answers.
+  3. A size of an image: of floating-point tensors with four dimensions or more, only the first dimension is left open.
+     Windows, padding and pooling make expressions of symbols that take minutes to simplify: those of a small Swin with
+     symbols for height and width were not done after 15 minutes.
+  4. Any size, for a model that cannot be traced with symbols.
+
+Parameters and buffers keep their sizes, and numbers in modules are constants. TorchDynamo's default is the same except
+in modules of `fully_shard`: there a head's width would be a symbol, and a Llama took nine seconds a layer to trace. But
+a number that has changed between two traces stays open from then on, such as a count of calls, or a temperature that a
+training loop lowers. Otherwise every step would be traced.
 """
 
 from __future__ import annotations
@@ -40,15 +39,13 @@ from rotor_profiling.torch_compat import dynamo_builder as builder
 from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
-# Settings of torch, changed for a while.
-
 
 @contextmanager
 def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Have settings of torch in this thread as they are here, as long as this context lasts.
+    """Set `settings` of a torch config in this thread while the context lasts.
 
-    `config.patch` makes a class and a context variable at every call. That takes longer than a small layer does, and
-    the variables stay in memory for good: Python keeps them in the context that they were set in.
+    `config.patch` makes a class and a context variable at every call. That takes longer than a small layer, and leaks:
+    Python keeps the variables in the context that they were set in.
     """
     before = [(name, getattr(config, name)) for name in settings]
     try:
@@ -60,26 +57,24 @@ def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
             setattr(config, name, value)
 
 
-# Numbers that modules hold, and that TorchDynamo is to leave open: those that have changed since it traced last.
-#
-# It takes a number of a module for a constant, and traces anew when it is another one. A model that counts its calls
-# would be traced in every step.
+# Numbers in modules that TorchDynamo leaves open: those that changed since the last trace. It takes such a number for a
+# constant, and would trace a model that counts its calls in every step.
 
 _NUMBER = "is_int_specialization_case"
-"""The function by which TorchDynamo decides that an integer is a number, where it has one."""
+"""TorchDynamo's function that decides that an integer is a constant, where it has one."""
 
 
 class OpenNumbers:
-    """The numbers in attributes of one model's modules, by name, that are left open."""
+    """Names of the number attributes of one model's modules that are left open."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._seen: dict[tuple[str, str], int | float] = {}
-        """By module and name, when TorchDynamo traced last."""
+        """Values at the last trace, by module and name."""
         self.names: set[str] = set()
 
     def look(self) -> None:
-        """TorchDynamo is about to trace: see which numbers are not what they were the last time."""
+        """Find the numbers that changed since the last trace; called before each trace."""
         now = {
             (path, name): value
             for path, module in self._model.named_modules()
@@ -91,7 +86,7 @@ class OpenNumbers:
 
     @contextmanager
     def left_open(self) -> Iterator[None]:
-        """Have TorchDynamo take symbols for these numbers, and for no others that modules hold."""
+        """Have TorchDynamo take symbols for these numbers, and for no others in modules."""
         usual: Any = builder.VariableBuilder.wrap_symfloat
 
         def wrap(variables: Any, value: float) -> Any:
@@ -109,7 +104,7 @@ class OpenNumbers:
             yield
 
     def _of_integers(self) -> dict[str, Callable[..., bool]]:
-        """What `builder` is given: integers of the modules of `fully_shard` are numbers, too, if they are not open."""
+        """Return the patch of `builder`: integers of `fully_shard` modules are constants, too, unless open."""
         usual = getattr(builder, _NUMBER, None)
         if usual is None:
             return {}
@@ -127,40 +122,42 @@ class OpenNumbers:
 
 
 MOST_GRAPHS = 64
-"""Graphs of one model. TorchDynamo's own limit is 8, after which it runs the model as it is, without a plan. A guess:
-a model may ask about the length of its input, and a data set has dozens of lengths."""
+"""Most graphs of one model. TorchDynamo's own limit is 8, after which it runs the model uncaptured, without a plan. A
+guess: a model may ask about the length of its input, and a data set has dozens of lengths.
+"""
 _IMAGE = 4
-"""Dimensions of a batch of images: its number, channels, height and width."""
+"""Dimensions of a batch of images: number, channels, height and width."""
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
-    # Inside DistributedDataParallel, Dynamo would cut the graph where a bucket of gradients is full, so that compiled
-    # backwards overlap with communication. Stages have backwards of their own, and overlap anyway.
+    # Inside DistributedDataParallel, Dynamo would cut the graph at each full gradient bucket, so that compiled
+    # backwards overlap with communication. Stages have their own backwards, and overlap anyway.
     "optimize_ddp": False,
-    # By default, Dynamo breaks the graph at recurrent layers, since compilers do badly on their operators. Here these
-    # run as they are.
+    # By default, Dynamo breaks the graph at recurrent layers, whose operators compile badly. Here they run uncompiled.
     "allow_rnn": True,
     # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a temperature
-    # is a part of what the graph computes.
+    # is part of the computation.
     "specialize_float": True,
-    # By default, TorchDynamo does not see that a hook was registered on a module, or removed, after it has traced it.
+    # By default, TorchDynamo misses hooks that are registered or removed after it has traced a module.
     "skip_nnmodule_hook_guards": False,
 }
-# One symbol for two sizes that happen to be equal would tie them together: a batch of 8 sequences of length 8 could
-# have no other length.
+# One symbol for two sizes that happen to be equal would tie them: a batch of 8 sequences of length 8 could have no
+# other length.
 _SHAPES = {"use_duck_shape": False}
 
 
 def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
-    """Of tensors that are images, have TorchDynamo leave open how many they are, and nothing else."""
+    """Of image tensors, let TorchDynamo leave only the first dimension open."""
     for tensor in tensors:
         if _is_image(tensor):
             _keep_sizes(tensor, range(1, tensor.dim()))
 
 
 def keep_known_sizes(outputs: Sequence[Any], graph: fx.Graph) -> None:
-    """Where a model's graph breaks, what comes out of one graph goes into the next. Keep the sizes of images that have
-    been numbers in the first."""
+    """After a graph break, keep those image sizes in a graph's outputs that were numbers in that graph.
+
+    These outputs enter the next graph.
+    """
     (nodes,) = next(iter(reversed(graph.nodes))).args
     for node, tensor in zip(nodes, outputs, strict=True):
         if isinstance(tensor, torch.Tensor) and _is_image(tensor):
@@ -169,7 +166,7 @@ def keep_known_sizes(outputs: Sequence[Any], graph: fx.Graph) -> None:
 
 
 def _is_image(tensor: torch.Tensor) -> bool:
-    return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # a mask of that many dimensions is of another type
+    return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # a mask of that many dimensions has another type
 
 
 def _keep_sizes(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
@@ -178,11 +175,11 @@ def _keep_sizes(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
 
 
 class Tracing:
-    """The tracing in the course of one call, in this thread: `began` is called once, when it begins."""
+    """Watch the tracing during one call, in this thread; call `began` once, when tracing begins."""
 
     def __init__(self, began: Callable[[], None], numbers: OpenNumbers) -> None:
         self.seconds = 0.0
-        """What it took so far. Of a model whose graph breaks, the pieces are traced one by one."""
+        """Seconds so far. After a graph break, TorchDynamo traces the pieces one by one."""
         self._began: Callable[[], None] | None = began
         self._numbers = numbers
         self._breaks_before = len(graph_break_reasons)
@@ -191,9 +188,10 @@ class Tracing:
 
     @contextmanager
     def as_the_note_says(self) -> Iterator[None]:
-        """Have TorchDynamo trace as the Note says, as long as this context lasts.
+        """Have TorchDynamo trace as the Note says while the context lasts.
 
-        It is entered where a graph is to be made, and not around every step: settings take longer than small layers do.
+        Entered only where a graph is to be captured, not in every step: changing settings takes longer than small
+        layers.
         """
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
         self._numbers.look()
@@ -212,9 +210,9 @@ class Tracing:
                 callbacks.remove_end_callback(self._end)
 
     def begin(self) -> None:
-        """Say that tracing has begun, if that has not been said.
+        """Call `began` unless it was called before.
 
-        TorchDynamo says so by callbacks, but not while it compiles in another thread. Then the new graph shows it.
+        TorchDynamo's callbacks trigger this, except while it compiles in another thread. Then the new graph does.
         """
         began, self._began = self._began, None
         if began is not None:
@@ -222,7 +220,7 @@ class Tracing:
 
     @property
     def breaks_at(self) -> str | None:
-        """The line of the model at which the graph broke first: path:number, and its text. None if it did not break."""
+        """The line of the model's first graph break: path:number, and its text. None without breaks."""
         for reason in graph_break_reasons[self._breaks_before :]:
             if reason.user_stack:
                 frame = reason.user_stack[-1]
@@ -242,7 +240,7 @@ class Tracing:
 
 @contextmanager
 def _shapes_unlogged() -> Iterator[None]:
-    """Where shapes do not fit, the error says so, and torch would log twenty lines of its own insides before it."""
+    """Silence torch's log of twenty internal lines on a shape error; the error itself says as much."""
     thread = get_ident()
 
     def elsewhere(record: logging.LogRecord) -> bool:

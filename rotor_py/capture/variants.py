@@ -1,4 +1,4 @@
-"""Compiled variants of a measured graph: stage by stage, with memory budgets, and as a whole."""
+"""Compiled variants of a measured graph: as a whole, or stage by stage with memory budgets."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from rotor_py.measure.stage_ways import worth_choosing
 from rotor_solver import ForwardEnable, frontier
 from rotor_solver.progress import Progress
 
-# Which other ways to store compiled stages are compiled: those that a plan would use, as far as can be foreseen.
+# Choose which other storage modes of compiled stages to compile: those that a plan is expected to use.
 #
-# What every partition saves is known from its graph, and so is about how long it takes. So the whole curve of time over
-# memory is solved for before anything is compiled. Compiling takes as long as compiling the model whole, and no longer:
-# of 32 equal blocks, there is time for several ways of one. Where all stages are different, there is none.
+# The graph of each partition gives the bytes it saves, and roughly its time. So the curve of time over memory is solved
+# before anything is compiled. Compiling stages may take as long as compiling the model whole: of 32 equal blocks, there
+# is time for several modes of one; where all stages differ, there is none.
 
 _SLOTS = 200
-"""How finely memory is divided when the curve is solved for. A guess: the ways are a few for each kind of stage."""
+"""Slots of memory for solving the curve. A guess: each kind of stage has only a few modes."""
 
 Stages = Sequence[CompiledStage | None]
 
 
 def may_have_ways(stages: Stages, compiler: StageCompiler) -> bool:
-    """Whether there is time to compile another way of any of these stages."""
-    # Clocks of several processes differ, and the n-th way has to be the same in each.
+    """Whether there is time to compile another storage mode of any of these stages."""
+    # Clocks of several processes differ, and the n-th mode has to be the same in each.
     if several_processes():
         return False
     spare = _spare_seconds(stages, compiler)
@@ -43,7 +43,7 @@ def may_have_ways(stages: Stages, compiler: StageCompiler) -> bool:
 
 
 def with_ways(found: MeasuredGraph, stages: Stages, compiler: StageCompiler) -> list[CompiledStage | None]:
-    """The compiled stages, surveyed and measured as `found`, with the ways that are worth compiling."""
+    """Return the compiled stages, surveyed and measured as `found`, with the storage modes worth compiling."""
     spare = _spare_seconds(stages, compiler)
     taken: set[tuple[StageCode, str]] = set()
     for each in _wanted(found, stages):
@@ -60,18 +60,18 @@ def with_ways(found: MeasuredGraph, stages: Stages, compiler: StageCompiler) -> 
 
 
 def _codes(stages: Stages) -> Counter[StageCode]:
-    """How many stages have each code."""
+    """Count the stages of each code."""
     codes = (stage.code for stage in stages if stage is not None)
     return Counter(code for code in codes if code is not None)
 
 
 def _spare_seconds(stages: Stages, compiler: StageCompiler) -> float:
-    """How much longer it would have taken to compile every stage by itself: about as long as the model whole."""
+    """Seconds saved by compiling equal stages once, compared with compiling every stage."""
     return sum((count - 1) * compiler.seconds_of(code) for code, count in _codes(stages).items())
 
 
 def _wanted(found: MeasuredGraph, stages: Stages) -> list[tuple[StageCode, str]]:
-    """The ways that a plan for some limit would use, by the code of their stages; what is used most comes first."""
+    """Return (code, storage mode) pairs that a plan for some limit would use, the most used first."""
     measurement = found.measurement
     foreseen = tuple(
         () if stage is None else _ways(cost, stage.foreseen)
@@ -91,7 +91,7 @@ def _wanted(found: MeasuredGraph, stages: Stages) -> list[tuple[StageCode, str]]
 
 
 def _ways(cost: StageCost, foreseen: Sequence[Foreseen]) -> tuple[Way, ...]:
-    """What else a stage would cost that costs this much with all that its code saves."""
+    """Predict the costs of a stage's other storage modes, from its cost with everything saved."""
     seconds = cost.forward_seconds + cost.backward_seconds
     ways = []
     for each in foreseen:
@@ -108,16 +108,17 @@ def _ways(cost: StageCost, foreseen: Sequence[Foreseen]) -> tuple[Way, ...]:
     return worth_choosing(cost, ways)
 
 
-# A measured graph compiled: as a whole if that fits, or else stage by stage.
+# Compile a measured graph: as a whole if that fits, or else stage by stage.
 
 Agree = Callable[[Sequence[int]], list[int]]
 
 _log = logging.getLogger("rotor_py")
 
 _CLEARLY = 0.05
-"""By which part of its time a stage has to be faster compiled to count as faster. Times of single stages are known no
-better: of many stages that are as fast either way, those that seemed faster would be taken, and the plan promise time
-that is not there. A guess."""
+"""How much faster a compiled stage has to be, relative to its plain time, to count as faster. A guess, about the error
+of single stages' times: with less, a plan picks stages that seemed faster by chance, and promises time that is not
+there.
+"""
 
 
 def compiled_variants(
@@ -127,10 +128,10 @@ def compiled_variants(
     room: Room | None = None,
     agree: Agree = list,
 ) -> list[MeasuredGraph]:
-    """The ways to run the graph compiled: as a whole if that fits into the `room`, or else stage by stage.
+    """Return the compiled variants of the graph: as a whole if that fits into the `room`, or else stage by stage.
 
-    Only one of both is compiled, since that takes long, and where the whole fits it is faster: nothing ends at the
-    border of a stage.
+    Only one of both is compiled, since compiling takes long, and a whole graph that fits is faster: it has no stage
+    borders.
     """
     whole = None if room is None else compiled_whole(plain, compiler, room, progress)
     return _stage_by_stage(plain, compiler, progress, agree) if whole is None else [whole]
@@ -139,15 +140,15 @@ def compiled_variants(
 def _stage_by_stage(
     plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None, agree: Agree
 ) -> list[MeasuredGraph]:
-    """The graph with its stages compiled: first those that are faster so, then all that can be compiled.
+    """Compile the stages: return first the graph with the faster ones compiled, then with all that can be.
 
-    One of both where they are the same, and none where nothing can be compiled. Which of them, or the plain graph, is
-    best depends on the limit, so a plan chooses: a stage that is faster may need more memory. Processes that wait for
-    each other in stages measure the same graphs: `agree` returns of each number the largest in any of them.
+    Returns one variant where both are the same, and none where nothing can be compiled. The plan chooses among these
+    and the plain graph by its limit: a faster stage may need more memory. Processes that wait for each other in stages
+    measure the same graphs: `agree` returns of each number the largest in any process.
     """
     kinds, seconds = compiler.kinds, compiler.seconds
     wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]
-    # Measuring runs them, and the first run compiles.
+    # Measuring runs the stages, and the first run compiles.
     plain.measured_as(_with(plain.cut, wrapped), None if progress is None else compiling(progress))
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):
@@ -180,7 +181,7 @@ def _chosen(wrapped: Sequence[CompiledStage | None], chosen: Sequence[bool]) -> 
 
 
 def _with(cut: Cut, compiled: Sequence[CompiledStage | None]) -> Cut:
-    """The cut with these stages in the place of its own; None leaves one as it is."""
+    """Replace the stages of a cut; None keeps one."""
     pairs = zip(cut.stages, compiled, strict=True)
     return replace(cut, stages=tuple((name, plain if code is None else code) for (name, plain), code in pairs))
 

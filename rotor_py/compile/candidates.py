@@ -1,4 +1,4 @@
-"""Candidate partitions, from the solver's sequences and from minimum cuts."""
+"""Candidate partitions of a joint graph, from the solver's sequences and from minimum cuts."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Lo
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Program:
-    """The program of a memory-persistent sequence, found for a chain that was made with the same `keep_outputs`.
+    """Return the program of a memory-persistent sequence, found for a chain with the same `keep_outputs`.
 
-    A stage that the sequence runs again is run right before the first operator that reads a value of it.
+    A stage that the sequence recomputes runs right before the first operator that reads one of its values.
     """
     operations = list(sequence)
     loss = operations.index(Loss())
@@ -48,9 +48,9 @@ def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Program
 
 
 def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], stage: int) -> None:
-    """Run what comes next in the sequence, up to the run of `stage` that keeps what its backward reads."""
+    """Run the sequence's next operations, up to the run of `stage` that keeps what its backward reads."""
     if not any(isinstance(operation, ForwardEnable) and operation.stage == stage for operation in ahead):
-        return  # it has run; what it did not keep is made again by whoever reads it
+        return  # it has run; readers recompute values that it did not keep
     while ahead:
         operation = ahead.popleft()
         match operation:
@@ -69,42 +69,40 @@ def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], 
 
 
 def _make(stages: Stages, writer: BackwardWriter, number: int, kept: frozenset[fx.Node]) -> None:
-    """Make the output of a stage and `kept`, and forget what else it has made on the way."""
+    """Compute a stage's output and `kept`, and forget its other values."""
     wanted = {*kept, *(value for value in stages.inputs[number + 1])}
     for value in sorted(wanted, key=stages.joint.order.__getitem__):
         writer.make(value)
     writer.forget(node for node in stages.members[number] if node not in wanted)
 
 
-# Which program to take: of many between storing everything and storing as little as possible, the fastest that fits.
+# Choose a program: of many between storing everything and storing as little as possible, the fastest that fits.
 #
-# The candidates do not depend on the budget. So with a smaller budget, the peak of what is chosen is never larger: it
-# would have been chosen before.
+# The candidates do not depend on the budget. So a smaller budget never gives a larger peak: that program would have
+# been chosen before.
 
 
 _SLOTS = 300
-"""How finely the solver divides memory. A guess: what is found is weighed exactly in any case."""
+"""Slots of memory in the solver. A guess: too few miss candidates; results are weighed exactly in any case."""
 _WORK = 300_000
-"""Nodes that are weighed for all programs together, about. A guess: it takes some seconds."""
+"""Nodes weighed for all programs together, about. A guess: it takes some seconds."""
 _THEIRS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
-"""Budgets of PyTorch's partitioner that are looked at. A guess: they take about a second each, and those between hardly
-differ.
-"""
+"""Budgets of PyTorch's partitioner to try. A guess: each takes about a second, and those between hardly differ."""
 _OURS_LONGER = 1.04
-"""How much longer Inductor's code for one of our programs takes than for one of PyTorch's whose operators take as long.
-Of a ConvNeXt, three of each were timed: ours took 2 to 6 % more.
+"""How much longer Inductor's code takes for our programs than for PyTorch's with equally fast operators. Of a ConvNeXt,
+three of each were timed: ours took 2 to 6 % more.
 """
 _CLOSE = 0.03
-"""How much longer a program may take by its graph than one of the other maker and still be the faster one: about as far
-as `_OURS_LONGER` is from what was seen.
+"""How much longer a program may take by its graph than one of the other maker and still be the faster one: about the
+spread around `_OURS_LONGER`.
 """
 _FEWEST = 32
-"""Programs that are weighed of each kind, at least, however large the graph is. A guess."""
+"""Fewest programs weighed of each kind, however large the graph is. A guess: fewer miss good ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A program and what it costs."""
+    """A program and its costs."""
 
     program: Program
     weight: Weight
@@ -113,9 +111,9 @@ class Candidate:
 
 
 def candidates(joint: JointGraph, costs: GraphCosts, *, fused: bool = False) -> list[Candidate]:
-    """Programs that no other of the same maker beats in both memory and time, the one of least memory first.
+    """Return programs that no other of the same maker beats in both memory and time, least memory first.
 
-    Operators run one by one, or `fused` by Inductor; PyTorch's own partitions for its budgets are then among them.
+    Operators run one by one, or `fused` by Inductor; the latter includes PyTorch's own partitions for its budgets.
     """
     stages = Stages(joint, costs.usual)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
@@ -137,7 +135,7 @@ def _as_compiled(ours: Candidate) -> Candidate:
 
 
 def undominated(found: list[Candidate]) -> list[Candidate]:
-    """Without those that another beats or equals in both memory and time; the one of least memory first."""
+    """Drop those that another beats or equals in both memory and time; least memory first."""
     kept: list[Candidate] = []
     for each in sorted(found, key=lambda each: (each.weight.peak, each.weight.seconds)):
         if not kept or each.weight.seconds < kept[-1].weight.seconds:
@@ -146,12 +144,12 @@ def undominated(found: list[Candidate]) -> list[Candidate]:
 
 
 def fastest_within(found: list[Candidate], limit: int) -> Candidate | None:
-    """The fastest of `candidates` within `limit` bytes."""
+    """Return the fastest of `candidates` within `limit` bytes."""
     return next((each for each in reversed(found) if each.weight.peak <= limit), None)
 
 
 def rival_within(found: list[Candidate], limit: int, best: Candidate) -> Candidate | None:
-    """The fastest of the other maker within `limit` bytes, if it may well be faster than the `best` of `found`."""
+    """Return the fastest of the other maker within `limit` bytes, if it may be faster than the `best` of `found`."""
     other = fastest_within(undominated([each for each in found if each.by_torch != best.by_torch]), limit)
     if other is None or other.program.does_as(best.program):
         return None
@@ -159,13 +157,13 @@ def rival_within(found: list[Candidate], limit: int, best: Candidate) -> Candida
 
 
 def usual(joint: JointGraph, costs: GraphCosts) -> Candidate:
-    """What PyTorch's partitioner makes of a graph for Inductor without a budget: nothing is known to be faster."""
+    """Return the partition of PyTorch's partitioner for Inductor without a budget: none is known to be faster."""
     (found,) = _weighed(joint, costs, [1])
     return found
 
 
 def by_budgets(joint: JointGraph, budgets: abc.Sequence[float]) -> list[Candidate]:
-    """What PyTorch's partitioner makes of a graph for Inductor with each of its own budgets, parts of what 1 saves."""
+    """Return the partitions of PyTorch's partitioner for Inductor with its own budgets, shares of what 1 saves."""
     return _weighed(joint, GraphCosts.of(joint, fused=True), budgets)
 
 
@@ -174,16 +172,16 @@ def _weighed(joint: JointGraph, costs: GraphCosts, budgets: abc.Sequence[float])
 
 
 def programs_by_budgets(joint: JointGraph, budgets: abc.Sequence[float]) -> list[Program]:
-    """The same, without their costs. What draws random numbers runs once, whatever the budget."""
+    """Return PyTorch's partitions without their costs. Random operators run once under any budget."""
     early = set(joint.early)
     kept = [[node for node in saved if node in joint.root or node in early] for saved in usually_saved(joint, budgets)]
     return [in_time(joint, {joint.allocating(node) for node in each}) for each in kept]
 
 
 def _mixed(stages: Stages, most: int) -> list[Program]:
-    """Up to about `most` programs without a sequence: early stages keep less of what the backward reads than late ones.
+    """Return about `most` programs without a sequence, whose early stages keep less for the backward than late ones.
 
-    Early stages come last in the backward, when little else is in memory: that is where values are dropped first.
+    Early stages come last in the backward, when little else is in memory, so their values are dropped first.
     """
     parts = [stages.part(level) for level in range(stages.levels)]
     pairs = list(combinations(parts, 2))
@@ -198,7 +196,7 @@ def _mixed(stages: Stages, most: int) -> list[Program]:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Up to `most` of `range(count)`, evenly, both ends included."""
+    """Return up to `most` of `range(count)`, evenly, both ends included."""
     if count <= most:
         return list(range(count))
     return sorted({round(step * (count - 1) / (most - 1)) for step in range(most)})

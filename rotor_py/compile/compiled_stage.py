@@ -1,4 +1,4 @@
-"""A stage that runs compiled, and the check that its partitions have the same bits."""
+"""Run a stage compiled, and check that its partitions give the same bits."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
-    """Whether outputs, buffers and gradients of `stage` on `value` are those of `one` if `other` makes them.
+    """Whether outputs, buffers and gradients of `stage` on `value` are the same by `one` code and the `other`.
 
-    Nothing of the stage is changed. `needs_gradient` says so of every tensor in `value`.
+    Leaves the stage unchanged. `needs_gradient` has one entry for every tensor in `value`.
     """
-    with disable_current_modes():  # whoever watches a run of the stage would see these
+    with disable_current_modes():  # observers of the stage's run must not see these
         expected = _results(stage, value, needs_gradient, one)
         found = _results(stage, value, needs_gradient, other)
     return all(
@@ -60,7 +60,7 @@ def _results(
     with isolated(stage, device) as parameters, torch.enable_grad():
         made = tensors_in(code.run(stage, tree_unflatten(copies, spec)))
         ends = [tensor for tensor in made if tensor.requires_grad]
-        # Drawn after the run: a code that draws other random numbers has other gradients as well.
+        # Drawn after the run: code that draws other random numbers then gets other gradients as well.
         arriving = [torch.randn_like(tensor) for tensor in ends]
         wanted = [tensor for tensor in (*tensors_in(entered), *parameters) if tensor.requires_grad]
         gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
@@ -71,13 +71,13 @@ def _results(
 _log = logging.getLogger("rotor_py")
 
 _DEVICES = (torch.device("cpu"), torch.device("cuda"))
-"""Those whose autocast a stage may depend on."""
+"""Devices whose autocast a stage may depend on."""
 
 
 class StageCompiler:
     """Compiles the stages of one model with these options of Inductor.
 
-    With `partitions`, stages can be stored in other ways than AOTAutograd's.
+    With `partitions`, stages have further storage modes besides AOTAutograd's.
     """
 
     def __init__(self, config: Config, partitions: Partitions | None = None) -> None:
@@ -87,24 +87,24 @@ class StageCompiler:
         self._seconds_of: dict[StageCode, float] = {}
         self._foreseen: dict[StageCode, tuple[Foreseen, ...]] = {}
         self.seconds = 0.0
-        """How long compiling has taken so far."""
+        """Seconds spent compiling so far."""
         self._has_tools = True
 
     @property
     def kinds(self) -> int:
-        """How many kinds of stages have been compiled, each way to store them counted."""
+        """Number of compiled kinds of stages, each storage mode counted."""
         return sum(code is not None for code in self._codes.values())
 
     def seconds_of(self, code: StageCode) -> float:
-        """How long it took to compile."""
+        """Return the seconds that compiling this code took."""
         return self._seconds_of[code]
 
     def foreseen(
         self, code: StageCode, stage: nn.Module, value: object, needs_gradient: Sequence[bool]
     ) -> tuple[Foreseen, ...]:
-        """What other partitions of a `stage` would cost that has this `code` on inputs like `value`.
+        """Predict the costs of other partitions of a `stage` with this `code` on inputs like `value`.
 
-        None of them is compiled: the stage is traced once more.
+        Traces the stage once more, and compiles nothing.
         """
         if code not in self._foreseen:
             self._foreseen[code] = ()
@@ -125,11 +125,11 @@ class StageCompiler:
         partitioner: CustomPartitionerFn | None = None,
         way: str | None = None,
     ) -> StageCode | None:
-        """The code for `stage` on inputs like `value`; `needs_gradient` says so of every tensor in it.
+        """Return the code for `stage` on inputs like `value`; `needs_gradient` has one entry for every tensor in it.
 
-        It stores the stage by the `partitioner` or in a `way`, or else as AOTAutograd does without being told. None,
-        after one line in the log, if stages of its kind cannot be compiled. InfeasibleError if the partitioner finds
-        nothing that fits.
+        Partitions by the `partitioner` or a storage mode (`way`), else by AOTAutograd's default. Returns None, after
+        one line in the log, if stages of its kind cannot be compiled. Raises InfeasibleError if the partitioner finds
+        no partition that fits.
         """
         leaves, spec = tree_flatten(value)
         flags = iter(needs_gradient)
@@ -161,7 +161,7 @@ class StageCompiler:
             return code
         except InfeasibleError:
             raise
-        # Whatever AOTAutograd, Inductor or the compiler of the machine raise: plain, the stage trains as well.
+        # Any error of AOTAutograd, Inductor or the machine's compiler: the plain stage trains as well.
         except Exception as error:
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
             self._has_tools = not _misses_tools(error)
@@ -185,11 +185,11 @@ def _misses_tools(error: Exception) -> bool:
 
 
 def _kind(stage: nn.Module, value: object) -> Hashable:
-    """A key that is equal for stages that the same code serves."""
+    """Return a key equal for stages that can share code."""
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for _, _, tensor in owned_slots(stage))
-    # What a graph calls that is a module, the kind of a stage does not say. A bare module is called by nobody: it holds
-    # the parameters of a module of `fully_shard`.
+    # The kind of a stage does not cover modules that its graph calls. A bare module is never called: it holds the
+    # parameters of a module of `fully_shard`.
     graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
@@ -197,11 +197,11 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
 
 
 MOST_SHAPES = 8
-"""For how many shapes of its input a stage is compiled: as many as TorchDynamo compiles a function by default."""
+"""Most input shapes for which a stage is compiled: TorchDynamo's default for a function."""
 
 
 def partitioned_freely(stage: nn.Module) -> nn.Module:
-    """The stage without a budget inside it."""
+    """Return the stage without a budget inside it."""
     return stage.freely() if isinstance(stage, CompiledStage) else stage
 
 
@@ -213,15 +213,16 @@ def is_compiled(stage: object) -> bool:
 class CompiledStage(nn.Module, StageOffers, HasKind):
     """`plain`, compiled at its first run, and again for an input of another shape.
 
-    It is stored as AOTAutograd's partitioner would have it, or in one of `ways`, each of which is other code: see the
-    Note in `stage_code.py`. Where it cannot be compiled, it runs as `plain`; where only pieces of it can be compiled,
-    each of these is a stage of this class.
-    `name` is how the log calls it. Its `partitioner` decides what is saved, or else AOTAutograd's own. Which inputs
-    need a gradient `plain` says, or else it is seen in the first run, or is that of `like`, the same stage for other
+    It is stored as AOTAutograd's partitioner chooses, or in one of `ways`, each of which is other code: see the Note in
+    `stage_code.py`. If it cannot be compiled, it runs as `plain`; if only pieces of it can be, each of these is a stage
+    of this class.
+
+    `name` stands in the log. The `partitioner` decides which values are saved; the default is AOTAutograd's. `plain`
+    says which inputs need a gradient; otherwise the first run shows it, or `like` does, the same stage for other
     shapes.
     """
 
-    saves_through_hooks = False  # code that was compiled without hooks would be compiled again for a run with them
+    saves_through_hooks = False  # code compiled without hooks would be recompiled for a run with them
     ways_are_code = True
 
     def __init__(
@@ -241,22 +242,22 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._name = name
         self._compiler = compiler
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
-        """By shape and way; None is no way but that of AOTAutograd."""
+        """By shape and storage mode; None is AOTAutograd's default."""
         self._survey_wanted = False
         self.foreseen: tuple[Foreseen, ...] = ()
-        """What other ways to store it would cost: see `survey`."""
+        """Predicted costs of other storage modes: see `survey`."""
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient
         self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
-        # In a list, where nobody finds the parameters of pieces: they are those of `plain`.
+        # In a list, which hides the pieces' parameters: they are those of `plain`.
         self._pieces: list[CompiledStage] = []
         self._in_pieces = offers_of(plain).in_pieces(self._piece)
 
     def prepare(self, value: Any) -> bool:
-        """Compile it for `value`, without running it. Whether that was possible.
+        """Compile for `value`, without running. Return whether that was possible.
 
-        InfeasibleError if the partitioner finds nothing that fits.
+        Raises InfeasibleError if the partitioner finds no partition that fits.
         """
         return self._code(value) is not None
 
@@ -273,11 +274,11 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         return next(iter(self._codes.values()), {}).get(None)
 
     def survey(self) -> None:
-        """Find out in the next run what other ways to store it would cost, for the shape that comes then."""
+        """Predict the costs of other storage modes in the next run, for the shape that comes then."""
         self._survey_wanted = self._partitioner is None and self._in_pieces is None
 
     def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
-        """This stage, which can be stored in these ways as well."""
+        """Return this stage with these further storage modes."""
         found = CompiledStage(self.plain, self._name, self._compiler, ways=ways, like=self)
         found.foreseen = self.foreseen
         remember_effects(found, recall_effects(self))
@@ -291,17 +292,17 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     @property
     def by_torch(self) -> bool | None:
-        """Whether its partition was chosen among those of PyTorch's partitioner alone, or of ours; None if of both."""
+        """Whether its partition was chosen among PyTorch's only (True) or ours only (False); None for both."""
         return getattr(self._partitioner, "by_torch", None)
 
     def like(self, other: nn.Module) -> CompiledStage:
-        """This stage for other shapes: `other` is the same piece of the model, plain."""
+        """Return this stage for other shapes: `other` is the same piece of the model, plain."""
         return CompiledStage(
             other, self._name, self._compiler, partitioner=self._partitioner, ways=self._ways, like=self
         )
 
     def freely(self) -> CompiledStage:
-        """This stage, of which AOTAutograd's own partitioner decides what is saved."""
+        """Return this stage with AOTAutograd's own partitioner."""
         if self._partitioner is None:
             return self
         found = CompiledStage(self.plain, self._name, self._compiler, like=self)
@@ -368,7 +369,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         )
         if shapes not in self._codes:
             if self._needs_gradient is None:
-                # Seen once: in a later run without a graph, tensors may have forgotten it.
+                # Seen once: in a later run without a graph, tensors may have lost the flag.
                 self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
             if len(self._codes) == MOST_SHAPES:
                 _log.warning(

@@ -1,4 +1,4 @@
-"""A joint graph as a chain of stages, with the parts that each may keep."""
+"""A joint graph as a chain of stages, with the sets of values that each may keep."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from rotor_solver.max_flow import Network
 
 @dataclass
 class Values:
-    """The values of the forward of a joint graph: nodes that allocate memory."""
+    """The values of a joint graph's forward: nodes that allocate memory."""
 
     joint: JointGraph
 
     @cached_property
     def values(self) -> list[fx.Node]:
-        """The forward's own pieces of memory, in order."""
+        """The nodes of the forward that allocate memory, in order."""
         joint = self.joint
         inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
         return [node for node in inside if joint.bytes_of(node) and node not in self._tuples]
@@ -38,14 +38,14 @@ class Values:
 
     @cached_property
     def read_backward(self) -> set[fx.Node]:
-        """The values that the backward reads, be it as views."""
+        """The values that the backward reads, also through views."""
         root, values = self.joint.root, set(self.values)
         read = {root[each] for node in self.joint.backward for each in node.all_input_nodes if each in root}
         return (read | {root[node] for node in self.joint.gradients if node in root}) & values
 
     @cached_property
     def reads(self) -> dict[fx.Node, set[fx.Node]]:
-        """By node of the forward, the values that it reads, through views, tuples and numbers."""
+        """Per node of the forward, the values that it reads, through views, tuples and numbers."""
         joint, values = self.joint, set(self.values)
         found: dict[fx.Node, set[fx.Node]] = {}
         for node in joint.forward:
@@ -59,7 +59,7 @@ class Values:
 
     @cached_property
     def last_read(self) -> dict[fx.Node, int]:
-        """By value, the position in the forward of its last reader."""
+        """Per value, the position of its last reader in the forward."""
         found = {value: position for position, value in enumerate(self.joint.forward)}
         for position, node in enumerate(self.joint.forward):
             for each in self.reads[node]:
@@ -67,25 +67,25 @@ class Values:
         return found
 
     def joint_bytes(self, values: Iterable[fx.Node]) -> int:
-        """Bytes of these values together."""
+        """Return the total bytes of these values."""
         return sum(map(self.joint.bytes_of, values))
 
 
 def source_of(value: fx.Node) -> fx.Node:
-    """The node that computes a value: one that returns several is unpacked by others."""
+    """Return the node that computes a value: a node with several results is unpacked by others."""
     return value.all_input_nodes[0] if value.target is operator.getitem else value
 
 
 _MOST_STAGES = 64
-"""Cuts are at least this part of all allocated bytes apart. A guess: more stages are solved longer for little gain."""
+"""Most stages: cuts are at least a 64th of all allocated bytes apart. A guess: more take longer to solve for little."""
 _SPREAD = 4
-"""A small value that is live over so many cuts is kept and belongs to no stage: masks, tables of rotary embeddings."""
+"""Number of cuts over which a small value is live to be kept outside all stages: masks, tables of rotary embeddings."""
 _SMALL = 0.01
-"""What a small value is, as a part of all allocated bytes. A guess."""
+"""Size of a small value, as a share of all allocated bytes. A guess: larger ones cost memory if always kept."""
 
 
 class CutForward(Values):
-    """The forward in stages, and what goes from one to the next."""
+    """The forward in stages, and the values between them."""
 
     @cached_property
     def cuts(self) -> list[int]:
@@ -121,7 +121,7 @@ class CutForward(Values):
 
     @cached_property
     def stage_of(self) -> dict[fx.Node, int]:
-        """By node of the forward, the number of its stage."""
+        """Per node of the forward, the number of its stage."""
         found, number = {}, -1
         starts = set(self.cuts)
         for position, node in enumerate(self.joint.forward):
@@ -137,7 +137,7 @@ class CutForward(Values):
 
     @cached_property
     def shared(self) -> set[fx.Node]:
-        """Values that are kept throughout: outputs, which the caller has, small ones that many stages read."""
+        """Values kept throughout: outputs, which the caller holds, and small ones that many stages read."""
         joint = self.joint
         small = _SMALL * sum(map(joint.bytes_of, self.values))
         starts = self.cuts
@@ -151,7 +151,7 @@ class CutForward(Values):
 
     @cached_property
     def inputs(self) -> list[list[fx.Node]]:
-        """By cut, and for the end of the forward, the values that are live there and not shared."""
+        """Per cut, and for the end of the forward, the values live there and not shared."""
         positions = {node: position for position, node in enumerate(self.joint.forward)}
         own = [value for value in self.values if value not in self.shared]
         found = [[v for v in own if positions[v] < start <= self.last_read[v]] for start in self.cuts]
@@ -159,32 +159,33 @@ class CutForward(Values):
 
     @cached_property
     def inside(self) -> list[list[fx.Node]]:
-        """By stage, its values that are not shared."""
+        """Per stage, its values that are not shared."""
         values = set(self.values) - self.shared
         return [[node for node in members if node in values] for members in self.members]
 
 
-# What a stage may keep for its backward: all that is read there, or less, from which operators make it again.
+# Sets of values that a stage may keep for its backward: all that it reads, or fewer, from which operators recompute the
+# rest.
 #
-# Less is the fewest bytes from which operators that are fast for what they return make it again: a minimum cut, as in
-# `capture/graph/selective_recompute.py`, once for each of a few thresholds of "fast".
+# A smaller set is a minimum cut, as in `capture/graph/selective_recompute.py`: the fewest bytes from which operators
+# that are fast for their result's size recompute the rest. Each of a few thresholds of "fast" gives one.
 
 
 _THRESHOLDS = 6
-"""How many different limits of seconds for a byte are tried in cuts of a stage. A guess."""
+"""Limits of seconds per byte tried in cuts of a stage. A guess: more give more options to solve for."""
 
 
 @dataclass
 class KeptParts(CutForward):
-    """What the stages may keep, each by itself, and all together."""
+    """Sets of values that stages may keep, each by itself, and all together."""
 
     costs: dict[fx.Node, Cost]
     levels_kept: list[list[int]] = field(default_factory=list)
-    """By stage and option, how fast is fast enough in it; there with `kept`."""
+    """Per stage and option, its level of recomputing; filled with `kept`."""
 
     @cached_property
     def kept(self) -> list[list[frozenset[fx.Node]]]:
-        """By stage, what each of its options keeps."""
+        """Per stage, the values that each of its options keeps."""
         return [self._options(number) for number in range(len(self.members))]
 
     def _options(self, number: int) -> list[frozenset[fx.Node]]:
@@ -194,7 +195,7 @@ class KeptParts(CutForward):
         self.levels_kept.append([0])
         for level, (again, everywhere) in enumerate(self._cuts_everywhere, 1):
             alone = self._cut(inside, targets, again)
-            # Whatever is made again from the stage's input needs it.
+            # Values recomputed from the stage's input need it.
             alone |= set(self.inputs[number]) & self._needed(number, alone) - self.read_backward
             for option in (frozenset(alone), everywhere & set(inside)):
                 if option not in found and self.joint_bytes(option) < self.joint_bytes(targets):
@@ -204,12 +205,12 @@ class KeptParts(CutForward):
 
     @cached_property
     def everywhere(self) -> list[frozenset[fx.Node]]:
-        """By level, the least to keep of the whole graph, if what the level allows may run again anywhere."""
+        """Per level, the least to keep of the whole graph, if the level's operators may be recomputed anywhere."""
         return [kept for _, kept in self._cuts_everywhere]
 
     @cached_property
     def _cuts_everywhere(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
-        """What may run again, and what is kept then; what keeps most comes first."""
+        """Recomputed values and the kept ones, in order of fewer kept bytes."""
         inside = [value for values in self.inside for value in values]
         targets = self.read_backward - self.shared
         found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed}
@@ -217,7 +218,7 @@ class KeptParts(CutForward):
 
     @cached_property
     def _allowed(self) -> list[Set[fx.Node]]:
-        """Values that may run again: those that take few seconds for a byte, and those that compilers fuse."""
+        """Sets of values that may be recomputed: those with few seconds per byte, and those that compilers fuse."""
         joint = self.joint
         replayed = [value for value in self.values if value in joint.replayable]
         rates = sorted({self._rate(value) for value in replayed})
@@ -227,7 +228,7 @@ class KeptParts(CutForward):
         found: list[Set[fx.Node]] = [{value for value in replayed if self._rate(value) <= limit} for limit in limits]
         kinds = partitioners.get_default_op_list()
         fused = {value for value in replayed if not kinds.is_compute_intensive(source_of(value))}
-        # What PyTorch's partitioner would keep without a budget, and with a large one.
+        # The values that PyTorch's partitioner would keep without a budget, and with a large one.
         kept = ({joint.root.get(node) for node in saved} for saved in usually_saved(joint))
         return [*found, fused, *(set(replayed) - each for each in kept)]
 
@@ -236,7 +237,7 @@ class KeptParts(CutForward):
         return self.costs[source].seconds / max(1, self.joint.bytes_of(source))
 
     def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
-        """The least bytes of the values `inside` from which `targets` can be made by running `again`."""
+        """Return the least bytes of the values `inside` from which `targets` can be made by recomputing `again`."""
         joint = self.joint
         flow = Network("made", "read")
         mine = set(inside)
@@ -252,7 +253,7 @@ class KeptParts(CutForward):
         return {value for value in inside if (value, "kept") in behind and (value, "made") not in behind}
 
     def _needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
-        """What the backward of a stage reads or runs again if the forward keeps `kept`, and what that reads."""
+        """Return nodes that a stage's backward reads or recomputes given `kept`, and their sources."""
         inside, found = set(self.members[number]), set[fx.Node]()
         pending = [value for value in self.inside[number] if value in self.read_backward]
         while pending:
@@ -266,12 +267,12 @@ class KeptParts(CutForward):
         return found
 
     def again(self, number: int, kept: frozenset[fx.Node]) -> float:
-        """Seconds to make what the backward of a stage reads from `kept` and the stage's input."""
+        """Return seconds to recompute what the stage's backward reads, from `kept` and the stage's input."""
         inside = set(self.members[number]) - kept - self.shared
         return sum(self.costs[node].seconds for node in self._needed(number, kept) & inside)
 
     def part(self, level: int) -> Set[fx.Node]:
-        """What all stages keep: with level 0 all that the backward reads, with each further one less."""
+        """Return the values that all stages keep: at level 0 all that the backward reads, fewer at each further one."""
         return (self.read_backward if level == 0 else self.everywhere[level - 1]) | self.shared
 
     @property
@@ -281,17 +282,18 @@ class KeptParts(CutForward):
 
 # A joint graph as a chain of stages, for the solver.
 #
-# The forward is cut where little is live. A stage is what runs between two cuts. Its input is what is live at the first
-# of them, its options are what it may keep for its backward (`kept_parts.py`).
+# The forward is cut where little is live. A stage is the code between two cuts. Its input are the values live at the
+# first, its options the sets that it may keep for its backward (`KeptParts`).
 
 
 class Stages(KeptParts):
     """The stages of a joint graph, in seconds and bytes."""
 
     def chain(self, *, keep_outputs: bool) -> Chain:
-        """The stages in seconds and bytes; with `keep_outputs`, who keeps anything keeps the stage's output as well.
+        """Return the stages in seconds and bytes; with `keep_outputs`, every option that keeps anything also keeps the
+        output.
 
-        Approximate: what is live inside a stage depends on the stages around it.
+        Approximate: the live values inside a stage depend on the stages around it.
         """
         seconds = [sum(self.costs[node].seconds for node in nodes) for nodes in self.backward]
         stages = []
@@ -316,12 +318,12 @@ class Stages(KeptParts):
         return Chain(tuple(stages), 0)
 
     def _output(self, number: int) -> set[fx.Node]:
-        """What a stage makes for later ones. What an earlier stage has made is there already, whoever keeps it."""
+        """Return a stage's values for later ones, without those that it passes on from earlier stages."""
         return {value for value in self.inputs[number + 1] if self.stage_of[value] == number}
 
     @cached_property
     def backward(self) -> list[list[fx.Node]]:
-        """By stage, the nodes of its backward: up to the last one that reads what the stage has made."""
+        """Per stage, the nodes of its backward: up to the last one that reads a value of the stage."""
         joint = self.joint
         latest = 0
         found: list[list[fx.Node]] = [[] for _ in self.members]
@@ -337,13 +339,13 @@ class Stages(KeptParts):
 
     @cached_property
     def _gradients(self) -> list[int]:
-        """By stage, the bytes of gradients that its backward returns."""
+        """Per stage, the bytes of gradients that its backward returns."""
         returned = set(self.joint.gradients)
         return [self.joint_bytes({node for node in nodes if node in returned}) for nodes in self.backward]
 
     @cached_property
     def _temps(self) -> list[list[int]]:
-        """By level and stage, the most that the stage's backward needs beyond what is kept, and gradients around it."""
+        """Per level and stage, the peak of its backward beyond kept values and surrounding gradients."""
         stage_of = {node: number for number, nodes in enumerate(self.backward) for node in nodes}
         found = []
         for level in range(self.levels):
@@ -353,7 +355,7 @@ class Stages(KeptParts):
             most = [0] * len(self.members)
             number = 0
             for run, live in zip(reversed(program.backward), reversed(curve), strict=True):
-                number = stage_of.get(run.node, number)  # what runs again belongs to what comes next
+                number = stage_of.get(run.node, number)  # a recomputed node belongs to the next stage's backward
                 most[number] = max(most[number], live)
             held = self.joint_bytes({*self.joint.primals, *self.joint.tangents, *self.shared}) + sum(self._gradients)
             temps = []

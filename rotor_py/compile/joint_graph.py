@@ -1,4 +1,4 @@
-"""The joint graph of forward and backward that AOTAutograd hands over."""
+"""The joint graph of forward and backward from AOTAutograd."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from rotor_profiling.storage import allocated, tensors_in
 from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
 
-# A graph of forward and backward together, as AOTAutograd traces it: who allocates what, and what may run again.
+# The joint graph of forward and backward, as AOTAutograd traces it: its allocations, and the nodes that may be
+# recomputed.
 #
-# AOTAutograd hands a partitioner one graph for both directions. Its values are immutable, so a value can be made again
-# from other values at any time. Three kinds of nodes never run again: random ones would draw anew, collectives and
-# effects would happen twice, and what reads a buffer that the forward overwrites would read what is there afterwards.
+# AOTAutograd gives a partitioner one graph for both directions. Its values are immutable, so a value can be recomputed
+# from other values at any time. Three kinds of nodes never are: random ones would draw anew, collectives and effects
+# would happen twice, and readers of a buffer that the forward overwrites would read the new content.
 
 
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
-"""Its name since torch 2.13, and in torch 2.11."""
+"""`optimization_hint` since torch 2.13, `size_hint` in torch 2.11."""
 _REPLAYED = ("aten", "prims", "_quantized", "quantized", "quantized_decomposed")
-"""Namespaces of operators that are known to be functions of their arguments. An operator of anybody else may not be."""
+"""Namespaces of operators known to be functions of their arguments. Custom operators may not be."""
 UNKNOWN_SIZE = 4096
-"""What stands for a size that nobody knows while compiling; the number that PyTorch's own partitioner takes."""
+"""Size assumed where none is known while compiling; PyTorch's own partitioner takes the same number."""
 _RUNNING_STATISTICS = {"running_mean", "running_var"}
 """Arguments of a batch norm that its outputs do not depend on in training."""
 
@@ -45,16 +46,16 @@ class JointGraph:
     module: fx.GraphModule
     num_outputs: int
     stand_ins: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """By value that cannot run again, another node with the same value that can."""
+    """Per value that cannot be recomputed, a node with the same value that can."""
 
     @cached_property
     def outputs(self) -> list[fx.Node]:
-        """What the forward returns, values that it writes into its inputs included."""
+        """Outputs of the forward, including values that it writes into its inputs."""
         return self._ends[0]
 
     @cached_property
     def gradients(self) -> list[fx.Node]:
-        """What the backward returns."""
+        """Outputs of the backward."""
         return self._ends[1]
 
     @cached_property
@@ -65,17 +66,18 @@ class JointGraph:
 
     @cached_property
     def forward(self) -> list[fx.Node]:
-        """What runs forward, in order: what the outputs need, and what is not known to belong to the backward."""
+        """Nodes of the forward, in order: ancestors of the outputs, and nodes not known to belong to the backward."""
         before = self._before_gradients
-        # With what these read: a pass may have put a node of the backward in the place of an equal one of the forward.
+        # With their sources: a pass may have replaced a node of the forward by an equal one of the backward.
         needed = ancestors([*self.outputs, *(node for node in before if not _tagged_backward(node))])
         return [node for node in before if node in needed]
 
     @cached_property
     def early(self) -> list[fx.Node]:
-        """What autograd runs backward and may as well run forward: it reads no gradient. A ReLU's mask, for example.
+        """Nodes of autograd's backward that may as well run forward, as they read no gradient: a ReLU's mask, for
+        example.
 
-        No random operator is among it: it would draw in another order.
+        Excludes random operators, which would draw in another order.
         """
         forward = set(self.forward)
         found, ready = [], {*self.primals, *forward}
@@ -97,7 +99,7 @@ class JointGraph:
 
     @cached_property
     def backward(self) -> list[fx.Node]:
-        """What runs backward, in the order in which autograd would run it."""
+        """Nodes of the backward, in autograd's order."""
         forward = set(self.forward)
         return [node for node in self._calls if node not in forward]
 
@@ -111,12 +113,12 @@ class JointGraph:
 
     @cached_property
     def primals(self) -> list[fx.Node]:
-        """Inputs of the forward: parameters, buffers and what the caller passes."""
+        """Inputs of the forward: parameters, buffers and the caller's inputs."""
         return [node for node in self.inputs if not is_tangent(node)]
 
     @cached_property
     def tangents(self) -> list[fx.Node]:
-        """Gradients of the outputs, which come into the backward."""
+        """Gradients of the outputs, which enter the backward."""
         return [node for node in self.inputs if is_tangent(node)]
 
     @cached_property
@@ -124,7 +126,7 @@ class JointGraph:
         return {node: position for position, node in enumerate(self.module.graph.nodes)}
 
     def in_turn(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """`nodes` of the forward, some of which may be `early`: these run right after what they read."""
+        """Sort `nodes` of the forward, including `early` ones: these run right after their sources."""
         when = {node: self.order[node] for node in self.forward}
         for node in self.early:
             when[node] = max((when[each] for each in node.all_input_nodes if each in when), default=0)
@@ -132,12 +134,12 @@ class JointGraph:
 
     @cached_property
     def allocations(self) -> dict[fx.Node, dict[int, int]]:
-        """By node, the storages behind its tensors, and their bytes. A view has the storage of what it views."""
+        """Per node, the storages behind its tensors, and their bytes. A view has the storage of its base."""
         return {node: _storages(node.meta.get("val")) for node in self.module.graph.nodes}
 
     @cached_property
     def root(self) -> dict[fx.Node, fx.Node]:
-        """By node of the forward, the node that allocated its memory: itself, unless it is a view."""
+        """Per node of the forward, the node that allocated its memory: itself, unless it is a view."""
         found: dict[fx.Node, fx.Node] = {}
         for node in (*self.primals, *self.forward):
             mine = self.allocations[node].keys()
@@ -146,7 +148,7 @@ class JointGraph:
             )
             viewed = next(read, None) if mine and node.target is not operator.getitem else None
             if node.target is operator.getitem:
-                # The storage is new in the operator whose output it is, unless that returned one that it was given.
+                # The operator that returned it allocated the storage, unless that came from the operator's input.
                 source = node.all_input_nodes[0]
                 given = (each for each in source.all_input_nodes if not mine.isdisjoint(self.allocations[each]))
                 viewed = next(given, None) if mine else None
@@ -154,7 +156,7 @@ class JointGraph:
         return found
 
     def allocating(self, node: fx.Node) -> fx.Node:
-        """The node that allocated the memory of a node of the forward, or of one that runs `early`."""
+        """Return the node that allocated the memory of a node of the forward, or of an `early` one."""
         if node in self.root or node.target is operator.getitem:
             return self.root.get(node, node)
         mine = self.allocations[node]
@@ -163,18 +165,18 @@ class JointGraph:
         return node if found is None else self.allocating(found)
 
     def bytes_of(self, node: fx.Node) -> int:
-        """The bytes of the memory that a node allocates or views."""
+        """Return the bytes of the memory that a node allocates or views."""
         return sum(self.allocations[node].values())
 
     @cached_property
     def overwritten(self) -> set[fx.Node]:
-        """Inputs that the forward writes into: running statistics, for example."""
+        """Inputs that the forward writes into, such as running statistics."""
         writes = (node for node in self._calls if node.target is torch.ops.aten.copy_.default)
         return {node.args[0] for node in writes if isinstance(node.args[0], fx.Node)}
 
     @cached_property
     def replayable(self) -> set[fx.Node]:
-        """The nodes of the forward that may run again in the backward."""
+        """The nodes of the forward that the backward may recompute."""
         found: set[fx.Node] = set()
         for node in self.forward:
             if node in self.stand_ins:
@@ -187,7 +189,7 @@ class JointGraph:
         return found
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """What a node is made again from."""
+        """Return the nodes from which a node is recomputed."""
         return [self.stand_ins[node]] if node in self.stand_ins else node.all_input_nodes
 
     def _is_function(self, node: fx.Node) -> bool:
@@ -207,7 +209,7 @@ class JointGraph:
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes`, and all that they are made from."""
+    """Return `nodes` and all their sources."""
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -219,16 +221,16 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def usually_saved(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:
-    """What PyTorch's partitioner saves with each of these budgets, which are parts of what it saves without one.
+    """Return the nodes that PyTorch's partitioner saves with each budget, a share of what it saves without one.
 
-    By default, that is without one, and with one that hardly binds.
+    The default is without one, and with one that hardly binds.
     """
     found = partitioners.classify_nodes(joint.module, [], joint.num_outputs)
     never = int(1e9)
-    for node in reversed(joint.module.graph.nodes):  # its cuts read how far a node is from the backward
+    for node in reversed(joint.module.graph.nodes):  # its cuts read a node's distance from the backward
         near = [user.dist_from_bw + 1 for user in node.users if node.op != "output"]
         node.dist_from_bw = 0 if node.op != "output" and not found.is_required_fw(node) else min([never, *near])
-    # Of several budgets, just one below the whole returns before it solves for anything.
+    # One call per budget: of several, one just below the whole returns before it solves anything.
     return [partitioners.choose_saved_values_set(joint.module.graph, found, budget) for budget in budgets]
 
 
@@ -238,7 +240,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def known(size: Any) -> int:
-    """A size as a number: for a symbol, the size of the inputs that are compiled for."""
+    """Return a size as a number: for a symbol, the size of the inputs compiled for."""
     return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
 
 
@@ -272,9 +274,9 @@ _log = logging.getLogger("rotor_py")
 
 
 def guard_sizes(inputs: list[fx.Node]) -> None:
-    """Have TorchDynamo compile again where a size is larger than now: memory grows with every size.
+    """Make TorchDynamo recompile for a size larger than the present one: memory grows with every size.
 
-    Sizes that depend on data have no bound. What stands for them is said in a warning.
+    Sizes that depend on data have no bound; a warning names the size assumed.
     """
     for node in inputs:
         value = node.meta.get("val")
@@ -291,4 +293,4 @@ def guard_sizes(inputs: list[fx.Node]) -> None:
                     extra=record_fields("size_depends_on_data", name=str(size.node.expr), assumed=UNKNOWN_SIZE),
                 )
             elif isinstance(size.node.expr, sympy.Symbol):
-                bool(size <= known(size))  # a guard: Dynamo checks it before it uses what is compiled here
+                bool(size <= known(size))  # a guard: Dynamo checks it before it uses the code compiled here

@@ -1,4 +1,4 @@
-"""`with rotor_py.memory_budget("4GB"): model = torch.compile(model)`."""
+"""Train compiled graphs within a budget: `with rotor_py.memory_budget("4GB"): model = torch.compile(model)`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from rotor_py.compile.partitioner import BudgetPartitioner
 
 
-# The peak of one training step of a graph, watched from its forward to the end of its backward.
+# Measure the peak of one training step of a graph, from its forward to the end of its backward.
 #
-# What the caller does in between is not counted: what the graph takes in its backward is what its forward has left, the
-# gradients that come, and what the backward adds to that.
+# The caller's memory in between does not count: the backward's peak is the memory left by the forward, the incoming
+# gradients, and the backward's own.
 
 
 class _Token:
@@ -46,7 +46,7 @@ class GraphWatch:
 
     def __init__(self, device: torch.device, held_bytes: int) -> None:
         self.peak: int | None = None
-        """The graph's peak in bytes; None as long as the step is not over, or if nothing could be seen."""
+        """The graph's peak in bytes; None until the step is over, or if it could not be measured."""
         self._held_bytes = held_bytes
         self._watch = watch_step(device, 0, 0)
         self._gradients: list[torch.Tensor] = []
@@ -58,7 +58,7 @@ class GraphWatch:
         return self._token is not None and self._token() is not None
 
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
-        """The forward has returned these tensors."""
+        """Record that the forward has returned these tensors."""
         if self._watch is None:
             return
         trained = [tensor for tensor in outputs if tensor.requires_grad]
@@ -67,7 +67,7 @@ class GraphWatch:
             return
         self._watch.mark("between")
         token = _Token()
-        # With its last owner, the step is over: with the pass, or without one where the outputs were dropped.
+        # When its last owner goes, the step is over: the pass has ended, or the outputs were dropped without one.
         weakref.finalize(token, self._over).atexit = False
         self._token = weakref.ref(token)
         owned = [token]
@@ -75,7 +75,7 @@ class GraphWatch:
             tensor.register_hook(partial(self._gradient_arrived, owned))
 
     def give_up(self) -> None:
-        """See nothing: the step is not one forward and its backward."""
+        """Stop watching: the step is not one forward and its backward."""
         if self._watch is not None:
             self._watch.stop()
 
@@ -83,7 +83,8 @@ class GraphWatch:
         assert self._watch is not None
         self._gradients.append(gradient)
         if owned:
-            # A watch cannot be stopped while the engine works. The callback is freed with the pass, and the token too.
+            # A watch cannot be stopped while the engine works. The callback is freed with the pass, and so is the
+            # token.
             torch_compat.queue_callback(partial(_keep, owned.pop()))
             self._watch.mark("backward")
 
@@ -99,26 +100,24 @@ class GraphWatch:
 
 
 def _keep(token: _Token) -> None:
-    """Called at the end of a pass; until then, and a little longer, the engine holds `token`."""
+    """Do nothing at the end of a pass; until shortly after, the engine holds `token`."""
 
 
-# Inductor within a memory budget: the first training step of its code is watched, and what it takes counts.
+# Keep Inductor's code within a memory budget: measure its first training step, and recompile if necessary.
 #
-# A partition's peak is known to the byte where operators run one by one. Inductor fuses them, and has buffers of its
-# own:
-# how much its code takes shows when it runs. Where the first step takes more than the budget, the graph is compiled
-# again
-# before the next one: first with smaller fusions, since wide ones hold the values of several layers at once, then from
-# a
-# partition that leaves room for what is still missing. Of all that was tried, what takes least is kept.
+# A partition's peak is exact where operators run one by one. Inductor fuses them, and has buffers of its own, so its
+# code's peak is known only after a run. If the first step exceeds the budget, the graph is recompiled before the next
+# one: first with smaller fusions, since wide ones hold the values of several layers at once, then from a partition that
+# leaves room for the missing bytes. The code with the least peak is kept.
 
 
 _log = logging.getLogger("rotor_py")
 _MOST_COMPILATIONS = 4
-"""Of one graph. A guess: each takes as long as the first."""
+"""Most compilations of one graph. A guess: each takes as long as the first."""
 _FUSION = 4
-"""Operators in one kernel, where wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
-5.7 MB, where 5.9 were predicted. Inductor's own limit is 64."""
+"""Operators in one kernel, after wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
+5.7 MB, where 5.9 were predicted. Inductor's own limit is 64.
+"""
 
 Call = Callable[..., Any]
 
@@ -138,7 +137,7 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
 
 
 class Compilation:
-    """Compiles one graph of TorchDynamo, now and later, as if TorchDynamo were still at it."""
+    """Compiles one graph of TorchDynamo, now and later, in TorchDynamo's context at its creation."""
 
     def __init__(self, config: dict[str, Any], graph: fx.GraphModule, inputs: list[Any]) -> None:
         # A copy, since compiling rewrites the graph. Parameters are inputs, so it is small.
@@ -146,7 +145,7 @@ class Compilation:
         self._tracing, self._compiling = TracingContext.try_get(), CompileContext.try_get()
 
     def __call__(self, partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
-        """The compiled code, with small fusions if it is `narrow`."""
+        """Return the compiled code, with small fusions if `narrow`."""
         from rotor_profiling.torch_compat import compile_fx
         from rotor_profiling.torch_compat import inductor_config as config
 
@@ -157,20 +156,20 @@ class Compilation:
             if TracingContext.try_get() is None:
                 around.enter_context(tracing(self._tracing))
                 around.enter_context(compile_context(self._compiling))
-            # The backward at once: a step in which it is compiled would show what compiling takes.
+            # Compile the backward at once: compiling it within a step would count in the measured peak.
             around.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
             return cast(Call, compile_fx(copy.deepcopy(self._graph), self._inputs, config_patches=patches))
 
 
 class WatchedGraph:
-    """One graph's code. Its training steps are watched until one stays within the budget, or nothing helps."""
+    """One graph's code. Watches training steps until one stays within the budget, or no recompilation helps."""
 
     def __init__(self, compilation: Callable[..., Call], partitioner: BudgetPartitioner) -> None:
         self._compile: Callable[..., Call] | None = compilation
         self._partitioner = partitioner.for_one_graph(0)
         self._call = compilation(self._partitioner, narrow=False)
         self._tried: list[tuple[int, Call]] = []
-        """What was found to take too much, by its peak."""
+        """Code over the budget, with its peak."""
         self._settled = False
         self._watch: GraphWatch | None = None
 
@@ -180,7 +179,7 @@ class WatchedGraph:
         if self._settled or not torch.is_grad_enabled():
             return self._call(*arguments)
         if self._watch is not None and self._watch.in_flight:
-            self._watch.give_up()  # what it would see is that of both
+            self._watch.give_up()  # it would measure both steps
             return self._call(*arguments)
         self._watch = GraphWatch(_device(arguments), storage_bytes(tensors_in(arguments)))
         try:
@@ -192,7 +191,7 @@ class WatchedGraph:
         return made
 
     def _account_for(self, peak: int, device: torch.device) -> None:
-        """A step has taken so many bytes: compile again if they are above the budget, or say that nothing helps."""
+        """Judge a step's peak: recompile if it is above the budget, or warn that nothing helps."""
         limit = limit_bytes(self._partitioner.limit, device)
         self._watch = None
         if peak <= limit:
@@ -220,8 +219,8 @@ class WatchedGraph:
         )  # fmt: skip
         before = self._partitioner
         if narrow_already:
-            # What was missing, counted from the partition's own peak. That is not known where torch had the graphs in
-            # its cache: then from what it may be.
+            # The bytes missing beyond the partition's own peak. That is unknown if torch had the graphs in its cache:
+            # then its limit counts.
             planned = limit - before.reserve if before.weight is None else before.weight.peak
             self._partitioner = before.for_one_graph(max(peak - planned, before.reserve + 1))
         else:
@@ -231,40 +230,41 @@ class WatchedGraph:
 
     def _settle(self, call: Call) -> None:
         self._call, self._settled = call, True
-        self._tried, self._compile = [], None  # which hold code and graphs
+        self._tried, self._compile = [], None  # these hold code and graphs
 
 
 def _device(arguments: Any) -> torch.device:
     return next(iter(accelerators(tensor.device for tensor in tensors_in(arguments))), torch.device("cpu"))
 
 
-# torch is asked for its backends only when something is compiled: importing them takes a second.
+# Backends of torch are imported only for compiling: that takes a second.
 
 
 class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
-    """What `torch.compile` is called on inside this block trains within `limit`.
+    """Train everything compiled by `torch.compile` inside this block within `limit`.
 
     `limit` is the peak of a training step of each compiled graph on its device, as bytes (an int) or as a text such as
-    "4GB" or "80%" of the device: parameters, buffers, inputs, saved activations, values in between, outputs and
-    gradients. The loss and the optimizer outside the graph, and gradients kept from earlier steps, are not counted.
-    Operators run one by one, as under aot_eager, keep to it. What Inductor makes of a graph is watched in the first
-    step, and compiled again if it takes more; if nothing helps, a warning says so. Within the limit, the graph's
-    backward runs again what costs least time. Numbers stay those of the graph that saves all.
+    "4GB" or "80%" of the device. It covers parameters, buffers, inputs, saved activations, temporaries, outputs and
+    gradients, but not the loss and the optimizer outside the graph, nor gradients kept from earlier steps.
 
-    The budget belongs to what is compiled: it stays when the block is left, also when the graph is compiled again for
-    another shape. Models that were compiled before keep what they have. `options` says the same without a block:
+    Operators that run one by one, as under aot_eager, keep to it. Inductor's code is measured in the first step, and
+    recompiled if it takes more; if nothing helps, a warning says so. Within the limit, the graph's backward recomputes
+    the values that cost least time. Numbers stay those of the graph that saves all.
+
+    The budget belongs to the compiled model: it stays after the block, also when the graph is recompiled for another
+    shape. Models compiled before keep theirs. `options` does the same without a block:
 
         torch.compile(model, options=rotor_py.memory_budget("4GB").options)
 
-    Raises ValueError for a limit that cannot be read; inside, torch.compile raises it for backends without AOTAutograd.
-    The first call of a compiled model raises InfeasibleError, inside torch's BackendCompilerFailed, if nothing fits.
+    Raises ValueError for an invalid limit; inside, torch.compile raises it for backends without AOTAutograd. The first
+    call of a compiled model raises InfeasibleError, inside torch's BackendCompilerFailed, if nothing fits.
     """
 
     def __init__(self, limit: int | str) -> None:
-        parse_bytes(limit, device_bytes=1)  # what it is on the device is known when a graph is compiled
+        parse_bytes(limit, device_bytes=1)  # only a check: bytes on the device are known when a graph is compiled
         self.limit = limit
         self.compiled = 0
-        """How often `torch.compile` has been called inside."""
+        """Number of calls of `torch.compile` inside."""
         self._tokens: list[Token[memory_budget | None]] = []
 
     @property
@@ -299,7 +299,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             )
 
     def bound(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Arguments of `torch.compile` with this budget. Raises ValueError for a backend that cannot keep it."""
+        """Return arguments of `torch.compile` with this budget. Raises ValueError for a backend that cannot keep it."""
         from rotor_profiling.torch_compat import dynamo_registry as registry
 
         self.compiled += 1
@@ -314,7 +314,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         if mode is not None and options is not None:
             return settings  # torch.compile refuses that
         if mode is not None:
-            # Options go with no mode, so the mode is spelt out.
+            # Options exclude a mode, so write the mode out as options.
             options = torch_compat.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
         partitioner = self._partitioner()
@@ -357,7 +357,7 @@ _current: ContextVar[memory_budget | None] = ContextVar("memory_budget", default
 
 
 class _Hook:
-    """Stands in for `torch.compile` as long as some thread is inside a block; other threads are passed on."""
+    """Replaces `torch.compile` while any thread is inside a block; calls from other threads pass through."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

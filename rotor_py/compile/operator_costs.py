@@ -1,4 +1,4 @@
-"""Seconds and scratch memory of a graph's operators, alone and fused."""
+"""Seconds and scratch memory of a graph's operators, run one by one and fused."""
 
 from __future__ import annotations
 
@@ -28,32 +28,28 @@ from rotor_profiling.torch_compat import (
 from rotor_py.compile.joint_graph import JointGraph, is_number, known
 from rotor_py.errors import record_fields
 
-# How Inductor lays out the images and weights of convolutions on the CPU, whatever the graph says.
+# Inductor's own layouts for images and weights of convolutions on the CPU.
 #
-# Their channels come last, and what comes from outside in another layout is copied: weights. The library's own copies
-# are
-# others, too: deep in a U-Net, scratch memory is three times as large as for the layout of the graph, and early in it,
-# a
-# tenth.
+# It puts channels last, and copies inputs of another layout, such as weights. The library's own copies differ, too:
+# deep in a U-Net, scratch memory is three times as large as for the layout of the graph, and early in it, a tenth.
 #
-# The backward of a depthwise convolution is an exception (seen in torch 2.13). Where the backward runs no convolution
-# of
-# the forward again, Inductor gives it an image with rows before channels, the gradient as the graph would have it, and
-# the weight as it is. That takes longer, and for a ConvNeXt a fiftieth of the scratch memory. Where it runs one again,
-# all images have their channels last.
+# The backward of a depthwise convolution is an exception (seen in torch 2.13). If the backward recomputes no
+# convolution of the forward, Inductor passes it an image with rows before channels, the gradient in the graph's layout,
+# and the weight unchanged. That takes longer, and for a ConvNeXt a fiftieth of the scratch memory. If it recomputes
+# one, all images have channels last.
 
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""By number of dimensions, the layout with channels last."""
+"""Per number of dimensions, the layout with channels last."""
 
 
 def layouts_of(node: fx.Node, *, convolves_again: bool) -> tuple[Layout, ...]:
-    """How the first arguments of a convolution on the CPU are laid out: of its backward the gradient, image and weight.
+    """Return the layouts of a CPU convolution's first arguments; of its backward: gradient, image and weight.
 
-    `convolves_again` says whether the backward runs a convolution of the forward again. Empty for all other nodes.
+    `convolves_again` says whether the backward recomputes a convolution of the forward. Empty for all other nodes.
     """
     if node.target not in (_FORWARD, _BACKWARD) or not _on_cpu(node):
         return ()
@@ -65,9 +61,9 @@ def layouts_of(node: fx.Node, *, convolves_again: bool) -> tuple[Layout, ...]:
 
 
 def copied_bytes(node: fx.Node, layouts: tuple[Layout, ...]) -> int:
-    """The bytes of the copies that are made for these layouts."""
+    """Return the bytes copied for these layouts."""
     wanted: Any = node.args[-1] if node.args else None
-    # Without a gradient of the image, nobody reads the weight.
+    # Without a gradient of the image, the weight is not read.
     read = layouts[:-1] if node.target is _BACKWARD and not wanted[0] else layouts
     copied = (each for each, layout in zip(node.args, read, strict=False) if layout is _channels_last)
     return sum(map(_bytes_to_lay_out, copied))
@@ -93,7 +89,7 @@ def _as_it_is(value: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_to_lay_out(value: Any) -> int:
-    """The bytes of a copy of `value` with its channels last; 0 if Inductor's own code makes it, which lays it out."""
+    """Return the bytes of a copy of `value` with channels last; 0 if Inductor's own code makes it in that layout."""
     tensor = value.meta.get("val") if isinstance(value, fx.Node) and value.op == "placeholder" else None
     layout = _LAST.get(tensor.dim()) if isinstance(tensor, torch.Tensor) else None
     if tensor is None or layout is None or tensor.is_contiguous(memory_format=layout):
@@ -107,25 +103,25 @@ def _on_cpu(node: fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
-# What single operators cost: each kind is run by itself, on tensors of the sizes that it will have.
+# Costs of single operators: each kind is run by itself, on tensors of its sizes.
 #
-# Its seconds decide what is worth running again. Its scratch memory, which no graph shows, counts towards the peak:
-# convolutions, attention and reductions allocate more than they return.
+# Seconds decide which values to recompute. Scratch memory, which no graph shows, counts towards the peak: convolutions,
+# attention and reductions allocate more than they return.
 
 
 _log = logging.getLogger("rotor_py")
 
 _BYTES_PER_SECOND = 1e10
-"""For operators that cannot be run by themselves: how fast memory is read and written. A guess."""
+"""Assumed memory bandwidth, for operators that cannot run by themselves. A guess: a wrong one ranks these badly."""
 _RUNS = 3
-"""Times that an operator is timed; the fastest counts, since others only ever take from it. A guess."""
+"""Timings of an operator; the fastest counts, since disturbances only add. A guess: more make planning slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one run, and the bytes beyond inputs and outputs that it holds at some moment of it.
+    """Seconds of one run, and its scratch memory: the peak in bytes beyond inputs and outputs.
 
-    `keeping` are the seconds that it takes to have the value in memory, for the backward, and to read it there.
+    `keeping` are the seconds to write the value to memory, for the backward, and to read it there.
     """
 
     seconds: float = 0.0
@@ -138,17 +134,17 @@ _known: dict[Hashable, Cost] = {}
 
 
 class _Run(NamedTuple):
-    """A node to be run by itself, with these `layouts` of its first arguments."""
+    """A node to run by itself, with these `layouts` of its first arguments."""
 
     node: fx.Node
     layouts: tuple[Layout, ...]
 
 
 def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again: bool = False) -> dict[fx.Node, Cost]:
-    """The cost of every node. Views, numbers and what unpacks tuples cost nothing.
+    """Return the cost of every node. Views, numbers and unpacked tuples cost nothing.
 
-    Convolutions on the CPU are run on what the graph has, or on the same as `inductor` lays it out, which depends on
-    whether the backward `convolves_again`.
+    Convolutions on the CPU run in the graph's layouts, or in those of `inductor`, which depend on whether the backward
+    `convolves_again`.
     """
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
@@ -175,7 +171,7 @@ def _is_view(joint: JointGraph, node: fx.Node) -> bool:
 
 
 def _kind(node: fx.Node) -> Hashable:
-    """What tells operators apart that may cost differently."""
+    """Return a key for operators of equal cost."""
 
     def described(value: Any) -> Any:
         value = value.meta.get("val") if isinstance(value, fx.Node) else value
@@ -189,9 +185,9 @@ def _kind(node: fx.Node) -> Hashable:
 
 
 def _measure(joint: JointGraph, missing: dict[Hashable, _Run]) -> None:
-    """Put the costs of nodes of kinds that are not known yet into `_known`."""
+    """Measure nodes of unknown kinds, and store their costs in `_known`."""
     with ExitStack() as stack:
-        # While a graph is compiled, tensors have no memory and operators are traced.
+        # While a graph is compiled, tensors are fake and operators are traced.
         for mode in (unset_fake_temporarily, disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
             stack.enter_context(mode())
         for device, kinds in _by_device(missing).items():
@@ -218,7 +214,7 @@ def _by_device(runs: dict[Hashable, _Run]) -> dict[torch.device, dict[Hashable, 
 
 
 def _runnable(run: _Run) -> Callable[[], Callable[[], Any]] | None:
-    """What makes the arguments of a node, and returns what runs it on them. None if it is not one of PyTorch's own."""
+    """Return a function that makes a node's arguments and returns its call; None if the operator is not torch's own."""
     node, target = run.node, run.node.target
     if not isinstance(target, torch_compat.OpOverload) or target.namespace not in ("aten", "prims"):
         return None
@@ -242,7 +238,7 @@ def _tensor_like(value: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(
         tuple(map(known, value.shape)), tuple(map(known, value.stride())), dtype=value.dtype, device=value.device
     )
-    # Zero is an index into anything, and an ordinary number for everybody who does not ask for one.
+    # Zero is a valid index; 0.5 is an ordinary number.
     return made.fill_(0.5) if made.is_floating_point() else made.zero_()
 
 
@@ -253,7 +249,7 @@ def _seconds(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torc
             run = prepared()
             run()
             found[kind] = min(_once(run, device) for _ in range(_RUNS))
-        except Exception as error:  # an operator may refuse numbers that nobody would pass, or find no memory left
+        except Exception as error:  # an operator may refuse these numbers, or find no memory left
             _log.debug("%s cannot be timed by itself: %s", kind, error, extra=record_fields("not_measured"))
     return found
 
@@ -267,13 +263,13 @@ def _once(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what runs on `device`."""
+    """Wait for all work on `device`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _scratch(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[Hashable, int]:
-    """The most that every operator holds beyond its inputs and what it returns."""
+    """Return every operator's peak beyond its inputs and outputs."""
     meter = memory_meter(device)
     numbers: dict[str, Hashable] = {}
     try:
@@ -295,26 +291,26 @@ def _scratch(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torc
     return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}
 
 
-# What operators cost once Inductor has fused them: little to run again, in a kernel that reads their value anyway.
+# Costs of operators fused by Inductor: recomputing is cheap in a kernel that reads the value anyway.
 #
-# To keep a value costs more than before: one kernel writes it, and another one reads it.
+# Run one by one, a cheap operator takes as long as its inputs and output take through memory. Fused, its value stays in
+# a register. So by single operators' times, a partition would keep values that are faster to recompute.
 #
-# Run one by one, an operator that is cheap to compute takes as long as its inputs and output take through memory.
-# Fused,
-# its value stays in a register. So by the times of single operators, a partition would keep values that are faster to
-# make again.
+# Keeping a value costs more than before: one kernel writes it, and another one reads it.
 
 
 _SHARE = 0.15
-"""The part of its time that a fused operator takes. A guess: what it computes, without the way through memory."""
+"""Share of its time that a fused operator takes: computing without memory traffic. A guess: too much keeps values that
+are faster to recompute, too little the reverse.
+"""
 _REDUCED_SHARE = 0.5
-"""The same for what reduces: its input is read once more."""
+"""The same for reductions, whose input is read once more."""
 _SAMPLE_BYTES = 1 << 22
 _FUSED_RUNS = 5
 
 
 def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
-    """The costs of nodes whose fusible operators share kernels; `costs` are those of operators run one by one."""
+    """Return costs with fusible operators sharing kernels; `costs` are those of operators run one by one."""
     kinds = partitioners.get_default_op_list()
     found = {}
     for node, cost in costs.items():
@@ -329,7 +325,7 @@ def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, 
 
 
 def reduces(node: fx.Node) -> bool:
-    """Whether a node's value is smaller than something that it reads: a sum, for example."""
+    """Whether a node's value is smaller than one of its inputs: a sum, for example."""
     value = node.meta.get("val")
     read = [each.meta.get("val") for each in node.all_input_nodes]
     sizes = [each.numel() for each in read if isinstance(each, torch.Tensor)]
@@ -338,7 +334,7 @@ def reduces(node: fx.Node) -> bool:
 
 @cache
 def _seconds_per_byte(device: torch.device) -> float:
-    """Seconds to write a byte into fresh memory, and to read it again."""
+    """Measure the seconds to write a byte into fresh memory, and to read it again."""
     with unset_fake_temporarily(), disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
         source = torch.ones(_SAMPLE_BYTES // 4, device=device)
 

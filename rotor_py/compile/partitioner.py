@@ -36,17 +36,18 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver import Chain
 
-# Dropout's output made again from its mask: a byte for an element is kept in place of four.
+# Recompute dropout's output from its mask, so that one byte per element is kept instead of four.
 #
-# Running dropout again would draw anew. The CPU's operator multiplies by the mask, and then by the scale; so do the two
-# operators that are put beside it, bit for bit. Inductor takes dropout apart by itself, and CUDA's kernel rounds once.
+# Recomputing dropout itself would draw anew. The CPU's operator multiplies by the mask, and then by the scale; the two
+# operators added here do the same, bit for bit. Not on other devices: CUDA's kernel rounds once. Inductor decomposes
+# dropout itself.
 
 
 aten = torch.ops.aten
 
 
 def add_stand_ins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Put what makes a dropout's output from its input and mask beside it; by output, what stands in for it."""
+    """Add nodes that make each dropout's output from its input and mask; return these stand-ins by output."""
     found: dict[fx.Node, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
         source, probability, training = node.args
@@ -78,46 +79,46 @@ _log = logging.getLogger("rotor_py")
 
 @dataclass(frozen=True)
 class BudgetPartitioner(CustomPartitionerFn):
-    """Partitions joint graphs so that each of them stays within `limit`. Partitioners of equal limits are equal."""
+    """Partitions joint graphs so that each stays within `limit`. Partitioners of equal limits are equal."""
 
     limit: int | str
     fused: bool = False
     """Whether Inductor fuses the operators of the graphs."""
     estimated: bool = False
-    """Whether the peak is that of fused code, as far as it can be known, and no bound: who asks for it measures."""
+    """Whether the peak is an estimate for fused code, and no bound: the caller measures."""
     loss: int = 0
-    """Bytes that are taken between the forward and the backward, beside the outputs and their gradients."""
+    """Bytes in use between forward and backward, beyond the outputs and their gradients."""
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
-    """What was chosen last for every frame of the model. Breaks of the graph begin new frames."""
+    """Last choice per frame of the model. Graph breaks begin new frames."""
     reserve: int = 0
-    """Bytes of the limit that the partition leaves to the compiler's own buffers."""
+    """Bytes of the limit reserved for the compiler's own buffers."""
     by_torch: bool | None = None
-    """Of whom the programs are that are chosen among: of PyTorch's partitioner, ours, or both."""
+    """Whether to choose among PyTorch's programs (True), ours (False), or both (None)."""
     _for_graph: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
-        """The same partitioner, which remembers what it chose: the graph of one call alone comes to it."""
+        """Return a copy that remembers its choice: only one call's graph comes to it."""
         return replace(self, reserve=reserve, _for_graph={})
 
     @property
     def weight(self) -> Weight | None:
-        """What was chosen last; None if torch had the graphs in its cache."""
+        """The last choice; None if torch had the graphs in its cache."""
         return self._for_graph.get("weight")
 
     def weight_within(self, limit: int) -> Weight | None:
-        """What would be chosen of the last graph within another limit; None if nothing."""
+        """Return the choice for the last graph within another limit; None if nothing fits."""
         fitting = [each for each in self._for_graph.get("choices", ()) if each.peak <= limit - self.reserve]
         return fitting[-1] if fitting else None
 
     @property
     def rival(self) -> BudgetPartitioner | None:
-        """The same partitioner with a program of the other maker, if that may well be as fast as what was chosen."""
+        """The same partitioner for the other maker's program, if that may be as fast as the chosen one."""
         other = self._for_graph.get("rival")
         return None if other is None else replace(self, by_torch=other.by_torch, _for_graph={})
 
     @property
     def found_least(self) -> bool:
-        """Whether nothing that takes less could have been chosen."""
+        """Whether the choice is the program of least memory."""
         return bool(self._for_graph.get("least"))
 
     def __deepcopy__(self, memo: object) -> BudgetPartitioner:
@@ -129,7 +130,7 @@ class BudgetPartitioner(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The graphs of the forward and of the backward. Raises InfeasibleError if no partition fits."""
+        """Return the graphs of the forward and of the backward. Raises InfeasibleError if no partition fits."""
         num_outputs: int = kwargs["num_fwd_outputs"]
         static_inputs: list[int] | None = kwargs.get("static_lifetime_input_indices")
         prepare(gm)
@@ -199,7 +200,7 @@ class BudgetPartitioner(CustomPartitionerFn):
             )
 
     def uuid(self) -> Any:
-        """What tells PyTorch's caches of compiled graphs apart: the budget, and this code."""
+        """Return the key for PyTorch's caches of compiled graphs: the budget, and this code."""
         limit: object = self.limit
         if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *_accelerators())]
@@ -208,12 +209,12 @@ class BudgetPartitioner(CustomPartitionerFn):
 
 
 def whole_partitioner(limit: int, step: Chain, by_torch: bool | None = None) -> BudgetPartitioner:
-    """For a graph that is compiled whole, in a step that costs `step`. What Inductor makes of it is measured."""
+    """Return a partitioner for a graph compiled whole, in a step that costs `step`. Inductor's code is measured."""
     return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp, by_torch=by_torch)
 
 
 def prepare(module: fx.GraphModule) -> None:
-    """Do to a joint graph what PyTorch's own partitioner does before it chooses."""
+    """Apply to a joint graph the passes of PyTorch's own partitioner before it chooses."""
     module.graph.eliminate_dead_code()
     if config.cse:
         module.graph = fx_graph_cse(module.graph)
@@ -224,7 +225,7 @@ def prepare(module: fx.GraphModule) -> None:
 
 
 def _device(joint: JointGraph) -> torch.device:
-    """The device whose memory counts: an accelerator if the graph uses one."""
+    """Return the device whose memory counts: an accelerator if the graph uses one."""
     tensors = tensors_in([node.meta.get("val") for node in joint.inputs])
     return next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))
 
@@ -235,7 +236,7 @@ def _accelerators() -> list[torch.device]:
 
 @cache
 def code_digest() -> str:
-    """A digest of the files that decide: with other code, equal budgets may be partitioned otherwise."""
+    """Return a digest of this folder's code: other code may partition differently under equal budgets."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -243,7 +244,7 @@ def code_digest() -> str:
 
 
 class Survey(CustomPartitionerFn):
-    """Looks at the partitions of a graph, and ends the compilation."""
+    """Inspects the partitions of a graph, and ends the compilation."""
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
         """Raises OnlySurveyedError."""
@@ -256,7 +257,7 @@ class Survey(CustomPartitionerFn):
         raise OnlySurveyedError(tuple(_foreseen(way, other, usual) for way, other in ways))
 
     def uuid(self) -> str:
-        """Of no matter, since nothing is compiled that could be found again."""
+        """Return a constant: nothing is compiled that a cache could return."""
         return "rotor_py.compile.stage_code"
 
 
@@ -266,10 +267,10 @@ def _foreseen(way: str, found: Candidate, usual: Candidate) -> Foreseen:
     return Foreseen(way, weight.saved, before.saved, temp, weight.seconds / max(before.seconds, 1e-12))
 
 
-# Partitions of compiled stages by the budgets that PyTorch's partitioner has.
+# Partitions of compiled stages by the budgets of PyTorch's partitioner.
 #
-# What to keep is what PyTorch's own partitioner would. The graphs are ours: with a budget, PyTorch's draw the random
-# numbers of a dropout anew in the backward (seen in torch 2.13), and ours draw nothing twice.
+# The kept values are those of PyTorch's own partitioner. The graphs are ours: with a budget, PyTorch's draw a dropout's
+# random numbers anew in the backward (seen in torch 2.13), and ours draw nothing twice.
 
 
 class StagePartitions:
@@ -291,7 +292,7 @@ class _Within(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The graphs of the forward and of the backward."""
+        """Return the graphs of the forward and of the backward."""
         num_outputs: int = kwargs["num_fwd_outputs"]
         static_inputs: list[int] | None = kwargs.get("static_lifetime_input_indices")
         prepare(gm)
@@ -304,5 +305,5 @@ class _Within(CustomPartitionerFn):
         return extract(joint, program, static_inputs)
 
     def uuid(self) -> str:
-        """What tells PyTorch's caches of compiled graphs apart: the budget, and this code."""
+        """Return the key for PyTorch's caches of compiled graphs: the budget, and this code."""
         return f"rotor_py.compile.stage_code {self.budget} {code_digest()}"

@@ -15,19 +15,18 @@ from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, reduces
 from rotor_py.compile.program import Program, Run
 
-# Which values of a compiled graph never come to memory: one kernel makes them and reads them.
+# Find the values of a compiled graph that never reach memory: one kernel makes and reads them.
 #
-# Inductor fuses operators that follow each other, up to the next one that it does not compile itself: a matrix product,
-# a
-# convolution, attention. What passes between fused operators stays in registers. In its place, what it was made from is
-# in memory until it has been read.
+# Inductor fuses consecutive operators, up to the next one that it does not compile itself: a matrix product, a
+# convolution, attention. Values between fused operators stay in registers. Instead, their sources stay in memory until
+# they have been read.
 
 
 def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
-    """The runs whose values stay in registers, views of these included; what is among `ends` is kept in memory.
+    """Return the runs whose values stay in registers, and views of these; `ends` are kept in memory.
 
-    A value that reduces another one is small, and counts as memory. So does one that is read on both sides of an
-    operator that Inductor does not compile.
+    A reduced value is small, and counts as memory. So does a value read on both sides of an operator that Inductor does
+    not compile.
     """
     kinds = partitioners.get_default_op_list()
     readers: dict[Run, list[int]] = {}
@@ -43,7 +42,7 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
     kernel = list(accumulate(apart))
 
     def read_at(run: Run) -> list[int] | None:
-        """Where a value is read, through views as well; None if it is kept."""
+        """Return the positions that read a value, through views as well; None if it is kept."""
         if run in ends:
             return None
         found: list[int] = []
@@ -69,22 +68,21 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
     return inside
 
 
-# The peak of a partitioned graph in bytes: what is live while every operator runs, in the order in which they run.
+# The peak of a partitioned graph in bytes: the memory live while each operator runs, in order.
 #
-#     held throughout   what the caller has: parameters, buffers, inputs
-#     forward           what is still read, returned or saved, and the scratch memory of the operator that runs
-#     loss              what is saved, outputs and their gradients, and what the loss takes beside them
-#     backward          what is saved and still read; outputs, which the caller holds until the step ends, and their
-#                       gradients; gradients of inputs, as soon as they are made; values in between; scratch memory
+#     held throughout   the caller's: parameters, buffers, inputs
+#     forward           values still read, returned or saved, and the running operator's scratch memory
+#     loss              saved values, outputs and their gradients, and the loss's own memory
+#     backward          saved values still to be read; outputs, which the caller holds until the step ends, and their
+#                       gradients; gradients of inputs, once made; temporaries; scratch memory
 #
-# Memory is counted by storages: views cost nothing, and keep what they view. Where operators are `fused`, what stays in
-# registers costs nothing either, and a kernel writes its result over what it reads last. How Inductor fuses is only
-# known
-# once it has: the peak is then an estimate, for code that is measured.
+# Memory is counted by storages: views cost nothing, and keep their base. With `fused` operators, values in registers
+# cost nothing either, and a kernel overwrites inputs that it is the last to read. Inductor's fusion is known only
+# afterwards: the peak is then an estimate, for code that is measured.
 
 
 _Memory = dict[int, "_Block"]
-"""The memory behind a value: blocks, by the storage of the joint graph that each stands for."""
+"""The memory behind a value: blocks, by storage of the joint graph."""
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +95,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What a program costs: its peak in bytes, what it saves, the seconds of all its operators and of what it keeps."""
+    """The costs of a program: peak and saved bytes, and the seconds of all its operators and kept values."""
 
     peak: int
     forward_peak: int
@@ -106,13 +104,13 @@ class Weight:
     seconds: float
     replayed_seconds: float
     curve: tuple[int, ...] = field(default=(), repr=False)
-    """Bytes while every run of the backward runs."""
+    """Live bytes during each run of the backward."""
 
 
 def weigh(
     joint: JointGraph, costs: dict[fx.Node, Cost], program: Program, *, fused: bool = False, loss: int = 0
 ) -> Weight:
-    """Run `program` in numbers; `loss` are the bytes that its loss takes beside its outputs and their gradients."""
+    """Simulate `program`; `loss` are the bytes of its loss beyond its outputs and their gradients."""
     steps: dict[fx.Node, Run] = {}
     for node in program.forward:
         steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
@@ -155,9 +153,9 @@ class _Machine:
     joint: JointGraph
     costs: dict[fx.Node, Cost]
     held: _Memory
-    """What stays throughout."""
+    """Memory held throughout."""
     incoming: _Memory = field(default_factory=dict)
-    """What is there at the start, and freed when it has been read."""
+    """Memory in use at the start, and freed after its last read."""
     fused: bool = False
 
     def __post_init__(self) -> None:
@@ -166,7 +164,7 @@ class _Machine:
         self.made: dict[Run, _Memory] = {}
 
     def run(self, runs: list[Run], ends: Iterable[Run | fx.Node]) -> list[int]:
-        """What is live before anything runs, and while each of `runs` runs, one after the other; `ends` stay."""
+        """Return the live bytes before the first of `runs`, and during each, in order; `ends` stay."""
         ends = list(ends)
         inside = in_registers(self.joint, runs, set(ends)) if self.fused else set()
         new: list[list[_Block]] = []
@@ -193,7 +191,7 @@ class _Machine:
         live = sum(block.size for block in start.values())
         curve = [live]
         freed: set[_Block] = set()
-        kinds = partitioners.get_default_op_list()  # PyTorch makes it anew for whoever asks
+        kinds = partitioners.get_default_op_list()  # PyTorch builds it anew at each call
         for position, run in enumerate(runs):
             live += sum(block.size for block in new[position])
             ended = [
@@ -214,29 +212,29 @@ class _Machine:
 
 
 def _written_over(new: list[_Block], ended: list[_Block]) -> int:
-    """Bytes of what a fused operator makes in the place of what it reads last."""
+    """Return the bytes of a fused operator's results that overwrite inputs after their last read."""
     free = Counter(block.size for block in ended if block not in new)
     return sum(size * min(count, free[size]) for size, count in Counter(block.size for block in new).items())
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCosts:
-    """The costs of operators: `usual` ones, and those where the backward runs a convolution of the forward again.
+    """Operators' costs: `usual` ones, and those for a backward that recomputes a convolution.
 
-    Inductor then lays out the images of all convolutions in another way.
+    Inductor then uses another layout for the images of all convolutions.
     """
 
     joint: JointGraph
     usual: dict[fx.Node, Cost]
     convolving_again: dict[fx.Node, Cost]
     estimated: bool = False
-    """Whether peaks are those of fused code, as far as they can be known."""
+    """Whether peaks are estimates for fused code."""
     loss: int = 0
-    """Bytes that are taken between the forward and the backward, beside the outputs and their gradients."""
+    """Bytes in use between forward and backward, beyond the outputs and their gradients."""
 
     @classmethod
     def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
-        """Of operators that run one by one, or `fused` by Inductor."""
+        """Measure operators that run one by one, or `fused` by Inductor."""
         if not fused:
             alone = operator_costs(joint)
             return cls(joint, alone, alone, loss=loss)
@@ -247,18 +245,18 @@ class GraphCosts:
 
     @property
     def faster_again(self) -> bool:
-        """Whether some operator is faster where the backward runs a convolution again."""
+        """Whether some operator is faster if the backward recomputes a convolution."""
         return any(self.convolving_again[node].seconds < cost.seconds for node, cost in self.usual.items())
 
     def weigh(self, program: Program) -> Weight:
-        """The peak and the seconds of `program`."""
+        """Return the peak and the seconds of `program`."""
         again = any(node.target is torch.ops.aten.convolution.default for node in program.replayed)
         costs = self.convolving_again if again else self.usual
         return weigh(self.joint, costs, program, fused=self.estimated, loss=self.loss)
 
 
 def _lays_out() -> bool:
-    """Whether Inductor lays images out by itself, on the CPU."""
+    """Whether Inductor chooses image layouts itself, on the CPU."""
     from rotor_profiling.torch_compat import inductor_config as config
 
     return bool(config.layout_optimization and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available())

@@ -1,4 +1,4 @@
-"""The order in which both graphs run, and how they are extracted from the joint graph."""
+"""The order in which both graphs run, and their extraction from the joint graph."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rotor_profiling.torch_compat import (
 )
 from rotor_py.compile.joint_graph import JointGraph, ancestors, is_number
 
-# What a partitioned graph does: the operators of its forward and of its backward, in order, and what lies between.
+# A partitioned graph: the operators of its forward and of its backward, in order, and the values between.
 #
-# A `Program` is what is chosen among. It can be weighed (`peak.py`) and made into two graphs (`extract.py`), and says
-# which of the joint graph's nodes run again in the backward, when, and what they read.
+# A `Program` can be weighed (`peak.py`) and made into two graphs (`extract`). It says which of the joint graph's nodes
+# the backward recomputes, when, and from which inputs.
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One run of a node in the backward. `reads` are the runs that made its inputs, or nodes that come from outside."""
+    """One run of a node in the backward. `reads` are the runs that made its inputs, or nodes from outside."""
 
     node: fx.Node
     reads: dict[fx.Node, Run | fx.Node]
@@ -43,26 +43,26 @@ class Program:
 
     @property
     def replayed(self) -> list[fx.Node]:
-        """Nodes of the forward that the backward runs again, as often as it does."""
+        """Nodes of the forward that the backward recomputes, once per run."""
         own = set(self.forward)
         return [run.node for run in self.backward if run.node in own]
 
     def does_as(self, other: Program) -> bool:
-        """Whether it runs the same nodes in the same order as another one of its graph, and keeps the same."""
+        """Whether both run the same nodes in the same order, and save the same."""
         mine, theirs = ([run.node for run in each.backward] for each in (self, other))
         return self.saved == other.saved and self.forward == other.forward and mine == theirs
 
 
 @dataclass
 class BackwardWriter:
-    """Writes the backward, run by run. What is neither kept nor there is made again right before it is read."""
+    """Writes the backward, run by run. Recomputes missing values right before they are read."""
 
     joint: JointGraph
     kept: set[fx.Node]
-    """What the forward keeps: nodes that allocate memory, those that run early included."""
+    """Values that the forward keeps: allocating nodes, including early ones."""
     runs: list[Run] = field(default_factory=list)
     there: dict[fx.Node, Run] = field(default_factory=dict)
-    """Values of the forward that have been made again, and values of the backward."""
+    """Recomputed values of the forward, and values of the backward."""
 
     def __post_init__(self) -> None:
         self.forward = set(self.joint.forward)
@@ -77,7 +77,7 @@ class BackwardWriter:
         self._run(node)
 
     def make(self, node: fx.Node) -> None:
-        """See to it that a value is there."""
+        """Make a value available, recomputing it if necessary."""
         pending, needed = [node], set()
         while pending:
             each = pending.pop()
@@ -89,12 +89,12 @@ class BackwardWriter:
                 self._run(each)
 
     def forget(self, nodes: Iterable[fx.Node]) -> None:
-        """Whoever reads one of these values from now on has it made again."""
+        """Drop these values: later readers have them recomputed."""
         for node in nodes:
             self.there.pop(node, None)
 
     def program(self) -> Program:
-        """The whole, without runs whose values nobody reads."""
+        """Return the whole program, without runs whose values are not read."""
         joint = self.joint
         needed = {run for node in joint.gradients if (run := self.there.get(node)) is not None}
         needed.update(run for run in self.runs if run.node not in self.forward and not run.node.users)
@@ -129,17 +129,17 @@ class BackwardWriter:
         run = Run(node, reads)
         self.runs.append(run)
         self.there[node] = run
-        # A tuple keeps all of its tensors for as long as it is there itself: it is unpacked at once.
+        # A tuple keeps all of its tensors alive: it is unpacked at once.
         for each in self.siblings.get(node, ()):
             if each not in self.kept:
                 self.there[each] = Run(each, {node: run})
                 self.runs.append(self.there[each])
         if node in self.siblings:
-            del self.there[node]  # but not what it has returned
+            del self.there[node]  # but not its elements
 
 
 def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Program:
-    """The program that keeps `kept`, and makes everything else once, right before it is first read."""
+    """Return the program that keeps `kept`, and makes everything else once, right before its first read."""
     writer = BackwardWriter(joint, set(kept))
     for node in joint.backward:
         writer.write(node)
@@ -147,7 +147,7 @@ def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Program:
 
 
 def _siblings(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
-    """By node that returns several tensors, the nodes that unpack it."""
+    """Return, per node with several results, the nodes that unpack it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in (*joint.forward, *joint.backward):
         if node.target is operator.getitem and not is_number(node):
@@ -156,14 +156,14 @@ def _siblings(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _acts(node: fx.Node, forward: set[fx.Node]) -> bool:
-    """Whether a node of the backward does something beside returning a value: a write, for example."""
+    """Whether a node of the backward has an effect besides its value: a write, for example."""
     return node not in forward and node.is_impure()
 
 
 def extract(
     joint: JointGraph, program: Program, static_inputs: list[int] | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The graphs of the forward and of the backward, which run in the order of `program`."""
+    """Return the graphs of the forward and of the backward, which run in the order of `program`."""
     graph = fx.Graph()
     copies: dict[fx.Node | Run, fx.Node] = {}
     runs = {*joint.forward, *program.forward}
@@ -190,7 +190,7 @@ def extract(
     saved = [copies[node] for node in sorted(program.saved, key=joint.order.__getitem__) if _passed_on(node)]
     numbers = [node for node in saved if is_number(node)]
     options: dict[str, Any] = {}
-    # Torch 2.11 finds the nodes that are no tensors among the others by itself.
+    # torch 2.11 finds the nodes that are no tensors among the others itself.
     if is_opaque := getattr(graph_compile, "is_opaque_node", None):
         options["saved_opaque_nodes"] = [node for node in saved if is_opaque(node)]
     apart = {*numbers, *options.get("saved_opaque_nodes", ())}
@@ -205,8 +205,8 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
         **options,
     )
-    # PyTorch leaves a random operator of the forward in the backward, where nobody reads it, if all that it reads is
-    # there. Attention counts as random, and takes long.
+    # PyTorch leaves an unread random operator of the forward in the backward if its inputs are available. Attention
+    # counts as random, and takes long.
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
@@ -218,6 +218,6 @@ def _mapped(value: object, copies: dict[fx.Node | Run, fx.Node]) -> fx.Node | No
 
 
 def _passed_on(node: fx.Node) -> bool:
-    """Whether a value is handed from the forward to the backward. Some reach the backward in other ways."""
+    """Whether a value is passed from the forward to the backward. Some reach the backward in other ways."""
     special = is_bwd_seed_offset(node) or partitioners._is_backward_state(node)
     return node.op != "get_attr" and not special

@@ -1,9 +1,9 @@
-"""Inputs that a compiled forward saves for its backward, saved as they were given.
+"""Save a compiled forward's inputs for the backward in their given layout.
 
-In a graph with convolutions, Inductor lays images out with their channels last, and the weights of convolutions, too.
-It lays out what a forward saves likewise, inputs included: beside every weight, a copy of it would be saved. No
-partition of the graph shows that; of a U-Net, it was 8 MB of 27 MB. But what the caller sees keeps its layout. So saved
-inputs are declared to be seen, and the backward lays each out when it reads it, which takes no longer.
+In a graph with convolutions, Inductor uses channels-last layouts for images and for weights. It does so for saved
+values as well, inputs included, and would save a copy of every weight. No partition of the graph shows that; of a
+U-Net, it was 8 MB of 27 MB. But outputs visible to the user keep their layout. So saved inputs are declared visible,
+and the backward converts each when it reads it, which takes no longer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _SEEN = "user_visible_output_idxs"
 
 
 def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """These options of Inductor, by which a forward saves inputs as they were given.
+    """Return these options of Inductor with a pass that saves inputs as given.
 
-    Passes over graphs that the options have, or else Inductor's configuration, run before.
+    Passes from the options, or else from Inductor's configuration, run before it.
     """
     from rotor_profiling.torch_compat import inductor_config as config
 
@@ -35,7 +35,7 @@ def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SavedInputs(CustomGraphPass):
-    """Declares that the layout of all inputs, and views of inputs, that a graph returns is seen."""
+    """Declares the layout of all returned inputs, and views of inputs, as visible to the user."""
 
     def __call__(self, graph: fx.Graph) -> None:
         end = graph.output_node()
@@ -46,7 +46,7 @@ class SavedInputs(CustomGraphPass):
         end.meta[_SEEN] = sorted(seen.union(end.meta.get(_SEEN, ())))
 
     def uuid(self) -> str:
-        """What tells Inductor's cache of compiled graphs apart."""
+        """Return the key for Inductor's cache of compiled graphs."""
         return "rotor_py.compiled.saved_inputs 1"
 
 

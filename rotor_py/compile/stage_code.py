@@ -25,34 +25,33 @@ if TYPE_CHECKING:
 #
 # Note [The numbers of compiled stages]
 #
-# Inductor fuses operators, and fused operators round otherwise than those of eager mode. A planned step promises the
-# numbers of the same step with everything stored, so all runs of a stage have to round alike: the first forward, the
-# forward that is run again, and the backward of either. Hence
+# Inductor fuses operators, and fused operators round differently from eager ones. A planned step promises the numbers
+# of the same step with everything stored, so all runs of a stage have to round alike: the first forward, the recomputed
+# forward, and the backward of either. Hence
 #
-#  1. A stage is compiled or plain for a whole plan. Which of them it is belongs to the cut (`Cut`), beside the stage's
-#     name. It is no option of a single run, as storing in part is.
-#  2. A kind of stage has the forward and the backward of AOTAutograd's partitioner, which stores what is expensive to
-#     make and no more. A run without a graph is the same forward, on inputs that need no gradient. With a budget, less
-#     is stored (`budgets.py`). That is other code, which may round otherwise: a value that was written
-#     to memory in bfloat16 is made again in a register in float32. So it is a way to store the stage only if it makes
-#     the same bits of the input that is measured, outputs, buffers and gradients (`same_bits.py`). For other batches,
-#     that is likely and no more. Hence within a plan, all runs of a stage are by one code, that of its run with a
-#     graph (`ways_are_code`): what is run again is what ran first, whatever is in the batch. A graph that is compiled
-#     as a whole (`capture/whole_graph.py`) has another partition for each limit. That is other code,
-#     but never mixed within a plan. What is made again are the same operators on the same values, and on the CPU
-#     Inductor lets the compiler contract no products and sums: mostly, all bits are the same. Sums may be in another
-#     order, so this is no promise.
-#  3. What a run depends on beside its inputs is restored as for any stage (`stage.surroundings`). Generated kernels
-#     draw their seed from PyTorch's generator, so the same random state gives the same numbers, and the seed goes to
-#     the backward as a saved tensor. Buffers are inputs of the code, which writes into those that it is given: a later
-#     run is given copies.
-#  4. The backward gives none of its memory away (`donated_buffer`): a graph that is retained goes backward twice.
-#  5. Outputs have the strides that eager mode gives them (`keep_output_stride`, Inductor's default), so that a stage
-#     and its neighbours fit together, whichever of them are compiled. Inputs are saved as they were given, too, and not
-#     as copies in another layout (`saved_inputs.py`).
+#  1. A stage is compiled or plain for a whole plan, as its cut says (`Cut`). Unlike partial storage, this is no option
+#     of a single run.
+#  2. A kind of stage has the forward and the backward of AOTAutograd's partitioner, which stores only values expensive
+#     to make. A run without a graph is the same forward, on inputs that need no gradient. With a budget, less is stored
+#     (`partitioner.py`). That is other code, which may round differently: a value that was written to memory in
+#     bfloat16 is recomputed in a register in float32. So it is a storage mode only if outputs, buffers and gradients on
+#     the measured input have the same bits (`same_bits`). For other batches, that is likely and no more. Hence within a
+#     plan, all runs of a stage use one code, that of its run with a graph (`ways_are_code`): recomputation repeats the
+#     first run for any batch. A graph compiled as a whole (`capture/whole_graph.py`) has another partition for each
+#     limit. That is other code, but never mixed within a plan. It recomputes the same operators on the same values, and
+#     on the CPU Inductor lets the compiler contract no products and sums: mostly, all bits are the same. Sums may be in
+#     another order, so this is no promise.
+#  3. A run's dependencies other than its inputs are restored as for any stage (`stage/forward_state.py`). Generated
+#     kernels draw their seed from PyTorch's generator, so the same random state gives the same numbers, and the seed
+#     reaches the backward as a saved tensor. Buffers are inputs of the code, which writes into them: a later run is
+#     given copies.
+#  4. The backward donates none of its memory (`donated_buffer`): a retained graph goes backward twice.
+#  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that a stage and its
+#     neighbours fit together, compiled or not. Inputs are saved as given, too, and not as copies in another layout
+#     (`saved_inputs.py`).
 #
-# The numbers therefore depend on which stages are compiled, and that may differ from plan to plan. They do not depend
-# on what is stored.
+# The numbers therefore depend on which stages are compiled, which may differ between plans. They do not depend on which
+# values are stored.
 
 
 Config = tuple[tuple[str, Any], ...]
@@ -67,7 +66,7 @@ class NotCompilableError(Exception):
 
 
 class _Output(NamedTuple):
-    """Where a leaf of a stage's output comes from: made by the code, given to it, each by position, or a constant."""
+    """Source of a leaf of a stage's output: made by the code or given to it, each by position, or a constant."""
 
     source: Literal["made", "given", "constant"]
     value: Any
@@ -81,10 +80,10 @@ class StageCode:
         self._outputs = outputs
         self._spec = spec
         self._places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
-        """By stage that has run, where it keeps its tensors: to look for them takes longer than a small kernel."""
+        """Per stage that has run, the places of its tensors: finding them takes longer than a small kernel."""
 
     def run(self, stage: nn.Module, value: Any) -> Any:
-        """Run `stage`, which has to be of the kind that was compiled, on `value`."""
+        """Run `stage`, which has to be of the compiled kind, on `value`."""
         if stage not in self._places:
             self._places[stage] = _places_of(stage)
         arguments = [
@@ -104,19 +103,19 @@ class StageCode:
 
 
 def _places_of(stage: nn.Module) -> list[Place]:
-    """Where `stage` keeps its `owned_tensors`. They may be replaced there by others."""
+    """Return the places of the stage's `owned_tensors`, which may be replaced there."""
     return list({id(tensor): (table, name) for table, name, tensor in owned_slots(stage)}.values())
 
 
 def owned_slots(stage: nn.Module) -> list[Slot]:
-    """Every place where `stage` keeps a parameter, trained or not, or a buffer."""
+    """Return every place where `stage` keeps a parameter, trained or not, or a buffer."""
     tables = [module._parameters for module in stage.modules()]
     parameters = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
     return [*parameters, *buffer_slots(stage)]
 
 
 def owned_tensors(stage: nn.Module) -> list[torch.Tensor]:
-    """The parameters and buffers of `stage`, each once."""
+    """Return the parameters and buffers of `stage`, each once."""
     return list({id(tensor): tensor for _, _, tensor in owned_slots(stage)}.values())
 
 
@@ -127,11 +126,11 @@ def compile_code(
     config: Config,
     partitioner: CustomPartitionerFn | None = None,
 ) -> StageCode:
-    """Compile `stage` for the shapes, strides and dtypes of `value`, and for the autocast that is on.
+    """Compile `stage` for the shapes, strides and dtypes of `value`, and for the active autocast.
 
-    `needs_gradient` says so of every tensor in `value`. What the forward saves is decided by the `partitioner`, or else
-    by AOTAutograd's own. Nothing of the stage is changed. NotCompilableError, or whatever the partitioner, AOTAutograd
-    and Inductor raise, if it cannot be compiled.
+    `needs_gradient` has one entry for every tensor in `value`. The `partitioner`, or else AOTAutograd's own, decides
+    which values the forward saves. Leaves the stage unchanged. Raises NotCompilableError, or any error of the
+    partitioner, AOTAutograd and Inductor, if it cannot be compiled.
     """
     if partitioner is not None:
         config = (*config, ("custom_partitioner_fn", partitioner))
@@ -147,22 +146,22 @@ def compile_code(
 
 
 def _refuse_other_tensors(tensors: list[torch.Tensor]) -> None:
-    """NotCompilableError for tensors that are more than their memory."""
+    """Raise NotCompilableError for tensors that are not plainly strided."""
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise NotCompilableError(f"it uses a {type(tensor).__name__} of layout {tensor.layout}")
 
 
 class _TensorFunction(nn.Module):
-    """A stage as a function from tensors to tensors, which returns what the stage makes.
+    """A stage as a function from tensors to the tensors that it makes.
 
-    Its first inputs are the stage's parameters and buffers. Where everything else that the stage returns comes from is
-    noted in `outputs` and `spec`, once, by `note_outputs`.
+    Its first inputs are the stage's parameters and buffers. `note_outputs`, called once, records the sources of all
+    returned values in `outputs` and `spec`.
     """
 
     def __init__(self, stage: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
         super().__init__()
-        self._stage = (stage,)  # in a tuple, where nobody finds its parameters: they are inputs
+        self._stage = (stage,)  # in a tuple, which hides its parameters: they are inputs
         self._slots = owned_slots(stage)
         self._owned = [id(tensor) for tensor in owned_tensors(stage)]
         # Without the tensors: this object lives as long as the code.
@@ -174,9 +173,9 @@ class _TensorFunction(nn.Module):
         self.spec: TreeSpec | None = None
 
     def note_outputs(self, *tensors: torch.Tensor) -> None:
-        """Run the stage, and note what it returns. NotCompilableError if it makes no tensor."""
-        # Not whenever it is traced: AOTAutograd passes on other objects than it was given, so a tensor that the stage
-        # hands on would not be known again.
+        """Run the stage, and record the sources of its outputs. Raises NotCompilableError if it makes no tensor."""
+        # Not at every tracing: AOTAutograd passes on other objects than it was given, so a tensor that the stage passes
+        # on would not be recognized.
         returned, self.spec = tree_flatten(self._returned(tensors))
         for position, leaf in enumerate(returned):
             given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
@@ -195,7 +194,7 @@ class _TensorFunction(nn.Module):
         return tuple(returned[position] for position in self._made)
 
     def as_graph(self) -> fx.GraphModule:
-        """A graph that calls this function: Inductor takes graphs, and traces into it."""
+        """Return a graph that calls this function: Inductor takes graphs, and traces into it."""
         graph = fx.Graph()
         inputs = [graph.placeholder(f"tensor_{i}") for i in range(len(self._owned) + len(self._positions))]
         made = graph.call_module("stage", tuple(inputs))
@@ -222,7 +221,7 @@ def _compile(
 def _compile_quietly(
     function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
 ) -> Callable[..., Any]:
-    # Here, and not at the top: Inductor takes a second to import, and most plans do without it.
+    # Imported here: Inductor takes a second to import, and most plans do without it.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from rotor_profiling.torch_compat import (
@@ -235,7 +234,7 @@ def _compile_quietly(
     )
     from rotor_py.compile.saved_inputs import saving_inputs
 
-    # Fake tensors in a mode with shapes: without that, Inductor does not look into its cache on disk.
+    # Fake tensors in a mode with shapes: without that, Inductor does not use its cache on disk.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake = [
         mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(flag)
@@ -245,18 +244,18 @@ def _compile_quietly(
         function.note_outputs(*fake)
     context = TracingContext(mode)
     with (
-        disable_current_modes(),  # whoever watches the first run of a stage would see its tracing
+        disable_current_modes(),  # observers of a stage's first run must not see its tracing
         tracing(context),
         torch.enable_grad(),
-        # Rule 4. The backward at once, since a first backward is not to take the time. AOTAutograd's own cache goes by
-        # the graph that it is given, in which all stages are one call: it would take one stage for another. Inductor's
-        # goes by the operators that were traced.
+        # Rule 4. Compile the backward at once, so that the first backward does not take the time. AOTAutograd's own
+        # cache is keyed by the graph that it is given, in which all stages are one call: it would take one stage for
+        # another. Inductor's is keyed by the traced operators.
         functorch_config.patch(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
     ):
         call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
-    # PyTorch takes None, which stands for "nobody looked", for "some", and would refuse a graph that is retained.
+    # PyTorch takes None, which stands for "not checked", for "some", and would refuse a retained graph.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
     return cast(Callable[..., Any], call)
@@ -267,9 +266,10 @@ Compile = bool | str | Mapping[str, Any]
 
 
 def config_of(given: Compile) -> Config | None:
-    """The options of Inductor that `compile=` stands for; None where nothing is to be compiled.
+    """Return the options of Inductor that `compile=` stands for; None if nothing is compiled.
 
-    ValueError for a mode or an option that does not exist, or that records CUDA graphs; TypeError for anything else.
+    Raises ValueError for a mode or an option that does not exist, or that records CUDA graphs; TypeError for anything
+    else.
     """
     if given is False:
         return None
@@ -282,7 +282,7 @@ def config_of(given: Compile) -> Config | None:
     mode = given if isinstance(given, str) else None
     options = dict(given) if isinstance(given, Mapping) else None
     try:
-        # What torch.compile itself makes of a mode and of options, with its checks.
+        # As torch.compile reads a mode and options, with its checks.
         found: dict[str, Any] = torch_compat.TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
         raise InvalidValueError(f"compile={given!r}: {error}", kind="unknown_value", name="compile") from error
@@ -290,7 +290,7 @@ def config_of(given: Compile) -> Config | None:
 
 
 def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
-    """These options of Inductor. ValueError if CUDA graphs would be recorded; `what` says who gave them."""
+    """Return these options of Inductor. Raises ValueError if they record CUDA graphs; `what` names their source."""
     from rotor_profiling.torch_compat import inductor_config as config  # here, since most plans do without Inductor
 
     if "triton.cudagraphs" not in options and config.triton.cudagraphs:
@@ -305,24 +305,25 @@ def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
     return tuple(sorted(options.items()))
 
 
-# The ways to store a compiled stage: other partitions of its graph, by the budgets that PyTorch's partitioner has.
+# Storage modes of a compiled stage: other partitions of its graph, by the budgets of PyTorch's partitioner.
 #
-# Without a budget, that keeps what is expensive to make, and what is cheap runs again in kernels that are there anyway.
-# With one, it keeps so much of that, and operators such as products of matrices run again in the compiled backward.
+# Without a budget, it keeps values that are expensive to make, and recomputes cheap ones in existing kernels. With one,
+# it keeps that share of them, and the compiled backward also recomputes operators such as matrix products.
 
 
 BUDGETS = (0.6, 0.3, 0.1)
-"""Parts of what is kept without a budget. A guess: a stage is small, and further ones are often the same partition."""
+"""Shares of the bytes kept without a budget. A guess: a stage is small, and further ones often give the same partition.
+"""
 _WAY = "within a budget of {:.0%}"
 
 
 def way_of(budget: float) -> str:
-    """The name of the way to store a stage with this budget."""
+    """Return the name of the storage mode with this budget."""
     return _WAY.format(budget)
 
 
 def budget_of(way: str) -> float:
-    """The budget of a way. ValueError if it is another way."""
+    """Return the budget of a storage mode. Raises ValueError for any other."""
     for budget in BUDGETS:
         if way == way_of(budget):
             return budget
@@ -330,16 +331,16 @@ def budget_of(way: str) -> float:
 
 
 def is_budget(way: str) -> bool:
-    """Whether a way to store a stage is one of compiled code."""
+    """Whether a storage mode is one of compiled code."""
     return way in map(way_of, BUDGETS)
 
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """How a partition differs from the one without a budget, as far as the graph of forward and backward shows.
+    """Predicted difference of a partition from the one without a budget, by the joint graph.
 
-    It saves so many `bytes` instead of `usual_bytes`, takes `temp_bytes` more beside them while the backward runs, and
-    in all `longer` times as long.
+    It saves `bytes` instead of `usual_bytes`, takes `temp_bytes` more in its backward, and `longer` times the time in
+    all.
     """
 
     way: str
@@ -350,7 +351,7 @@ class Foreseen:
 
 
 class OnlySurveyedError(Exception):
-    """Ends a compilation whose joint graph was only to be looked at."""
+    """Ends a compilation that only inspected its joint graph."""
 
     def __init__(self, found: tuple[Foreseen, ...]) -> None:
         super().__init__()
@@ -361,7 +362,7 @@ class Partitions(Protocol):
     """The partitions of stages by budgets."""
 
     def survey(self) -> CustomPartitionerFn:
-        """What stands in for a partitioner, and raises OnlySurveyedError."""
+        """Return a partitioner that only surveys, and raises OnlySurveyedError."""
 
     def within(self, budget: float) -> CustomPartitionerFn:
-        """What partitions a stage by this budget."""
+        """Return a partitioner of stages for this budget."""

@@ -1,1 +1,1 @@
-"""A captured graph: what is known of it, where it is cut, and the stages that are made of it."""
+"""A captured graph: its facts, its cut points, and the stages made of it."""

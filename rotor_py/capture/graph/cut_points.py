@@ -1,8 +1,8 @@
-"""Where a graph is cut into stages: where a single tensor is live, beside those that are carried past the cuts.
+"""Cut a graph into stages where a single tensor is live, apart from carried ones.
 
 A stage of a chain has one input. Between the blocks of a network usually one tensor is live, and a cut there costs
 nothing. A tensor that stays live over many blocks (an encoder's output, a skip connection) would forbid every cut in
-between. So it is carried: handed on from stage to stage beside the main tensor.
+between. So it is carried: each stage passes it on with its main output.
 """
 
 from __future__ import annotations
@@ -28,41 +28,40 @@ from rotor_py.capture.graph.graph_nodes import (
 )
 
 _HUGE = 0.3
-"""A stage that makes more than this part of all bytes is cut further, by carrying tensors past the cuts. A guess,
-between two evils: a plan cannot save much inside one stage, and a carried tensor stays in memory all the way.
+"""Share of all bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more, large
+stages stay in which a plan cannot save much; with less, more carried tensors stay in memory all the way.
 """
 _WORTHWHILE = 4
-"""The fewest new cuts for which one more tensor is carried. A guess: for fewer, it costs more than it gains."""
+"""Fewest new cuts for which one more tensor is carried. A guess: fewer cost more than they gain."""
 _SMALL = 0.25
-"""A stage that makes less than this part of an average stage's bytes is joined to the next. A guess: a cut after every
-reshape would make the solver slower, and save nothing.
+"""Share of an average stage's bytes below which a stage is joined to the next. A guess: a cut after every reshape would
+slow down the solver, and save nothing.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class CutPoints:
-    """Where the stages of a graph end, in positions of its body."""
+    """Stage boundaries, as positions in the graph's body."""
 
     ends: list[int]
-    """The position of the last node of every stage, in increasing order."""
+    """Position of each stage's last node, increasing."""
     carried: list[fx.Node]
-    """The tensors that are carried past cuts beside the main one."""
+    """Tensors carried past cuts with the main one."""
     live: list[list[fx.Node]]
-    """live[p] are the values that are made up to position p and needed after it."""
+    """live[p]: values made up to position p and read after it."""
 
 
 def weights_of(facts: GraphFacts) -> list[int]:
-    """How much of the graph's work each node of the body is: one, and more where it makes more bytes."""
-    # Bytes that a node makes stand for its work: times are known only once stages are measured, and stages only once
-    # the graph is cut.
+    """Return the work of each node of the body: its new bytes, at least one."""
+    # Bytes stand for work: times are known only once stages are measured, and stages only once the graph is cut.
     return [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
 
 
 def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> CutPoints:
-    """Cut where one tensor is live, into at most `granularity` stages; `weights` are those of the body's nodes.
+    """Cut where one tensor is live, into at most `granularity` stages; `weights` has one entry per body node.
 
-    While a stage is too large, one of the tensors that are live inside the largest one is carried: the tensor that
-    allows most new cuts. Stages that do next to nothing are joined to the next one.
+    While a stage is too large, carry one of the tensors live inside the largest: the one that allows most new cuts.
+    Join tiny stages to the next one.
     """
     live = _liveness(facts)
     crossings = _Crossings(facts, live)
@@ -74,7 +73,7 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
             break
         inside = {node for position in range(low, high - 1) for node in live[position]}
         gained = crossings.gained(carried)
-        # In the order of the graph, of equals the first: processes that train together have to cut alike.
+        # In the order of the graph, the first among equals: processes that train together have to cut alike.
         best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
         if best is None or gained[best] < _WORTHWHILE:
             break
@@ -89,13 +88,13 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
-    """Cut a graph where `other` was cut at `cuts`; None if it cannot be cut there, or if it is not the same graph.
+    """Cut a graph where `other` was cut at `cuts`; None if it has no such cuts, or is another graph.
 
-    Where it is cut by itself depends on its sizes, and a plan serves smaller ones only if its stages are the same.
+    Its own cuts would depend on its sizes, but a plan serves other sizes only with the same stages.
     """
     if facts.operators != other.operators:
         return None
-    # Numbers, and what computes them, are other nodes where sizes are known than where they are open.
+    # Numbers, and the nodes that compute them, differ between known and open sizes.
     here, there = ([at for at, node in enumerate(each.body) if tensors_of(node)] for each in (facts, other))
     partner = {other.body[at]: facts.body[position] for at, position in zip(there, here, strict=True)}
     live = _liveness(facts)
@@ -110,7 +109,7 @@ def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> Cu
 
 
 def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
-    """For every position, the values made up to it that a later node or the caller reads."""
+    """Return, per position, the values made up to it that a later node or the caller reads."""
     position = {node: at for at, node in enumerate(facts.body)}
     last = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in facts.body}
     last |= {node: len(facts.body) for node in facts.outputs if node in position}
@@ -123,7 +122,7 @@ def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
 
 
 class _Crossings:
-    """The positions where a stage may end at all, with the tensors that are live there."""
+    """The positions where a stage may end, with the tensors live there."""
 
     def __init__(self, facts: GraphFacts, live: list[list[fx.Node]]) -> None:
         tensors = {node: tensors_of(node) for node in facts.body}
@@ -132,8 +131,8 @@ class _Crossings:
         self._live: dict[int, list[fx.Node]] = {}
         unfinished = _unfinished(facts)
         for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
-            # A mark belongs into one stage with the module beside it. A stage must not end where gradients are off:
-            # none would arrive at its output. From an input that it overwrites, no stage could be run again.
+            # A mark belongs into one stage with its module. A stage must not end where gradients are off: none would
+            # arrive at its output. A stage that overwrites its input could not be recomputed from it.
             if _begins_module(node) or following.target is leave or not facts.modes[node].gradients or at in unfinished:
                 continue
             here = [each for each in live[at] if tensors[each]]
@@ -148,12 +147,12 @@ class _Crossings:
         }
 
     def possible(self, carried: list[fx.Node]) -> list[int]:
-        """The positions after which a stage may end if these tensors are carried; the last is the end of the graph."""
+        """Positions after which a stage may end if these tensors are carried; the last is the graph's end."""
         found = [at for at, main in self._beside(carried).items() if self._is_one(main)]
         return [*found, self._end]
 
     def gained(self, carried: list[fx.Node]) -> Counter[fx.Node]:
-        """How many more positions are possible if one more tensor is carried: for each that gains any."""
+        """Count, for each further tensor to carry, the positions that it makes possible; omits zeros."""
         blocked = [main for main in self._beside(carried).values() if not self._is_one(main)]
         return Counter(
             node
@@ -164,7 +163,7 @@ class _Crossings:
         )
 
     def _beside(self, carried: list[fx.Node]) -> dict[int, list[fx.Node]]:
-        """What is live at each position, but for what is carried."""
+        """Live tensors at each position, except carried ones."""
         aside = set(carried)
         return {at: [node for node in live if node not in aside] for at, live in self._live.items()}
 
@@ -173,7 +172,7 @@ class _Crossings:
 
 
 def _unfinished(facts: GraphFacts) -> set[int]:
-    """The positions after which a later node writes to what was made before."""
+    """Return positions after which a later node writes to an earlier value."""
     position = {node: at for at, node in enumerate(facts.body)}
     found: set[int] = set()
     for node in facts.body:
@@ -184,21 +183,21 @@ def _unfinished(facts: GraphFacts) -> set[int]:
 
 def _begins_module(node: fx.Node) -> bool:
     """Whether parameters have just been gathered: a cut here would keep them until the next stage."""
-    # `enter` returns a tuple, whose parts are nodes that follow it.
+    # `enter` returns a tuple, whose elements are nodes that follow it.
     if node.target is operator.getitem:
         return bool(node.all_input_nodes[0].target is enter)
     return node.target is enter
 
 
 def _largest(ends: list[int], weights: list[int]) -> tuple[int, int]:
-    """The first position of the heaviest stage, and the one after its last."""
+    """Return the bounds of the heaviest stage: its first position, and one past its last."""
     bounds = [0, *(end + 1 for end in ends)]
     pairs = list(itertools.pairwise(bounds))
     return max(pairs, key=lambda pair: sum(weights[pair[0] : pair[1]]))
 
 
 def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
-    """The ends without those of stages lighter than the part `smallest` of all, which are joined to the next stage."""
+    """Return the ends after joining stages lighter than the share `smallest` of all to the next stage."""
     least, kept, begin = smallest * sum(weights), [], 0
     for end in ends[:-1]:
         if sum(weights[begin : end + 1]) >= least:
@@ -209,14 +208,10 @@ def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
     return [*kept, ends[-1]]
 
 
-# Names for the pieces of a graph, after the modules of the model that they come from.
-
-
 def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
-    """A name for each piece: the path of the module in which its nodes weigh most.
+    """Name each piece after the module in which its nodes weigh most.
 
-    The path ends one level below the part that all modules of the piece share. A name that occurs more than once is
-    numbered.
+    The path ends one level below the part that all modules of the piece share. Repeated names are numbered.
     """
     found = []
     for piece in pieces:

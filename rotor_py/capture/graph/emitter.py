@@ -1,4 +1,4 @@
-"""Nodes of a captured graph, copied into a graph of their own."""
+"""Copy nodes of a captured graph into a graph of their own."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 
 class Emitter:
-    """Copies nodes of a captured graph into a new one, and switches on the modes that each of them was in.
+    """Copies nodes of a captured graph into a new one, in the modes (autocast, gradients) that each was in.
 
-    `inputs` become the new graph's placeholders. What else the nodes read (parameters, buffers, bodies of operators)
-    becomes its attributes. Two emitters have an equal `signature` if their nodes do the same.
+    `inputs` become the new graph's placeholders. Other values read by the nodes (parameters, buffers, bodies of
+    operators) become its attributes. Two emitters have an equal `signature` if their nodes do the same.
     """
 
     def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node]) -> None:
@@ -54,7 +54,7 @@ class Emitter:
         self._gradients_off: fx.Node | None = None
 
     def add(self, node: fx.Node) -> None:
-        """Copy a node. Those that it reads have to be inputs, or copied before."""
+        """Copy a node. The nodes that it reads have to be inputs, or copied before."""
         self._switch(self.facts.modes[node])
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
@@ -71,16 +71,16 @@ class Emitter:
         self._numbers[node] = len(self._numbers)
 
     def add_module(self, name: str, module: nn.Module, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> None:
-        """Call `module` in the place of nodes: with a tuple of what they read, for a tuple of what they make."""
-        self._switch(Modes())  # the module switches on by itself what its nodes were in
+        """Call `module` in place of nodes: maps a tuple of their inputs `reads` to a tuple of their results `makes`."""
+        self._switch(Modes())  # the module enters its nodes' modes itself
         self.attributes[name] = module
         made = self.graph.call_module(name, (tuple(map(self._copied, reads)),))
         for position, node in enumerate(makes):
             self.copies[node] = self.graph.call_function(operator.getitem, (made, position))
 
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
-        """The new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
-        self._switch(Modes())  # leaves every autocast region that is open
+        """Return the new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
+        self._switch(Modes())  # leaves every open autocast region
         made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
         self.graph.output(made)
         self.signature.append(("output", self._plain(tuple(outputs))))
@@ -97,7 +97,7 @@ class Emitter:
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
             # By number: stages that do the same share code, which finds attributes by name. The graphs of a sharded
-            # model are cut further, and their pieces share tables by the names that nodes have.
+            # model are cut further, and their pieces share tables by the names of nodes.
             name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
             if node in self.facts.sharded:
                 # Not the parameter itself, but its place in the module's table: gathering puts another one there.
@@ -127,13 +127,13 @@ class Emitter:
             self.graph.call_function(torch_compat.set_grad_enabled, (self._gradients_off,))
             self._gradients_off = None
         elif not modes.gradients and self._gradients_off is None:
-            # Remembered and put back, not switched on afterwards: the piece may itself run without a graph.
+            # Restored afterwards, not switched on: the piece may itself run under `no_grad`.
             self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
             self.graph.call_function(torch_compat.set_grad_enabled, (False,))
             self.signature.append("no gradients")
 
     def _plain(self, value: Any) -> Hashable:
-        """An argument for the signature, with nodes by number: their names differ from piece to piece."""
+        """Return an argument for the signature, with nodes by number: their names differ between pieces."""
         if isinstance(value, fx.Node):
             if value not in self._numbers:
                 self._numbers[value] = len(self._numbers)
@@ -147,14 +147,14 @@ class Emitter:
         return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike.any_but(value)
 
 
-# A stage of a sharded model in pieces: what stands between two marks can be compiled, and the marks cannot.
+# Split a stage of a sharded model into pieces between marks: these can be compiled, the marks cannot.
 #
-# A mark calls a hook of FSDP, which gathers parameters or lets go of them. Compiled code would not see that happen, so
-# the marks stay outside. Between two marks nothing is gathered and nothing let go of: a piece finds whole parameters.
+# A mark calls a hook of FSDP, which gathers or frees parameters. Compiled code would not see that happen, so the marks
+# stay outside. Nothing is gathered or freed between two marks: a piece finds whole parameters.
 
 
 class Piece(nn.Module, StageOffers, HasKind):
-    """Nodes of a stage, none of which is a mark: from a tuple of values to a tuple of values."""
+    """Nodes of a stage without marks: maps a tuple of values to a tuple of values."""
 
     def __init__(self, body: fx.GraphModule, signature: Hashable, needs_gradient: Sequence[bool]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Piece(nn.Module, StageOffers, HasKind):
 
 @dataclass(frozen=True, slots=True)
 class MarkedStage:
-    """The nodes of a stage as the model's graph has them, marks among them, with what goes in and what comes out."""
+    """A stage's nodes as in the model's graph, marks included, with the stage's inputs and outputs."""
 
     facts: GraphFacts
     nodes: Sequence[fx.Node]
@@ -180,10 +180,7 @@ class MarkedStage:
     outputs: Sequence[fx.Node]
 
     def in_pieces(self, body: fx.GraphModule, wrap: Wrap) -> fx.GraphModule:
-        """The stage's graph, with `wrap(piece)` in the place of every piece.
-
-        `body` is the graph without pieces.
-        """
+        """Return the stage's graph with `wrap(piece)` in place of every piece; `body` is the graph without pieces."""
         emitter = Emitter(self.facts, self.inputs)
         end = 0
         for number, (is_mark, group) in enumerate(itertools.groupby(self.nodes, lambda node: node.target in MARKS)):
@@ -198,10 +195,10 @@ class MarkedStage:
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
-        """What has parameters gathered that are read, by their numbers as nodes of `body`, the stage's graph.
+        """Return a context that gathers parameters to read, by their node numbers in `body`, the stage's graph.
 
-        Which parameters are there when a backward asks for a value is up to FSDP. They are for the module whose
-        backward it is, which need not be the one whose parameters the value is made from.
+        When a backward asks for a value, FSDP has gathered the parameters of the module whose backward runs. The value
+        may be made from those of another module.
         """
         sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
         groups: dict[fx.Node, ShardGroup] = {}
@@ -240,19 +237,19 @@ class MarkedStage:
         return Piece(found, tuple(emitter.signature), need_gradients(reads))
 
     def _reads(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        """What the nodes read that others make, the model's own tensors aside."""
+        """Return the nodes' inputs from outside, except the model's own tensors."""
         own = {*nodes, *self.facts.owned, *self.facts.modules}
         return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own))
 
     def _makes(self, nodes: list[fx.Node], end: int) -> list[fx.Node]:
-        """What is read of the nodes by those from `end` on, or returned."""
+        """Return the values of `nodes` that are outputs, or read by nodes from `end` on."""
         later = {*self.outputs, *(each for node in self.nodes[end:] for each in node.all_input_nodes)}
         return [node for node in nodes if node in later]
 
     def _worth_compiling(self, nodes: list[fx.Node], makes: list[fx.Node]) -> bool:
-        """Whether the nodes compute anything, and write into nothing but their own memory and the model's buffers.
+        """Whether the nodes compute anything, and write only into their own memory and the model's buffers.
 
-        Compiled code makes a new tensor of one that it writes into, and earlier pieces have handed that on already.
+        Compiled code makes a new tensor of one that it writes into, which earlier pieces have already passed on.
         """
         own = {*nodes, *self.facts.owned}
         if any(memory_root(each) not in own for node in nodes for each in written_by(node)):
@@ -261,6 +258,6 @@ class MarkedStage:
 
 
 def _on_the_tables_of(body: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
-    """`graph` with the parameters and buffers that `body` has: whoever replaces them there replaces them here."""
+    """Share the parameter and buffer tables of `body`, so that replacing one there replaces it in `graph`."""
     graph.__dict__["_parameters"], graph.__dict__["_buffers"] = body._parameters, body._buffers
     return graph

@@ -1,9 +1,9 @@
-"""Reading a captured graph once, before it is cut: what carries a gradient, what does not, and under which modes.
+"""Read a captured graph once, before it is cut: gradients, modes, context and body.
 
-The nodes are divided into a context and a body. What carries no gradient (masks, positions, rotary tables) needs no
-backward, so it runs once, before the first stage, and all stages share it; the body is what is cut into stages. If the
-context stayed where the model has it, a mask that every layer reads would be live at every position, so no position
-would have a single live tensor to cut at.
+The nodes are divided into a context and a body. Nodes without gradient (masks, positions, rotary tables) need no
+backward, so they run once, before the first stage, and all stages share their values; the body is cut into stages. Left
+in place, a mask that every layer reads would be live at every position, so no position would have a single live tensor
+to cut at.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """What is switched on around a node: autocast regions, by the node that enters each, and gradients."""
+    """Modes around a node: autocast regions, by the node that enters each, and gradients."""
 
     autocast: tuple[fx.Node, ...] = ()
     gradients: bool = True
@@ -49,31 +49,32 @@ class GraphFacts:
     """A graph, read once. Together, `context` and `body` are all nodes that compute something."""
 
     context: list[fx.Node]
-    """The nodes that carry no gradient and can run before all others, in the order of the graph."""
+    """Nodes without gradient that can run before all others, in the order of the graph."""
     body: list[fx.Node]
     """The other nodes, in the order of the graph."""
     outputs: list[Any]
     modes: dict[fx.Node, Modes]
     owned: dict[fx.Node, torch.Tensor]
-    """The placeholders that are parameters or buffers of the model."""
+    """Placeholders that are parameters or buffers of the model."""
     modules: dict[fx.Node, nn.Module]
-    """The nodes that name a module, such as the body of a higher-order operator."""
+    """Nodes that name a module, such as the body of a higher-order operator."""
     given: list[fx.Node]
-    """The other placeholders: what the caller passes in."""
+    """The other placeholders: the caller's inputs."""
     sizes: Sizes
-    """What the symbols of the graph stand for."""
+    """Values of the graph's symbols."""
     marks: FSDPMarks | None = None
     written: set[fx.Node] = field(default_factory=set)
-    """The nodes into whose memory the body may write. Whoever reads it after that has to run in the body, too."""
+    """Nodes whose memory the body may write. Readers after such a write have to run in the body, too."""
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
-    """The owned placeholders that are holes, each with its parameter's place and the group that it is gathered with."""
+    """Owned placeholders that are holes, each with its parameter's place and FSDP group."""
     codes: Codes = field(default_factory=Codes)
-    """The code of stages, which those share that do the same."""
+    """Code shared by equal stages."""
 
     @property
     def operators(self) -> list[str]:
-        """What makes the tensors of the body, in order, and which of them need a gradient, as of what is given: equal
-        for graphs that do the same, if for other sizes.
+        """Operators of the body's tensors, in order, and which tensors need a gradient, with those of `given`.
+
+        Equal for graphs that do the same, possibly for other sizes.
         """
         given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
@@ -83,13 +84,13 @@ class GraphFacts:
 def read_graph(
     graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
-    """Read a graph that is to be called with `inputs`; `buffers` are the ids of the model's buffers."""
+    """Read a graph that will be called with `inputs`; `buffers` are the ids of the model's buffers."""
     values = list(inputs)
     sizes = Sizes([node for node in graph_module.graph.nodes if node.op == "placeholder"], values)
     late: set[fx.Node] = set()
     while True:
         facts = _read(graph_module, values, _Reader(sizes, buffers, marks, late))
-        # All stages share what the context makes, so none may write into it: whoever ran again would write again.
+        # All stages share the context's results, so none may write into them: a recomputed stage would write again.
         written = {node for node in facts.context if memory_root(node) in facts.written}
         if not written:
             return facts
@@ -119,11 +120,11 @@ class _Reader:
         self._places = marks.places if marks else {}
         self._modes = Modes()
         self._late = late
-        """What has to be made in the body."""
+        """Nodes that have to stay in the body."""
         self._early: set[fx.Node] = set()
-        """What is there before the body runs: values from the caller, frozen parameters, and the context."""
+        """Values available before the body runs: the caller's, frozen parameters, and the context's."""
         self._read_by_body: set[fx.Node] = set()
-        """The nodes whose memory the body has read so far."""
+        """Nodes whose memory the body has read so far."""
 
     def read_input(self, node: fx.Node, value: Any) -> None:
         facts = self.facts
@@ -143,7 +144,7 @@ class _Reader:
         facts = self.facts
         facts.modes[node] = self._modes
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
-            # Modes become facts about nodes: a stage that begins inside a region enters it by itself.
+            # Modes become facts about nodes: a stage that begins inside a region enters it itself.
             self._modes = _switched(self._modes, node)
         elif self._is_early(node):
             self._early.add(node)
@@ -154,13 +155,13 @@ class _Reader:
             facts.body.append(node)
             self._read_by_body.update(map(memory_root, node.all_input_nodes))
             self.facts.written.update(map(memory_root, written_by(node)))
-            if "_norm" in name_of(node):  # it may move its running statistics
+            if "_norm" in name_of(node):  # it may update its running statistics
                 self.facts.written.update(each for each in node.all_input_nodes if self._is_buffer(each))
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether a node can run before all nodes of the body, with the same result."""
-        # Random numbers have to be drawn in the model's order. A norm may move its running statistics; measuring puts
-        # them back after a stage, but not after the context. A mark has to run where it stands.
+        # Random numbers have to be drawn in the model's order. A norm may update its running statistics; measuring
+        # restores them after a stage, but not after the context. A mark has to run in place.
         if (
             node in self._late
             or carries_gradient(node)
@@ -178,7 +179,7 @@ class _Reader:
             return False
         if not self.facts.written.isdisjoint(map(memory_root, inputs)):
             return False
-        # Moved before the body, a write would be seen too early by nodes of the body that have read its target.
+        # Moved before the body, a write would reach nodes of the body that have read its target before.
         if any(
             target.op in ("placeholder", "get_attr") or target in self._read_by_body
             for target in map(memory_root, written_by(node))
@@ -191,10 +192,10 @@ class _Reader:
 
 
 def written_input(facts: GraphFacts) -> fx.Node | None:
-    """A node that writes into a tensor that the model is called with."""
+    """Return a node that writes into an input of the model, if any."""
     for node in facts.body:
         for target in map(memory_root, written_by(node)):
-            # Dynamo names a placeholder after the place of its value: `args` or `kwargs` of the compiled function.
+            # Dynamo names a placeholder after its source: `args` or `kwargs` of the compiled function.
             if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_")):
                 return node
     return None
@@ -205,13 +206,13 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
         return Modes(now.autocast, bool(node.args[0]))
     if node.target is _ENTER:
         return Modes((*now.autocast, node), now.gradients)
-    # The node that leaves a region has the one that entered it as its argument.
+    # The node that leaves a region has the entering one as its argument.
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
 def _is_named_as_buffer(node: fx.Node, value: Any) -> bool:
     """Whether Dynamo found the value in a module's buffers.
 
-    The ids alone would not do: a backend of torch.compile is not given the model, and has none.
+    Ids alone do not suffice: a backend of torch.compile does not get the model, and has none.
     """
     return isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)

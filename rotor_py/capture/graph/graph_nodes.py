@@ -1,6 +1,4 @@
-"""What a single node of a captured graph says about itself: its tensors, its memory, whether it writes into an input
-or draws random numbers.
-"""
+"""Facts about a single node of a captured graph: its tensors, memory, in-place writes and random draws."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ from torch.nn import functional
 from rotor_profiling.storage import local
 from rotor_profiling.torch_compat import tree_leaves
 
-# The sizes of a graph's tensors in numbers: one graph serves many shapes, and has symbols for what may differ.
+# Numbers for the symbolic sizes of a graph that serves many shapes.
 #
-# Cuts and what stages keep are decided by bytes. A symbol has a size that TorchDynamo saw when it traced the graph, but
-# that may have been for another input, or for another model that is built alike. What counts is what comes in now.
+# Bytes decide cuts and saved values. A symbol's hint is the size at tracing, which may have been for another input, or
+# for another model built alike. The present input's sizes count.
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -37,7 +35,7 @@ class Sizes:
         for node, argument in zip(placeholders, arguments, strict=True):
             example = example_of(node)
             if isinstance(example, torch.Tensor) and isinstance(argument, torch.Tensor):
-                # The part that this process has of a `DTensor` has symbols of its own.
+                # The local shard of a `DTensor` has symbols of its own.
                 for seen, given in ((example, argument), (local(example), local(argument))):
                     for size, found in zip(seen.shape, given.shape, strict=False):
                         self._learn(size, found)
@@ -50,9 +48,9 @@ class Sizes:
             self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
-        """A size, stride or other number of the graph, without symbols. Of unknown ones, what TorchDynamo saw counts.
+        """Return a size, stride or other number of the graph without symbols; TorchDynamo's hint for unknown ones.
 
-        What is no symbolic number is returned as it is; None for a number that nobody knows before the graph runs.
+        Other values are returned unchanged; None for a number that is unknown before the graph runs.
         """
         if not isinstance(value, _SYMBOLIC):
             return value
@@ -64,9 +62,9 @@ class Sizes:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor in this process; a dimension that nobody knows counts as one.
+        """Return bytes of a tensor in this process; an unknown dimension counts as one.
 
-        Of a `DTensor` in parts of several sizes, it is the largest part: all processes have to decide alike.
+        For an unevenly sharded `DTensor`, the largest shard counts: all processes have to decide alike.
         """
         count = tensor.element_size()
         for size in self._largest_part(tensor):
@@ -85,13 +83,13 @@ class Sizes:
 
 
 def example_of(node: fx.Node) -> Any:
-    """The node's value as Dynamo saw it, with fake tensors, which have no data."""
-    # Dynamo writes "example_value"; graphs from torch's other tracers have "val".
+    """Return the node's value as Dynamo saw it, made of fake tensors."""
+    # Dynamo writes "example_value"; torch's other tracers write "val".
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
-"""Parts of the names of operators that draw random numbers; torch has no list of them for functions and methods."""
+"""Parts of names of random operators; torch lists none for functions and methods."""
 _IN_PLACE = {operator.setitem, operator.delitem}
 _IN_PLACE |= {
     getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
@@ -108,12 +106,12 @@ _ALLOCATING = {
     "adaptive_avg_pool2d", "cross_entropy",
 }
 # fmt: on
-"""Operators that write what they make into new memory. Others do so if they have to: `contiguous`, or `dropout` of
-nothing; and whether they have to is not told by Dynamo's tensors, which have other strides, from other kernels.
+"""Operators that write their results into new memory. Others do so only if necessary, such as `contiguous`, or
+`dropout` of nothing. Dynamo's fake tensors do not tell: their strides come from other kernels.
 """
 _NAMED_BY_CONVENTION = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_operator"}
 _NAMED_BY_CONVENTION |= {"rotor_py.capture.patches"}
-"""Where functions come from of which the names say whether they write. Others may be named in any way."""
+"""Modules whose functions' names say whether they write. Names elsewhere follow no convention."""
 
 
 def carries_gradient(node: fx.Node) -> bool:
@@ -122,20 +120,20 @@ def carries_gradient(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors of the node's value as Dynamo saw them: fake tensors, which have no data."""
+    """Return the tensors of the node's value as Dynamo saw them: fake tensors."""
     example = example_of(node)
-    if isinstance(example, torch.Tensor):  # of most nodes; all of them are asked many times
+    if isinstance(example, torch.Tensor):  # of most nodes; called very often
         return [example]
     return [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
 
 
 def need_gradients(nodes: Iterable[fx.Node]) -> list[bool]:
-    """Of every tensor of the nodes' values, in order, whether it needs a gradient."""
+    """Return whether each tensor of the nodes' values, in order, needs a gradient."""
     return [tensor.requires_grad for node in nodes for tensor in tensors_of(node)]
 
 
 def new_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Bytes of memory that the node allocates; none if its value lies in the memory of its inputs."""
+    """Return bytes that the node allocates; zero if its value lies in its inputs' memory."""
     return sum(map(sizes.bytes_of, _new_tensors(node)))
 
 
@@ -159,7 +157,7 @@ def overwrites(node: fx.Node) -> bool:
 
 @cache
 def _place_of_inplace(function: Any) -> int:
-    """The position of the parameter `inplace` of a function; beyond all if it has none."""
+    """Return the position of a function's parameter `inplace`; `sys.maxsize` without one."""
     if getattr(function, "__module__", None) != functional.__name__:
         return sys.maxsize
     names = list(signature(function).parameters)
@@ -167,7 +165,7 @@ def _place_of_inplace(function: Any) -> int:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The inputs that the node may write into; those of a norm that are its running statistics are not among them."""
+    """Return the inputs that the node may write into, except a norm's running statistics."""
     if node.op not in ("call_function", "call_method") or not overwrites(node):
         return []
     out = [each for each in tree_leaves(node.kwargs.get("out")) if isinstance(each, fx.Node)]
@@ -175,24 +173,24 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def writes_into(node: fx.Node, given: Set[int]) -> bool:
-    """Whether the node may write into the memories `given`, other than into the running statistics of a norm."""
+    """Whether the node may write into the memories `given`, except a norm's running statistics."""
     if node.op == "call_function" and getattr(node.target, "__module__", None) not in _NAMED_BY_CONVENTION:
         return True
     return not given.isdisjoint(memories_of(written_by(node)))
 
 
 def memories_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """What the memories are known by in which the tensors of the nodes' values lie."""
+    """Return the ids of the storages in which the nodes' tensors lie."""
     return {_memory(tensor) for node in nodes for tensor in tensors_of(node)}
 
 
 def allocates(node: fx.Node) -> bool:
-    """Whether it is known that what the node makes lies in new memory."""
+    """Whether the node's result certainly lies in new memory."""
     return (name_of(node) in _ALLOCATING or _drops_out(node)) and bool(_new_tensors(node))
 
 
 def _drops_out(node: fx.Node) -> bool:
-    """Whether the node is `functional.dropout(value, p, training)`, and drops something: else it returns `value`."""
+    """Whether the node is a `functional.dropout(value, p, training)` that drops something; else it returns `value`."""
     if node.target is not functional.dropout:
         return False
     given = dict(zip(("value", "p", "training"), node.args, strict=False)) | node.kwargs
@@ -206,7 +204,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def module_path(node: fx.Node) -> str:
-    """The dotted path of the module whose forward the node belongs to, as in `named_modules`."""
+    """Return the dotted path of the node's module, as in `named_modules`."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -217,26 +215,26 @@ def module_path(node: fx.Node) -> str:
 
 
 def attribute_of(module: Any, target: Any) -> Any:
-    """The attribute of `module` that the dotted path `target` names."""
+    """Return the attribute of `module` that the dotted path `target` names."""
     for part in str(target).split("."):
         module = getattr(module, part)
     return module
 
 
 GATHERED = "gathered"
-"""In `meta` of a node that stands for a sharded parameter, which is whole while the stage runs."""
+"""Key in `meta` of a node for a sharded parameter, which is whole while the stage runs."""
 
 
 def owned_by(module: Any, node: fx.Node) -> Any:
-    """What a `get_attr` node stands for; a sharded parameter as it looks when it is gathered, without memory."""
+    """Return the value of a `get_attr` node; for a sharded parameter, a fake one as it looks when gathered."""
     return node.meta["example_value"] if GATHERED in node.meta else attribute_of(module, node.target)
 
 
 def memory_root(node: fx.Node) -> fx.Node:
-    """The node that allocated the memory in which the node's value lies, as far as can be told.
+    """Return the node that allocated the memory of this node's value, as far as can be told.
 
-    From a node that allocates nothing, the search goes on with its first input: for views and in-place operators, that
-    is the tensor that they look at or write into.
+    From a node that allocates nothing, the search goes on with its first input: views and in-place operators look at it
+    or write into it.
     """
     while (inputs := node.all_input_nodes) and tensors_of(node) and not _new_tensors(node):
         node = inputs[0]
@@ -244,7 +242,7 @@ def memory_root(node: fx.Node) -> fx.Node:
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the node's operator, be it a function or a method."""
+    """Return the name of the node's operator, a function or a method."""
     return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
 
 

@@ -1,4 +1,4 @@
-"""Rewrites of a captured graph before it is cut: autograd functions, functorch transforms, recurrent layers."""
+"""Rewrite a captured graph before it is cut: autograd functions, functorch transforms, recurrent layers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, nam
 from rotor_py.capture.graph.stage_graph import line_of
 from rotor_py.errors import UnsupportedModelError
 
-# Functions of the model's own with a forward and a backward (`torch.autograd.Function`) in a captured graph.
+# A model's own `torch.autograd.Function` in a captured graph.
 #
-# Dynamo makes them calls of one operator of torch, with both as graphs. The operator makes a class for each call, and
-# the class owns what is saved. A class is part of a reference cycle, so all of it stays until Python next collects
-# garbage: after the backward, and where there is no graph at all. Here autograd owns it, and lets go of it in the
-# backward.
+# Dynamo turns a call into one operator of torch, with forward and backward as graphs. That operator makes a class for
+# each call, which owns the saved tensors. A class is part of a reference cycle, so these stay until the next garbage
+# collection, after the backward, and even under `no_grad`. Here autograd owns them, and frees them in the backward.
 
 
 def with_saving_functions(graph_module: fx.GraphModule) -> None:
-    """Have a graph, in place, call functions of the model so that what they save ends with autograd's graph."""
+    """Rewrite a graph in place so that autograd frees the saved tensors of the model's own functions."""
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and name_of(node) == autograd_function_apply.__name__:
             node.target = autograd_function_apply
@@ -36,15 +35,15 @@ def with_saving_functions(graph_module: fx.GraphModule) -> None:
 def autograd_function_apply(forward: fx.GraphModule, backward: fx.GraphModule, *values: Any, **how: Any) -> Any:
     """Run `forward` on `values`, with `backward` for the gradients, as torch's operator of this name does.
 
-    `forward` returns its output and what `backward` reads after the gradients. `how` has the positions of outputs that
-    have no gradient (`non_differentiable_idx`) or were written over (`dirty_idx`), and which of the tensors to be saved
+    `forward` returns its output and the values that `backward` reads after the gradients. `how` has the positions of
+    outputs without gradient (`non_differentiable_idx`) or written over (`dirty_idx`), and of the saved tensors that
     autograd guards against being written over (`saved_for_backward_idx`).
     """
     return _Function.apply(_Call(forward, backward, how), *values)  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Call:
-    """One call, as long as it runs, and then what its graph needs of it."""
+    """One call while it runs, and then the data that its autograd node needs."""
 
     def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, how: dict[str, Any]) -> None:
         self.forward, self.backward = forward, backward
@@ -72,8 +71,8 @@ class _Function(torch.autograd.Function):
         ctx.backward_graph = call.backward
         ctx.others = [None if isinstance(each, torch.Tensor) else each for each in call.saved]
         ctx.positions = [number for number, each in enumerate(call.saved) if isinstance(each, torch.Tensor)]
-        # What the function kept by itself, as `ctx.x = x`, may be written over. So it is saved without its counter of
-        # versions. An attribute of `ctx` would stay as long as the graph, and not end with the backward.
+        # A tensor kept as `ctx.x = x` may be written over, so it is saved without its version counter. An attribute of
+        # `ctx` would live as long as the autograd graph, and not end with the backward.
         saved = [call.saved[number] if number in call.guarded else call.saved[number].data for number in ctx.positions]
         ctx.save_for_backward(*saved)
         call.saved = ()
@@ -88,24 +87,23 @@ class _Function(torch.autograd.Function):
         return None, *(found if isinstance(found, (tuple, list)) else (found,))
 
 
-# Regions of `torch.vmap` and its like in a captured graph, each turned into one node.
+# Turn each region of `torch.vmap` and other transforms in a captured graph into one node.
 #
 # Dynamo traces into such a function: operators switch the transform on and off, and those in between work on wrapped
-# tensors, which have no memory of their own and do not say whether they carry a gradient. So neither could a stage end
-# there, nor a single one of these operators be moved or looked at. A region as one node takes and returns plain
-# tensors.
+# tensors, which have no memory of their own and do not say whether they carry a gradient. So no stage could end there,
+# and no single operator could be moved or inspected. A region as one node takes and returns plain tensors.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
 _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
 _functions: dict[Hashable, Callable[..., Any]] = {}
-"""A function for each kind of region, so that stages with equal regions are equal, and measured once."""
+"""One function for each kind of region, so that stages with equal regions are equal, and measured once."""
 
 
 def with_whole_transforms(graph_module: fx.GraphModule) -> None:
-    """Replace the regions of function transforms in a graph, in place, each by one node that does the same.
+    """Replace each region of function transforms in a graph, in place, by one equivalent node.
 
-    UnsupportedModelError if a region writes into a tensor from outside: the node would hide that.
+    Raises UnsupportedModelError if a region writes into a tensor from outside: the node would hide that.
     """
     region: list[fx.Node] = []
     depth = 0
@@ -145,7 +143,7 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
 
 
 def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Callable[..., Any]:
-    """What a region computes of its inputs, as a function: the same for regions that compute the same."""
+    """Return a function that computes a region's outputs from its inputs; the same one for equal regions."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
     for node in region:
@@ -169,7 +167,7 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
                     torch_compat.pop_dynamic_layer_stack()
                 raise
 
-        # By their names, operators that draw random numbers are known, and graphs that are the same but for sizes.
+        # The names reveal random operators, and show that two graphs are the same but for sizes.
         transformed.__name__ = transformed.__qualname__ = f"transformed({', '.join(map(name_of, region))})"
         _functions[key] = transformed
     return _functions[key]
@@ -179,25 +177,25 @@ def _take(values: tuple[Any, ...], number: int) -> Any:
     return values[number]
 
 
-# Recurrent operators of a graph: the random numbers that they draw, and several layers taken apart.
+# Recurrent operators of a graph: their random numbers, and the split into single layers.
 #
-# `nn.LSTM(…, num_layers=4)` is one operator, of which a plan could only keep all or nothing. On the CPU it runs one
-# layer after the other, so one operator for each layer does the same work in the same order, to the last bit, and a
-# stage may end between them. cuDNN runs all layers at once and wants their weights in one piece of memory, so there
-# they stay together.
+# `nn.LSTM(…, num_layers=4)` is one operator, which a plan could only store or drop whole. The CPU runs one layer after
+# the other, so one operator for each layer does the same work in the same order, to the last bit, and a stage may end
+# between them. cuDNN runs all layers at once and wants their weights in one piece of memory, so there they stay
+# together.
 
 _OPERATORS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """What a recurrent operator is called with: each argument may be a node."""
+    """Arguments of a recurrent operator; each may be a node."""
 
     value: Any
     state: Any
-    """A tuple of two for an LSTM."""
+    """A pair for an LSTM."""
     weights: Any
-    """A list, a number of them for each layer."""
+    """A list, with equally many for each layer."""
     biases: Any
     layers: Any
     dropout: Any
@@ -219,20 +217,20 @@ class _Arguments:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether the node is a recurrent operator that draws random numbers: for dropout between its layers."""
+    """Whether the node is a recurrent operator with dropout between its layers, which draws random numbers."""
     return node.target in _OPERATORS and _Arguments(*node.args).drops
 
 
 def draws_from_own_state(node: fx.Node) -> bool:
-    """Whether the node draws them from a state of cuDNN's own, which nobody can set back."""
+    """Whether the node draws them from cuDNN's own state, which cannot be restored."""
     on_cuda = any(tensor.device.type == "cuda" for tensor in tensors_of(node))
     return on_cuda and torch.backends.cudnn.enabled and draws_random_numbers(node)
 
 
 def with_layers_apart(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with one operator for each recurrent layer, where that changes no number.
+    """Return the graph with one operator for each recurrent layer, where that changes no number.
 
-    It is `graph_module` itself if nothing is to be taken apart, and else a copy.
+    Returns `graph_module` itself if there is nothing to split, else a copy.
     """
     if not any(_is_divisible(node) for node in graph_module.graph.nodes):
         return graph_module
@@ -254,7 +252,7 @@ def _is_divisible(node: fx.Node) -> bool:
 
 
 def _divide(node: fx.Node) -> None:
-    """Put an operator for each layer in the place of `node`, one operator for all of them."""
+    """Replace `node`, an operator for all layers, by one operator for each."""
     made = _Maker(node).layers()
     for user in list(node.users):
         position: Any = user.args[1]
@@ -266,9 +264,9 @@ def _divide(node: fx.Node) -> None:
 
 
 class _Maker:
-    """Makes the operators that stand for the recurrent operator `node`, before it in its graph.
+    """Makes the operators that replace the recurrent operator `node`, before it in its graph.
 
-    Each gets an example of its value, as Dynamo would leave one: a tensor without data.
+    Each gets a fake example value, as from Dynamo.
     """
 
     def __init__(self, node: fx.Node) -> None:
@@ -280,7 +278,7 @@ class _Maker:
 
     def layers(self) -> _Maker:
         """Make the layers."""
-        # Time goes first in all of them, as inside the operator: dropout draws its numbers in the order of memory.
+        # Time comes first in all of them, as inside the operator: dropout draws its numbers in the order of memory.
         example, *states = self._node.meta["example_value"]
         value = self._all.value
         if self._all.batch_first:
@@ -296,7 +294,7 @@ class _Maker:
         return self
 
     def result(self, position: int) -> fx.Node:
-        """What the operator for all layers returned at this position: the output, or a last state."""
+        """Return the replacement of the operator's result at this position: the output, or a last state."""
         assert self._output is not None
         if position == 0:
             return self._output

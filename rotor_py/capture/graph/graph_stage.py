@@ -1,4 +1,4 @@
-"""The pieces of a graph as modules: each takes what is live before it, and returns what is live after it."""
+"""Pieces of a graph as modules: each maps the values live before it to those live after it."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.storage_modes import Keeper
 
-# Stages of a graph that follow each other, run as one.
+# Run consecutive stages of a graph as one.
 #
-# Where they are all stored whole, nothing has to happen between them. As one function they take what the captured graph
-# takes: no call for each stage, and no look-up of each parameter through `nn.Module`, which is a fifth of the Python of
-# a small network.
+# Where they are all stored whole, nothing has to happen between them. One function then costs as much as the captured
+# graph: no call for each stage, and no look-up of each parameter through `nn.Module`, which is a fifth of the Python
+# time of a small network.
 
 Place = tuple[dict[str, Any], str]
-"""Where a stage has a parameter, a buffer or a module: a table, and its name there."""
+"""The place of a stage's parameter, buffer or module: a table, and its name there."""
 
 
 class WholeRun:
-    """Runs stages, which follow each other in a graph, as one. None of them may be of a sharded model.
+    """Runs consecutive stages of a graph as one. None of them may be of a sharded model.
 
-    Each of them is a graph and the positions of what it reads of the values that all share, as in `GraphStage`.
+    Each stage is a graph and the positions of the shared values that it reads, as in `GraphStage`.
     """
 
     def __init__(self, stages: Sequence[tuple[fx.GraphModule, tuple[int, ...]]]) -> None:
         graph = fx.Graph()
-        # Lists, not an argument for each value: the caller of a function holds its arguments until it returns.
+        # Lists, not one argument for each value: the caller of a function holds its arguments until it returns.
         self._values, self._owned = graph.placeholder("values"), graph.placeholder("owned")
         self._places: list[Place] = []
         self._stage_of: dict[fx.Node, int] = {}
@@ -64,11 +64,12 @@ class WholeRun:
         self._graph = fx.GraphModule(nn.Module(), graph, "WholeRun")
 
     def __call__(self, values: list[Any], name_of: Callable[[int], str]) -> tuple[Any, ...]:
-        """Run the stages on what is live, and what they share. `values` is emptied: all is freed when it was used.
+        """Run the stages on `values`, the live and the shared ones. Empties the list, so each is freed after its last
+        use.
 
-        An error gets a note with the stage that it comes from: `name_of` says what the stage with a number is called.
+        An error gets a note that names its stage: `name_of` maps a stage's number to its name.
         """
-        # Looked up in every run: another tensor may have been put in the place of a parameter.
+        # Looked up in every run: a parameter may have been replaced.
         owned = [table[name] for table, name in self._places]
         try:
             made: tuple[Any, ...] = run_graph(self._graph, (values, owned))
@@ -82,7 +83,7 @@ class WholeRun:
         return graph.call_function(operator.getitem, (self._values, position))
 
     def _add(self, graph: fx.Graph, number: int, body: fx.GraphModule, given: Sequence[Any]) -> list[Any]:
-        """Copy a stage, which reads what is `given`; return what it makes."""
+        """Copy a stage that reads `given`; return its results."""
         copies = dict(zip(_inputs(body), given, strict=True))
         for node in body.graph.nodes:
             if node.op == "placeholder":
@@ -117,21 +118,21 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-# The pieces of a graph as modules: each takes what is live before it, and returns what is live after it.
-
 _MOST_RUNS = 16
-"""Runs that a stage remembers. A guess, far above the sequences that a model follows in turn."""
+"""Most runs that a stage remembers. A guess, far above the sequences that a model alternates between; with too few,
+runs are built again.
+"""
 
 
 class GraphStage(nn.Module, StageOffers, HasKind):
     """A piece of a graph, run node by node.
 
-    Its input and output are tuples of tensors and numbers: first what is live there, then the values that all stages
-    share, `shared` in number. The stage reads the shared values at the positions `reads`, and hands all of them on
-    unless it is the `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the
-    graph was cut for. `carried`, `handed_on`, `needs_gradient` and `makes_its_own` are what `StageOffers` says of them.
-    In the graph of a sharded model, `begun` are the groups of parameters that the stage uses, of modules that begin
-    before it, and `marked` are its nodes. `known` are the parts of other stages of the graph.
+    Its input and output are tuples of tensors and numbers: first the live values, then the `shared` values that all
+    stages share. The stage reads the shared values at the positions `reads`, and passes all of them on unless it is the
+    `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the graph was cut for.
+    `StageOffers` explains `carried`, `handed_on`, `needs_gradient` and `makes_its_own`. In the graph of a sharded
+    model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and `marked` are
+    its nodes. `known` holds the parts of other stages of the graph.
     """
 
     def __init__(
@@ -171,10 +172,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._parts = (StageParts(body, len(reads), sizes, signature, parts, own_names=marked is not None),)
         self._around: Around = nothing_around if marked is None else marked.gathering(body)
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
-        """this stage as one with those that follow it"""
+        """This stage as one with following ones."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the runs: they are about other stages, too, and a copy makes its own."""
+        """Drop the runs: they hold other stages, and a copy makes its own."""
         return {**self.__dict__, "_runs": {}}
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -190,7 +191,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return None if graph is None else partial(self._run, graph)
 
     def be_stored_like(self, other: GraphStage) -> None:
-        """Have the ways of `other`, the same stage for other sizes."""
+        """Take over the partial storage modes of `other`, the same stage for other sizes."""
         (parts,), (theirs,) = self._parts, other._parts
         parts.follow(theirs)
 
@@ -199,7 +200,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return tuple(parts.found)
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
-        # Where processes wait for each other in a stage, they do not find out equally often what it saves.
+        # Where processes wait for each other in a stage, they do not run it equally often to find its saved values.
         if self._marked is not None or several_processes():
             return self.ways()
         (parts,) = self._parts
@@ -241,13 +242,13 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any, owner: fx.GraphModule | None = None
     ) -> tuple[Any, ...]:
         live, shared = self._divide(values)
-        del values  # if the caller has let go of them too, they are freed as soon as the graph has used them
+        del values  # if the caller released them too, they are freed as soon as the graph has used them
         arguments = (*before, *live, *(shared[position] for position in self.reads))
         result: tuple[Any, ...] = run_graph(graph, arguments, owner or self.body)
         return result if self.last else (*result, *shared)
 
     def _divide(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What is live, and what is shared."""
+        """Split into live and shared values."""
         count = len(values) - self.shared
         return values[:count], values[count:]
 
@@ -258,18 +259,18 @@ def runners_of(
     ways: Sequence[Sequence[str]],
     keepers: Sequence[Keeper],
 ) -> Runners:
-    """Runners of a graph's stages; `ways` are the names of each stage's options."""
+    """Return runners of a graph's stages; `ways` are the names of each stage's options."""
     return Runners(stages, partial(_runner, stages, preserve_rng_state, ways, keepers))
 
 
 def shared_apart(
     stages: Sequence[tuple[str, nn.Module]], value: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What goes from stage to stage, and what all of them share as their context, of what goes into the first."""
+    """Split the first stage's input into values passed between stages, and the shared context."""
     own = len(value) - _end(stages[0][1]).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
         # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
-        # everything shared goes from stage to stage there.
+        # all shared values pass from stage to stage.
         own = len(value)
     return value[:own], value[own:]
 
@@ -287,16 +288,16 @@ def _runner(
 
 
 def _end(stage: nn.Module) -> GraphStage:
-    """The last piece of a stage that may be several joined."""
+    """Return the last piece of a stage that may be several joined."""
     return stage if isinstance(stage, GraphStage) else _end(list(stage.children())[-1])
 
 
 def stages_of(
     facts: GraphFacts, cuts: CutPoints, weights: list[int], names: list[str] | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
-    """The stages with their names, the values that all of them share, and what comes out of the last.
+    """Return the named stages, the values that all of them share, and the outputs of the last.
 
-    Without `names`, stages are named after what they make, by the `weights` of the body's nodes.
+    Without `names`, stages are named after their modules, by the `weights` of the body's nodes.
     """
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
@@ -338,7 +339,7 @@ def stages_of(
 
 
 def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:
-    """The tensors of `outputs` that are `inputs` which no node of the piece reads, by position."""
+    """Return the `outputs` that are `inputs` unread by the piece: output position to input position."""
     read = {each for node in piece for each in node.all_input_nodes}
     given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
@@ -351,7 +352,7 @@ def _makes_its_own(piece: Sequence[fx.Node], given: Sequence[fx.Node], outputs: 
 
 
 def context_of(facts: GraphFacts, wanted: Sequence[fx.Node], nodes: Sequence[fx.Node] | None = None) -> fx.GraphModule:
-    """The graph that runs before the chain: from what the caller passes in to `wanted`; or only these `nodes` of it."""
+    """Return the graph that runs before the chain, from the caller's inputs to `wanted`; or only its `nodes`."""
     emitter = Emitter(facts, facts.given)
     for node in facts.context if nodes is None else nodes:
         emitter.add(node)

@@ -1,9 +1,9 @@
-"""Which values of a graph autograd saves for the backward, found by running the graph.
+"""Find the values of a graph that autograd saves for the backward, by running the graph.
 
-torch has no table of what each operator saves: that depends on which inputs need a gradient, and on the version of
-torch. So the stage is run with autograd on, and with hooks that see every saved tensor. Where a stage is measured, it
-is run on its input. Elsewhere there is none, and it is run on tensors without memory: that takes some milliseconds for
-each operator that is a composition of others to them, longer than most small stages.
+torch has no table of each operator's saved tensors: they depend on which inputs need a gradient, and on the version of
+torch. So the stage runs with autograd on, and with hooks that see every saved tensor. A measured stage runs on its
+input. Elsewhere there is none, and it runs on fake tensors: that takes some milliseconds for each composite operator,
+longer than most small stages.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ from rotor_py.capture.graph.stage_graph import StageGraph
 from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
 
-# What it takes to make the values of a captured stage again, and which may be made again at all.
+# Prices of recomputing the values of a captured stage, and the operators that may be recomputed at all.
 #
-# Prices are in floating point operations: those that an operator takes, and for every byte that it writes as many as
-# could be done in the meantime. They only have to say which of two values is dearer for its bytes; seconds are measured
-# later, of whole stages.
+# Prices are in floating point operations: an operator's own, plus, for every byte read or written, as many as fit into
+# that time. They only rank values by price per byte; whole stages are timed later.
 
 _FOR_A_BYTE = 20
-"""Between a processor's core, with about 5, and a GPU in half precision, with about 300. A guess."""
+"""Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between;
+a wrong one ranks values worse.
+"""
 _FOR_A_FUNCTION = 50
-"""For each number of which exp, tanh or the like is computed: half a nanosecond of a processor's core. A guess."""
+"""Operations for each number of which exp, tanh or the like is computed: half a nanosecond of a CPU core. A guess, as
+above.
+"""
 _FOR_ATTENTION = 2
 """How much longer attention takes than a product of as many operations. A guess: 1.8 on a core with AVX-512."""
 # fmt: off
@@ -72,7 +75,7 @@ _ATTENTION = ("scaled_dot_product_attention",)
 
 
 def _named(names: tuple[str, ...], *modules: Any) -> set[Any]:
-    """The functions of these names, and the names of the methods."""
+    """Return the functions and methods of these names; methods stay names."""
     return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
 
 
@@ -89,12 +92,12 @@ _KINDS: dict[str, set[Any]] = {
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether a node that allocates memory can be run again in little time."""
+    """Whether a node that allocates memory is quickly recomputed."""
     return node.op in ("call_function", "call_method") and node.target in CHEAP and _makes_one(node)
 
 
 def kind_of(node: fx.Node) -> str | None:
-    """Of a node that can be run again, and takes longer: what it is."""
+    """Return the kind of a node that can be recomputed but takes longer; else None."""
     if node.op not in ("call_function", "call_method") or not _makes_one(node) or is_random(node):
         return None
     found = next((kind for kind, operators in _KINDS.items() if node.target in operators), None)
@@ -103,7 +106,7 @@ def kind_of(node: fx.Node) -> str | None:
 
 def _makes_one(node: fx.Node) -> bool:
     tensors = tensors_of(node)
-    # Of a DTensor, an operator may send something.
+    # An operator on a DTensor may communicate.
     return len(tensors) == 1 and tensors[0].is_floating_point() and layout_of(tensors[0]) is None
 
 
@@ -116,7 +119,7 @@ _ARITHMETIC: set[Any] = _named(_SIMPLE, torch, operator, F)
 
 
 def price_of(node: fx.Node, flops: int, sizes: Sizes) -> int:
-    """What it takes to run a node again that takes so many floating point operations; see above."""
+    """Return the price of recomputing a node that takes `flops` floating point operations; see above."""
     written = max(map(sizes.bytes_of, tensors_of(node)), default=0)
     read = sum(max(map(sizes.bytes_of, tensors_of(each)), default=0) for each in node.all_input_nodes)
     found = flops * (_FOR_ATTENTION if kind_of(node) == "attention" else 1) + _FOR_A_BYTE * (read + written)
@@ -126,7 +129,7 @@ def price_of(node: fx.Node, flops: int, sizes: Sizes) -> int:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the floating point operations of what runs inside."""
+    """Counts the floating point operations run inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -144,12 +147,13 @@ class FlopCount(TorchDispatchMode):
 
 @dataclass(frozen=True, slots=True)
 class SavedValues:
-    """What a run of a graph with autograd shows: the nodes whose memory is `saved`; for every node with a tensor the
-    one that allocated its memory or wrote to it last (`roots`); the nodes whose tensor is `in_graph`; the `flops` of
-    those that take long.
+    """Results of running a graph with autograd.
 
-    What a node made is gone if a later one has `overwritten` it: it can be made again, but not kept. A `stale` node
-    reads memory through a view from before a write to it: from that, it would not be made again as it was.
+    `saved`: nodes whose memory is saved. `roots`: for every node with a tensor, the one that allocated its memory or
+    wrote to it last. `in_graph`: nodes whose tensor needs a gradient. `flops`: of expensive nodes.
+
+    An `overwritten` value is gone: it can be recomputed, but not kept. A `stale` node reads memory through a view from
+    before a write: recomputed from that, it would differ.
     """
 
     saved: set[fx.Node]
@@ -161,11 +165,10 @@ class SavedValues:
 
 
 def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] | None = None) -> SavedValues:
-    """What autograd saves of `body`, run on `arguments`, or else on tensors without memory.
+    """Find the tensors that autograd saves of `body`, run on `arguments`, or else on fake tensors.
 
-    `sizes` says what the symbols of the graph stand for. Raises TypeError for tensors of a subclass or without strides,
-    and for operators that change a tensor without writing to it. What an operator raises that does not take tensors
-    without memory passes through.
+    `sizes` has the values of the graph's symbols. Raises TypeError for tensors of a subclass or without strides, and
+    for operators that change a tensor without writing to it. Errors of operators that refuse fake tensors pass through.
     """
     found = SavedValues(set(), {}, set(), {})
     memories = _Memories(found)
@@ -202,7 +205,7 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[An
             memories.write(node, written)
             memories.make(node, list(_tensors(values[node])))
             del read, after, written
-            # As in training: what nobody reads any more is not held.
+            # Free values after their last reader, as in training.
             readers.subtract(node.all_input_nodes)
             for each in (node, *node.all_input_nodes):
                 if not readers[each]:
@@ -212,26 +215,26 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[An
 
 
 class _Memories:
-    """The memories of a graph's values as far as it has run, and what is `found` of them."""
+    """The memories of a graph's values as far as it has run, recorded in `found`."""
 
     def __init__(self, found: SavedValues) -> None:
         self._found = found
         self._made_by: dict[int, fx.Node] = {}
-        """the node that allocated a memory, or wrote to it last"""
+        """The node that allocated a memory, or wrote to it last."""
         self._seen: dict[fx.Node, dict[int, fx.Node]] = {}
-        """for each node and memory of its tensors, the last of those nodes that it depends on"""
+        """For each node and memory of its tensors, the last of those nodes that it depends on."""
         self._saved: set[int] = set()
-        """Some of them no node has returned yet: operators save their own output, or what only they know."""
+        """Includes memory that no node has returned yet: operators save their own output, or internal tensors."""
         self._known: dict[int, StorageWeakRef] = {}
-        """They keep the numbers of memories from being used again, and hold no memory."""
+        """Keeps numbers of memories from being reused, without holding memory."""
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        # By memory, not by tensor: what is saved is often a view of what a node returned.
+        # By memory, not by tensor: a saved tensor is often a view of a node's result.
         self._saved.add(self._number(tensor))
-        return tensor.detach()  # a result that is saved with its history would hold its own node, for good
+        return tensor.detach()  # a result saved with its history would hold its own node for good
 
     def _number(self, tensor: torch.Tensor) -> int:
-        """What the memory of a tensor is known by."""
+        """Return the number that identifies a tensor's memory."""
         storage = local(tensor).untyped_storage()
         number = int(storage._cdata)
         if number not in self._known:
@@ -239,41 +242,41 @@ class _Memories:
         return number
 
     def read(self, node: fx.Node, inputs: Mapping[fx.Node, list[torch.Tensor]]) -> None:
-        """A node has read the tensors of these."""
+        """Record that a node has read these inputs' tensors."""
         for each, tensors in inputs.items():
             if any(self._seen[each][memory] is not self._made_by[memory] for memory in map(self._number, tensors)):
                 self._found.stale.add(node)
 
     def write(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
-        """A node has written to the memory of these."""
+        """Record that a node has written to these tensors' memory."""
         for memory in {*map(self._number, tensors)}:
             self._found.overwritten.add(self._made_by[memory])
             self._made_by[memory] = node
 
     def make(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
-        """A node has returned these."""
+        """Record that a node has returned these tensors."""
         seen = self._seen[node] = {}
         for tensor in tensors:
             if tensor.requires_grad:
                 self._found.in_graph.add(node)
             memory = self._number(tensor)
             made_by = self._made_by.setdefault(memory, node)
-            if made_by is not node:  # a view: what is made again from its inputs is what these see
+            if made_by is not node:  # a view: recomputed from its inputs, it sees their memory
                 before = [self._seen[each].get(memory, made_by) for each in node.all_input_nodes]
                 made_by = next((each for each in before if each is not made_by), made_by)
             seen[memory] = self._found.roots[node] = made_by
 
     def end(self) -> None:
-        """Nothing comes any more. Of memory that was saved and written to, the last write counts: autograd refuses a
-        backward that would read another one.
+        """Finish. For memory that was saved and written to, the last write counts: autograd refuses a backward that
+        would read another one.
         """
         made_by = {self._made_by[memory] for memory in self._saved if memory in self._made_by}
-        # An operator that writes and returns nothing has no value to keep or to drop: its memory is saved as it is.
+        # An operator that writes and returns nothing has no value to keep or drop: its memory is saved unchanged.
         self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
 
 
 def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """The value of a node on what the graph is called with: of these `arguments`, every input takes the next one."""
+    """Compute a node on the call's `arguments`, of which every input takes the next one."""
     if node.op == "placeholder":
         found = next(arguments)
     elif node.op == "get_attr":
@@ -288,7 +291,7 @@ def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: d
 def _without_memory(
     body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes
 ) -> Any:
-    """The value of a node on tensors of this `mode`."""
+    """Compute a node on fake tensors of this `mode`."""
     if node.op == "placeholder":
         return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
     if node.op == "get_attr":
@@ -310,7 +313,7 @@ def _called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _like(value: Any, sizes: Sizes) -> Any:
-    """A tensor of this mode like one of Dynamo's, which belongs to a mode of its own and has symbolic shapes."""
+    """Return a tensor of this mode like one of Dynamo's, which has its own mode and symbolic shapes."""
     if isinstance(value, DTensor):
         part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
         shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))
@@ -326,7 +329,7 @@ def _like(value: Any, sizes: Sizes) -> Any:
 
 
 def _refuse_special(tensor: torch.Tensor) -> None:
-    """TypeError for a tensor whose memory is not simply strided, so that bytes and views of it mean something else."""
+    """Raise TypeError for a tensor that is not plainly strided: its bytes and views mean something else."""
     tensor = local(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
         raise InvalidTypeError(
@@ -342,12 +345,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-# What a stage stored in part keeps, what it drops, and the recipe by which that is made again.
-
-
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """What a stage stored in part keeps for its backward, what it drops, and how to make that again.
+    """The values that a partially stored stage keeps for its backward and drops, and how to recompute these.
 
     Values are named by the number of their node in the stage's graph, so that they mean the same for all equal stages.
     """
@@ -358,7 +358,7 @@ class SavedPart:
 
     @classmethod
     def of_cut(cls, body: fx.GraphModule, values: SavedValues, kept: Set[fx.Node]) -> SavedPart:
-        """That of a stage with the graph `body` which keeps the values of these nodes of all that allocate memory."""
+        """Return the part of a stage with graph `body` that keeps the values of these allocating nodes."""
         numbers = {node: number for number, node in enumerate(body.graph.nodes)}
         dropped = values.saved - kept
         calls: dict[int, Call] = {}
@@ -366,7 +366,7 @@ class SavedPart:
         pending = list(dropped)
         while pending:
             node = pending.pop()
-            # A number costs nothing to keep, nor does an input whose memory is kept as that of another one.
+            # A number costs nothing to keep, nor does an input whose memory is kept as another one's.
             if node in kept or node not in values.roots or not node.op.startswith("call"):
                 found.add(numbers[node])
             elif numbers[node] not in calls:
@@ -377,10 +377,10 @@ class SavedPart:
         return cls(frozenset(found), places, Recipe(calls, needs))
 
     def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
-        """A copy of a graph on `body` whose first input is a `PartialSaving`.
+        """Return a copy of a graph on `body` whose first input is a `PartialSaving`.
 
-        The copy hands it every value to keep or drop, as soon as the value is there. The copy has no attributes: it is
-        run on those of `body`, so that parameters are there once.
+        The copy passes it every value to keep or drop as soon as that exists. The copy has no attributes: it runs on
+        those of `body`, so that parameters exist once.
         """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
@@ -397,20 +397,20 @@ class SavedPart:
 
 def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
-    # Methods by name: those of a DTensor are none of a plain tensor.
+    # Methods by name: a DTensor's are not those of a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
-    if is_mark(node):  # making a value again is no forward of the module
+    if is_mark(node):  # recomputing a value is no forward of the module
         function = passed_through
     reads = tuple(numbers[each] for each in node.all_input_nodes)
-    # With a graph, operators may choose another kernel: `matmul` folds a batch into one product where a gradient is
-    # wanted. What is cheap, and views, have one kernel each.
+    # With gradients, operators may choose another kernel: `matmul` folds a batch into one product where a gradient is
+    # needed. Cheap operators and views have one kernel each.
     whole = values.roots.get(node) is node and not is_cheap(node)
     wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
     return Call(function, args, kwargs, reads, wanted)
 
 
 def _value_in(numbers: dict[fx.Node, int]) -> Any:
-    """What stands for a node in the arguments of a `Call`."""
+    """Return a function that maps a node in the arguments of a `Call` to its placeholder."""
     return lambda node: Value(numbers[node])
 
 
@@ -419,7 +419,7 @@ def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _needs(calls: dict[int, Call], kept: set[int], number: int) -> frozenset[int]:
-    """The kept values from which value `number` is made."""
+    """Return the kept values from which value `number` is made."""
     found: set[int] = set()
     pending, seen = [number], set[int]()
     while pending:

@@ -1,8 +1,8 @@
-"""Which parts a captured stage offers to keep: few bytes and little to make again, at rising prices.
+"""Choose which parts of its saved values a captured stage offers to keep, at rising prices of recomputing the rest.
 
-One part is the least from which cheap operators alone make the rest. For the others, all operators that make the same
-bits again count, with a price: they are on the lower convex hull of bytes and prices. Its ends are to store
-the stage whole, and to run it again from its input.
+One part is the smallest from which cheap operators alone make the rest. For the others, all operators that reproduce
+the same bits count, with a price: they lie on the lower convex hull of bytes and prices. Its ends are to store the
+stage whole, and to recompute it from its input.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from rotor_py.capture.graph.saved_values import SavedPart, SavedValues, find_sav
 from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
-# Parts on the lower convex hull of what they keep and what they cost, and the few of them that are worth offering.
+# Find parts on the lower convex hull of kept bytes and prices, and the few of them worth offering.
 #
-# Of two parts, a line joins their bytes and prices; a part below it saves more for its price than a mixture of both.
-# The least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two:
-# all parts on the lower convex hull, by Eisner and Severance (1976).
+# A line joins the bytes and prices of two parts; a part below it saves more for its price than a mixture of both. The
+# least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two: all
+# parts on the lower convex hull, by Eisner and Severance (1976).
 
 
 class Point(Protocol):
-    """A part: the bytes that it keeps, and the price of what it makes again."""
+    """A part: the bytes that it keeps, and the price of its recomputed values."""
 
     @property
     def nbytes(self) -> int: ...
@@ -41,10 +41,10 @@ Part = TypeVar("Part", bound=Point)
 
 
 def hull_between(before: Part, after: Part, least: Callable[[int, int], Part], depth: int) -> list[Part]:
-    """The parts of the hull between two, which keep less from one to the next; a line is divided `depth` times at most.
+    """Return the parts of the hull between two, in order of fewer bytes; divides a line at most `depth` times.
 
-    `least(for_bytes, for_prices)` is the part of least cost where a byte and a unit of price cost so much; of equal
-    ones, that of the lowest price.
+    `least(for_bytes, for_prices)` returns the part of least cost with these costs of a byte and of a unit of price; the
+    lowest price among equals.
     """
     bytes_apart, price_apart = before.nbytes - after.nbytes, after.price - before.price
     if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
@@ -57,10 +57,10 @@ def hull_between(before: Part, after: Part, least: Callable[[int, int], Part], d
 
 
 def thinned(parts: Sequence[Part], stays: Part, least_bytes: float, most: int) -> list[Part]:
-    """At most so many of the parts between the first and the last, with at least so many bytes from one to the next.
+    """Keep at most `most` parts between the first and the last, each `least_bytes` or more apart.
 
-    `parts` keep less from one to the next. Of those that are too close, or too many, what costs hardly less than a
-    mixture of its neighbours goes first, and `stays` never.
+    `parts` are in order of fewer bytes. Of those too close or too many, the part that gains least over a mixture of its
+    neighbours goes first, and `stays` never.
     """
     whole, *inner, again = parts
     left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]
@@ -78,61 +78,59 @@ def thinned(parts: Sequence[Part], stays: Part, least_bytes: float, most: int) -
 
 
 def _below_line(part: Point, before: Point, after: Point) -> int:
-    """How much less a part costs than a mixture of two others that keeps the same bytes, in bytes times prices."""
+    """Return how much less a part costs than a mixture of two others with the same bytes, in bytes times prices."""
     saved, apart = before.nbytes - part.nbytes, before.nbytes - after.nbytes
     return saved * (after.price - before.price) - apart * (part.price - before.price)
 
 
-# The fewest bytes from which what autograd saves can be made again, at a price.
+# Find the fewest bytes from which autograd's saved values can be recomputed, at a price.
 #
-# Which values to keep is a minimum cut. Memory flows from what cannot be made again, through what can, to what autograd
-# saves. A cut through the values separates the two, and its capacity is the bytes of the values that it cuts, and the
-# price of all that lies behind it and has to be made again. The cut of least capacity is the least memory from which
-# all that autograd saves can be made. PyTorch's compiler decides in the same way what a backward recomputes
-# (torch._functorch.partitioners).
+# Which values to keep is a minimum cut. Flow goes from values that cannot be recomputed, through those that can, to the
+# saved ones. A cut through the values separates the two; its capacity is the bytes of the values cut, plus the price of
+# everything behind it, which has to be recomputed. The least cut is the least memory from which all saved values can be
+# made. PyTorch's compiler decides in the same way what a backward recomputes (torch._functorch.partitioners).
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The nodes whose values are `kept`, and those whose values are made `again`, of nodes that allocate memory."""
+    """The allocating nodes whose values are `kept`, and those recomputed (`again`)."""
 
     kept: frozenset[fx.Node]
     again: frozenset[fx.Node]
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> Cut:
-    """The cut of least cost; of equal ones, that which makes least again.
+    """Return the cut of least cost; of equal ones, the one that recomputes least.
 
-    `keeping` is what it costs to keep the value of each node, and `again` what it costs to make it again, of those that
-    can be.
+    `keeping` is the cost of keeping each node's value, and `again` the cost of recomputing it, for nodes where that is
+    possible.
 
-    A node is two points of the network, "made" and "kept", and what it costs to keep is the capacity between them. What
-    it costs to make again is that between the source and "made". All other edges have no capacity: a cut never goes
-    through them.
+    A node is two points of the network, "made" and "kept", joined by an edge with the cost of keeping as its capacity.
+    The edge from the source to "made" has the cost of recomputing. All other edges are uncuttable.
     """
     flow = Network("source", "saved")
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
-        if node in values.overwritten:  # nothing is left of it to keep
+        if node in values.overwritten:  # its value is gone and cannot be kept
             flow.add_edge((node, "made"), (node, "kept"))
         else:
             flow.add_edge((node, "made"), (node, "kept"), keeping[node])
         if node in values.saved:
             flow.add_edge((node, "kept"), "saved")
-        if node not in again:  # the cut has to pass between it and all that is saved
+        if node not in again:  # the cut has to pass between it and all saved values
             flow.add_edge("source", (node, "made"))
         elif again[node]:
             flow.add_edge("source", (node, "made"), again[node])
         for each in memory_read(node, values.roots):
             flow.add_edge((each, "kept"), (node, "made"))
-    # It is the cut nearest to the sink, "saved", so as little as possible has to be made again behind it.
+    # This cut is nearest to the sink, "saved", so as little as possible is recomputed behind it.
     behind = flow.behind_least_cut()
     made_again = frozenset(node for node in own if (node, "made") in behind)
     return Cut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
 
 
 def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The nodes that allocated the memory that a node reads, be it through views and numbers."""
+    """Return the nodes that allocated the memory that a node reads, also through views and numbers."""
     found, pending, seen = set(), list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()
@@ -151,17 +149,17 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
 _log = logging.getLogger("rotor_py")
 
 IN_PART = "in part"
-"""The way in which a stage keeps the least from which cheap operators make the rest again."""
+"""The storage mode that keeps the least from which cheap operators recompute the rest."""
 _WORTHWHILE = 0.1
-"""The least part of the saved bytes that has to be dropped more. A guess: for less, another way to run the stage is not
-worth measuring, and would only make the solver slower.
+"""Least share of the saved bytes by which parts must differ. A guess: closer ones are not worth measuring, and slow
+down the solver.
 """
 _FOR_A_BYTE = 1000
-"""The most that cheap operators may cost for a byte that is not kept. A guess: most cost 50 to 100, and to make the
-statistics of rows again, which are hardly any bytes, costs thousands.
+"""Highest price of cheap operators for a byte that is not kept. A guess: most cost 50 to 100; recomputing the
+statistics of rows, which are hardly any bytes, costs thousands.
 """
 _MOST = 5
-"""Parts of a stage. A guess: each of them is timed."""
+"""Most parts of a stage. A guess: each of them is timed."""
 _DEEP = 4
 """How often a line is divided: at most fifteen cuts for a stage."""
 _MODES = (
@@ -173,7 +171,7 @@ _MODES = (
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A cut, the bytes that it keeps, and the price of what it makes again."""
+    """A cut, the bytes that it keeps, and the price of its recomputed values."""
 
     cut: Cut
     nbytes: int
@@ -183,11 +181,11 @@ class _Part:
 def find_saved_parts(
     body: fx.GraphModule, shared: int, sizes: Sizes, arguments: Sequence[Any] | None = None
 ) -> dict[str, SavedPart]:
-    """What `body` keeps in each way to be stored in part, by the way's name; each keeps less than the one before.
+    """Return the parts that `body` can keep, by the name of the storage mode, in order of fewer bytes.
 
-    Each saves a tenth more at least. There is none if that cannot be found. The last `shared` inputs of `body` are
-    those that all stages share, and in memory in any case. `sizes` says what its symbols stand for. With `arguments`,
-    `body` is run on these to find out.
+    Each saves at least a tenth more than the one before. Empty if the saved values cannot be found. The last `shared`
+    inputs of `body` are shared by all stages, and in memory in any case. `sizes` has the values of its symbols. With
+    `arguments`, runs `body` on these.
     """
     if not _may_make_again(body):
         return {}
@@ -197,7 +195,7 @@ def find_saved_parts(
         return {}
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
-    # What is saved and handed on is there for the next stage, whether it is kept or not.
+    # A saved output is in memory for the next stage, whether kept or not.
     free |= values.saved & {values.roots.get(node) for node in body.graph.output_node().all_input_nodes}
     choice = _Choice(values, {node: 0 if node in free else _size(node, sizes) for node in nodes}, sizes)
     return {name: SavedPart.of_cut(body, values, part.cut.kept) for name, part in choice.named().items()}
@@ -210,15 +208,14 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """The `parts` of a graph with the same operators, for tensors of other sizes; none if they cannot be found.
+    """Return the `parts` of a graph with the same operators, for other sizes; empty if they cannot be found.
 
-    By the numbers of its nodes, `nodes` are those of `body` that do the same. With `arguments`, `body` is run on these
-    to find out.
+    `nodes` maps the numbers of its nodes to the equivalent nodes of `body`. With `arguments`, runs `body` on these.
     """
     values = _saved_values(body, sizes, arguments)
 
     def part(example: SavedPart, values: SavedValues) -> SavedPart:
-        # A number is there in any case.
+        # A number is available in any case.
         dropped, kept = (
             {nodes[number] for number in numbers if number in nodes} for numbers in (example.dropped, example.kept)
         )
@@ -228,16 +225,16 @@ def same_parts(
 
 
 def _may_make_again(body: fx.GraphModule) -> bool:
-    """Whether there is a value that may be dropped and made again. To find out what is saved takes much longer."""
-    handed_on = set(body.graph.output_node().all_input_nodes)  # so it is there for the next stage
+    """Whether any value may be dropped and recomputed. Finding the saved values takes much longer."""
+    handed_on = set(body.graph.output_node().all_input_nodes)  # these stay in memory for the next stage
     return any(node not in handed_on and (is_cheap(node) or kind_of(node) is not None) for node in body.graph.nodes)
 
 
 def _saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] | None) -> SavedValues | None:
-    # A value that was made under a mode would be made again without it.
+    # A value made under a mode would be recomputed without it.
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
-    # An operator may refuse tensors without memory, in ways of its own.
+    # Operators may refuse fake tensors with errors of any type.
     refusals = Exception if arguments is None else TypeError
     try:
         found = find_saved_values(body, sizes, arguments)
@@ -248,13 +245,13 @@ def _saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] |
             extra=record_fields("not_in_part"),
         )
         return None
-    # A node may return several tensors, of which one is saved and another one written over. What is kept of a node, and
-    # what can be made from it, would be told apart by tensor then.
+    # A node may return several tensors, one saved and another overwritten. Telling them apart would take entries by
+    # tensor.
     return None if found.saved & found.overwritten else found
 
 
 class _Choice:
-    """The parts among which a stage's `values` leave a choice; `keeping` are the bytes of each."""
+    """The parts that a stage's `values` allow; `keeping` are the bytes of each value."""
 
     def __init__(self, values: SavedValues, keeping: Mapping[fx.Node, int], sizes: Sizes) -> None:
         self._values = values
@@ -269,7 +266,7 @@ class _Choice:
         self._first = self._part(self._least(_FOR_A_BYTE, 1, {node: self._prices[node] for node in self._cheap}))
 
     def named(self) -> dict[str, _Part]:
-        """The parts to offer, by name."""
+        """Return the parts to offer, by name."""
         whole = self._without_cut(sum(self._keeping[node] for node in self._values.saved), 0)
         inputs = sum(nbytes for node, nbytes in self._keeping.items() if node.op == "placeholder")
         run_again = self._without_cut(inputs, self._price_of_all())
@@ -283,7 +280,7 @@ class _Choice:
         return found
 
     def _name(self, part: _Part, before: _Part, taken: Mapping[str, object]) -> str:
-        """By what it makes again in addition to the part before it."""
+        """Name a part by the kind of values that it recomputes beyond the part before it."""
         kinds = {kind_of(node) for node in part.cut.again - before.cut.again} - {None}
         most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
         if most is None and part.cut == self._first.cut:
@@ -299,14 +296,14 @@ class _Choice:
         return least_cut(self._values, keeping, {node: for_prices * price for node, price in prices.items()})
 
     def _part(self, cut: Cut) -> _Part:
-        # What is made again for nobody is behind no cut.
+        # Recomputed values without a reader are behind no cut.
         return _Part(cut, sum(map(self._keeping.__getitem__, cut.kept)), sum(map(self._prices.__getitem__, cut.again)))
 
     def _without_cut(self, nbytes: int, price: int) -> _Part:
         return _Part(Cut(frozenset(), frozenset()), nbytes, price)
 
     def _price_of_all(self) -> int:
-        """The price of all that has to run before a backward, where the stage is run again and skips its output."""
+        """Return the price of everything before a backward, if the stage is recomputed and skips its output."""
         pending, seen = list(self._values.saved), set[fx.Node]()
         while pending:
             node = pending.pop()

@@ -1,4 +1,4 @@
-"""The graph of a stage: its code, made once for stages that do the same, and its runs with the user's own errors."""
+"""The graph of a stage: its code, shared by equal stages, and its runs with the user's own errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rotor_profiling import isolated, torch_compat
 from rotor_profiling.stage.stage_signature import Unlike
 from rotor_py.stage.error_context import add_note
 
-# Running the code of a graph so that an error says where in the model it comes from, and leaves no mode on.
+# Run a graph's code so that an error names the model's line, and leaves no mode on.
 
 _FRAME = r"(?m)^(?=  File )"
 _OWN = Path(__file__).parent.parent
@@ -24,7 +24,7 @@ _OWN = Path(__file__).parent.parent
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
     """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default its own).
 
-    An error that an operator raises is raised as it is, with a note that quotes the model's line.
+    An operator's error is raised unchanged, with a note that quotes the model's line.
     """
     # Not `graph(...)`: if an operator raises, that prints generated code and cuts off the traceback. In generated code,
     # autocast regions and `no_grad` are plain calls and not `with` blocks, so an error would leave them on.
@@ -38,14 +38,14 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the model that a node comes from: path:number, and its text."""
+    """Return the line of the model that a node comes from: path:number, and its text."""
     frames = [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if str(_OWN) not in frame]
     found = re.search(r'File "(.+)", line (\d+)[^\n]*\n\s*([^\n]*)', frames[-1]) if frames else None
     return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"
 
 
 def raise_own_error(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raise the error that the model itself raises for this input, if it raises one. Nothing of the model changes.
+    """Raise the model's own error for this input, if it raises one. The model stays unchanged.
 
     If an operator refuses its input, TorchDynamo's own error is hundreds of lines on how it came to trace it.
     """
@@ -72,7 +72,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
 
 
 def node_of(graph: fx.GraphModule, error: BaseException) -> fx.Node | None:
-    """The node of a graph at which `error` was raised; None if it came from elsewhere."""
+    """Return the node of a graph at which `error` was raised; None if it came from elsewhere."""
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return None
@@ -82,36 +82,36 @@ def node_of(graph: fx.GraphModule, error: BaseException) -> fx.Node | None:
 
 
 def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is in the graph's generated code."""
+    """Return the part of a traceback that is in the graph's generated code."""
     code = graph.forward.__code__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
     return trace
 
 
-# Graphs of stages as code, which is made when a graph is first run, and once for all that do the same.
+# Generate the code of stage graphs lazily, once for all that do the same.
 #
-# To generate and compile the code of one small graph takes as long as to run it several times. A model has a few kinds
-# of stages, each of them many times, and most ways to run a stage are never taken.
+# Generating and compiling the code of one small graph takes as long as several runs. A model has a few kinds of stages,
+# each many times, and most storage modes are never used.
 
 _SHARED = ("_code", "_lineno_map", "_prologue_start")
-"""What `fx.GraphModule` notes of the code that it has made."""
+"""Attributes that `fx.GraphModule` sets for its code."""
 
 
 class Codes(dict[Hashable, tuple[Any, dict[str, Any]]]):
-    """The functions of graphs that have been run, with what is noted of each."""
+    """The functions of graphs that have run, each with its code's attributes."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codes:
         return Codes()
 
 
 class StageGraph(fx.GraphModule):
-    """A graph that shares its code by `codes`. It has no attributes of its own `like` another one, on which it is run.
+    """A graph that shares its code through `codes`. One made `like` another has no attributes, and runs on the other's.
 
-    Attributes that graphs read are found by name: those of two graphs that do the same have to have the same names.
+    Code finds attributes by name: two graphs that do the same must use the same names.
     """
 
-    codes: Codes | None = None  # a copy, which `fx` makes by a way of its own, shares with none
+    codes: Codes | None = None  # a copy, which `fx` makes in its own way, shares with none
     _made = False
 
     def __init__(self, root: nn.Module | dict[str, Any], graph: fx.Graph, name: str, codes: Codes | None) -> None:
@@ -120,16 +120,18 @@ class StageGraph(fx.GraphModule):
 
     @classmethod
     def like(cls, body: fx.GraphModule, graph: fx.Graph, name: str) -> StageGraph:
-        """A graph to be run on the attributes of `body`, so that parameters are there once. It has its code at once."""
+        """Return a graph that runs on the attributes of `body`, so that parameters exist once. Its code is made at
+        once.
+        """
         found = cls(body, graph, name, body.codes if isinstance(body, StageGraph) else None)
         for attributes in (found._parameters, found._buffers, found._modules):
             attributes.clear()
-        found.make_code()  # it is asked for where it is to be run, and run where that is timed
+        found.make_code()  # requested where it is to be run, and run where it is timed
         return found
 
     def recompile(self) -> Any:
-        """Forget the code; it is made anew at the next run."""
-        kind = type(self)  # one for each graph: `fx` makes it, and keeps the code there
+        """Forget the code, and make it anew at the next run."""
+        kind = type(self)  # `fx` makes one class for each graph, and keeps the code there
 
         def forward(owner: nn.Module, *arguments: Any) -> Any:
             self.make_code()
@@ -139,7 +141,7 @@ class StageGraph(fx.GraphModule):
         self._made = False
 
     def make_code(self) -> None:
-        """Have the code, if need be that of another graph that does the same."""
+        """Make the code, or take it from another graph that does the same."""
         if self._made:
             return
         codes = Codes() if self.codes is None else self.codes
@@ -150,19 +152,19 @@ class StageGraph(fx.GraphModule):
         else:
             super().recompile()
             codes[key] = type(self).forward, {name: getattr(self, name, None) for name in _SHARED}
-        self._made = True  # only now: another thread may run the graph meanwhile, and makes its code as well
+        self._made = True  # last: another thread may run the graph meanwhile, and makes its code as well
 
     @property
     def code(self) -> str:
         self.make_code()
         return super().code
 
-    def __reduce__(self) -> Any:  # it writes down the code
+    def __reduce__(self) -> Any:  # the inherited one writes down the code
         return fx.GraphModule(self, self.graph).__reduce__()
 
 
 def _what_it_does(graph: fx.Graph) -> Hashable:
-    """Equal for graphs with the same code but for the names of values."""
+    """Return a key equal for graphs with the same code but for the names of values."""
     numbers: dict[fx.Node, int] = {}
     found = []
     for number, node in enumerate(graph.nodes):

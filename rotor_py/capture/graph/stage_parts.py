@@ -1,4 +1,4 @@
-"""The parts in which a captured stage can be stored, searched for when somebody asks: that takes time."""
+"""Find the parts in which a captured stage can be stored, on first request: that takes time."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rotor_py.capture.graph.selective_recompute import find_saved_parts, same_pa
 from rotor_py.capture.graph.stage_graph import StageGraph
 from rotor_py.stage.skipped_output import skip_output
 
-# A captured stage for runs with a skipped output: the operators at its end that need not be computed.
+# Skip operators at a stage's end in runs that need no output.
 #
-# A stage that is run again for its backward makes its output a second time, though nobody reads it. If the last
-# operator is a matrix product, as in a transformer's block, its backward needs its inputs and not its value, so it can
-# be skipped. Operators before it cannot: autograd saves what they made.
+# A stage recomputed for its backward makes its output again, without a reader. If the last operator is a matrix
+# product, as in a transformer's block, its backward needs its inputs and not its value, so it can be skipped. Operators
+# before it cannot: autograd saves their results.
 
-# Listed, not found by what autograd saves: that is not known before the stage runs.
+# Listed, not found from autograd's saved values: those are unknown before the stage runs.
 _PRODUCTS: set[Any] = {
     F.linear,
     operator.matmul,
@@ -69,13 +69,13 @@ _FOLLOWING: set[Any] = {
     "half",
     "bfloat16",
 }
-"""Operators that may follow a product: their backward does not read the values that go into them."""
+"""Operators that may follow a product: their backward does not read their input values."""
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
-    """`body` for runs with a skipped output; None if there is nothing worth skipping.
+    """Return `body` for runs with a skipped output; None if there is nothing worth skipping.
 
-    It has no attributes of its own: it is run on those of `body`, so that parameters are there once.
+    It has no attributes of its own: it runs on those of `body`, so that parameters exist once.
     """
     skipped = _skippable(body.graph)
     if not any(node.target in _PRODUCTS for node in skipped):  # sums and views take hardly any time
@@ -84,17 +84,17 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, copies))
     for node in skipped:
-        if node.target not in _FOLLOWING:  # those run on what stands in for the value, and cost little or nothing
+        if node.target not in _FOLLOWING:  # those run on the value's substitute, and cost little or nothing
             _let_skip(copies[node])
     return StageGraph.like(body, graph, "GraphStageWithoutOutput")
 
 
 def _skippable(graph: fx.Graph) -> list[fx.Node]:
-    """The operators whose value only the stage's output depends on, and no backward."""
+    """Return the operators whose value only the stage's output depends on, and no backward."""
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
-        # The backward of a product needs the values that went into it, so a product's input is not skipped.
+        # A product's backward needs the product's inputs, so these are not skipped.
         unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
         called = node.op in ("call_function", "call_method")
         if called and known and unused and _is_tensor(node) and not overwrites(node):
@@ -114,7 +114,7 @@ def _let_skip(node: fx.Node) -> None:
 
 @cache
 def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator `target` for runs with a skipped output. It has a name, since the graph is turned into code."""
+    """Return the operator `target` for runs with a skipped output, named because the graph becomes code."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return skip_output(target, *args, **kwargs)
@@ -125,8 +125,9 @@ def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class OfKind:
-    """What stages of a kind share: their parts, once somebody has asked, and the graphs that keep these or skip the
-    output, by way and whether they do. None is the way to store a stage whole.
+    """Data shared by stages of a kind: their parts, once requested, and their graphs.
+
+    `graphs` are keyed by storage mode (None: stored whole) and by whether they skip the output.
     """
 
     parts: dict[str, SavedPart] | None = None
@@ -134,7 +135,7 @@ class OfKind:
 
 
 Known = dict[Hashable, OfKind]
-"""What is known of the stages of one graph, by kind: those that do the same with the same sizes."""
+"""Shared data of one graph's stages, by kind: stages that do the same with the same sizes."""
 
 
 _WITH_GRAPHS = ("_graphs", "_of_kind")
@@ -143,9 +144,9 @@ _WITH_GRAPHS = ("_graphs", "_of_kind")
 class StageParts:
     """The parts of the stage whose graph is `body`, and the graphs that keep them.
 
-    Its last `shared` inputs are those that all stages share. `signature` is equal for stages that do the same, and
-    `known` has what was found of those that were asked before; with `own_names`, attributes of the body are named in a
-    way of their own, and graphs are not shared.
+    Its last `shared` inputs are shared by all stages. `signature` is equal for stages that do the same, and `known` has
+    the results for earlier ones. With `own_names`, the body's attributes have names of their own, and graphs are not
+    shared.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class StageParts:
         self._arguments: Sequence[Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the graphs, which have no attributes of their own and cannot be copied; a copy makes its own."""
+        """Drop the graphs, which have no attributes and cannot be copied; a copy makes its own."""
         return {**{name: each for name, each in self.__dict__.items() if name not in _WITH_GRAPHS}, "_known": {}}
 
     @cached_property
@@ -187,14 +188,14 @@ class StageParts:
         return self._graphs[None, True]
 
     def follow(self, other: StageParts) -> None:
-        """Have the parts that `other` has, the same stage for other sizes: a plan that was made for it names them.
+        """Take over the parts of `other`, the same stage for other sizes, which its plan names.
 
-        To be called before anybody asks for them.
+        Call this before the parts are requested.
         """
         self._example = other
 
     def found_on(self, arguments: Sequence[Any]) -> dict[str, SavedPart]:
-        """`found`, by a run on `arguments` if nobody has asked before."""
+        """Return `found`, on first request by a run on `arguments`."""
         self._arguments = arguments if all(map(_is_plain, tensors_in(arguments))) else None
         try:
             return self.found
@@ -203,7 +204,7 @@ class StageParts:
 
     @cached_property
     def found(self) -> dict[str, SavedPart]:
-        """The parts by the name of their way; each keeps less than the one before."""
+        """The parts by storage mode, in order of fewer bytes."""
         if self._of_kind.parts is None:
             self._of_kind.parts = self._find()
         return self._of_kind.parts
@@ -218,11 +219,11 @@ class StageParts:
         return find_saved_parts(self._body, self._shared, self._sizes, self._arguments)
 
     def _by_number(self) -> dict[int, fx.Node]:
-        """The nodes by their numbers, as parts name them, without sizes: a graph has no symbol for one that is 1."""
+        """Return nodes by number, as parts name them, without sizes: a graph has no symbol for a size of 1."""
         return {number: node for number, node in enumerate(self._body.graph.nodes) if not _is_size(node)}
 
     def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
-        """The graph whose first input is a `PartialSaving`, to which it hands over the values of a part."""
+        """Return the graph that passes a part's values to a `PartialSaving`, its first input."""
         bare = self.bare if skip_output else None
         key: tuple[str | None, bool] = way, bare is not None
         if key not in self._graphs:
@@ -237,7 +238,7 @@ class StageParts:
         given = [tensors_of(node) for node in nodes if node.op == "placeholder"]
         owned = [owned_by(self._body, node) for node in nodes if node.op == "get_attr"]
         tensors = (each for each in (*chain.from_iterable(given), *owned) if isinstance(each, torch.Tensor))
-        # The nodes as well: where regions of autocast end, the signature does not say.
+        # Nodes as well: the signature does not say where autocast regions end.
         return self._signature, tuple(node.op for node in nodes), tuple(map(self._layout, tensors))
 
     def _layout(self, tensor: torch.Tensor) -> Hashable:
@@ -247,7 +248,7 @@ class StageParts:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node's value is a number or several, and computes nothing but these."""
+    """Whether a node's value is a number."""
     example = example_of(node)
     return isinstance(example, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
