@@ -1,6 +1,6 @@
 """Train a PyTorch model inside a memory limit given in bytes, at the least extra time, with the same numbers.
 
-Names are imported when they are first used, so that `rotor-plan` answers a typing error before torch is there.
+Names are imported on first use, so that `rotor-plan` reports a typing error without importing torch.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _NAMES = {
     "rotor_py.validate.verification": ("Verification", "verify"),
     "rotor_py.units": ("format_bytes", "parse_bytes"),
 }
-"""The public names, by the module that has them; the imports above say the same to type checkers."""
+"""Maps each public name to its module; the imports above say the same to type checkers."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
@@ -175,7 +175,7 @@ def __getattr__(name: str) -> Any:
         return version("rotor-plan")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Kept, so that this is called once for each name.
+    # Cached, so that this is called once per name.
     found = globals()[name] = getattr(import_module(_MODULES[name]), name)
     return found
 

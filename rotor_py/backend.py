@@ -51,10 +51,10 @@ _OPTIONS = {
 def rotor(
     graph_module: fx.GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """A backend of TorchDynamo: the graph's training steps stay inside a memory limit.
+    """Compile a graph so that its training steps stay inside a memory limit: a backend of TorchDynamo.
 
-    Every graph is planned by itself, at its first call. Where Dynamo breaks a model into several graphs, use
-    `Checkpointable`, which accounts for all of them. The options mean what they mean there:
+    Each graph is planned separately, at its first call. If Dynamo breaks the model into several graphs, use
+    `Checkpointable`, which accounts for all of them. Options are as there:
 
         mem_limit: the peak of a training step, as bytes (an int) or as a text such as "4GB" or "80%" of the device;
             None is what the device can give this process.
@@ -67,9 +67,8 @@ def rotor(
         compile: have Inductor compile the stages, where that makes the plan faster: True, a mode of `torch.compile`, or
             a dict of Inductor's options; False by default.
 
-    Raises ValueError for an option that does not exist, for a mode or a limit that cannot be read, and for less than
-    one forward in flight. The first call raises InfeasibleError (a ValueError) if no plan fits, and
-    UnsupportedModelError if the graph cannot be cut.
+    Raises ValueError for an unknown option, an invalid mode or limit, and `forwards_in_flight` < 1. The first
+    call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
     """
     chosen = {**_OPTIONS, **(options or {})}
     if unknown := chosen.keys() - _OPTIONS.keys():
@@ -79,19 +78,19 @@ def rotor(
             name=sorted(unknown)[0],
         )
     if chosen["mem_limit"] is not None:
-        # A limit that cannot be read is refused here; what it is on the device is known at the first call.
+        # Refuse an unreadable limit now; the device is known only at the first call.
         parse_bytes(chosen["mem_limit"], device_bytes=1)
-    # The model's buffers are not known here; those that Dynamo has lifted into placeholders are told by their names.
+    # The model's buffers are unknown here; those that Dynamo lifted into placeholders are recognized by name.
     settings = Settings(**chosen)
     return GraphPlanner(CapturedGraph(graph_module, frozenset(), settings.granularity), settings)
 
 
 class CompiledModel(nn.ModuleList):
-    """The stages of a graph, and what runs before them: all of the model that the backend knows."""
+    """The stages of a graph and the layers before them: all of the model that the backend knows."""
 
 
 class PlannedGraph(TrainedModel):
-    """A graph as planning sees it.
+    """The graph as the model to plan for.
 
     In DistributedDataParallel, each process plans for itself: one may call the graph with a larger input than others.
     """
@@ -102,7 +101,7 @@ class PlannedGraph(TrainedModel):
 
 
 class GraphPlanner:
-    """One graph, which is planned at its first call, and again when an input is larger than any before.
+    """Plans one graph at its first call, and again for an input larger than any before.
 
     A call raises InfeasibleError if no plan fits, and UnsupportedModelError if the graph cannot be cut.
     """
@@ -112,15 +111,15 @@ class GraphPlanner:
         self.settings = settings
         self.model: PlannedGraph | None = None
         self.plan: StepPlan | None = None
-        """The last one, which serves all inputs that are no larger than its own."""
+        """the last plan, which serves all inputs no larger than its own"""
         self._reach: Any = None
-        """The spec of the input that the plan is for."""
+        """the spec of the plan's input"""
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
         self._read: tuple[Sequence, Program, Runners] | None = None
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """Run the graph on its inputs, and return its outputs: by the plan if gradients are on."""
+        """Run the graph on its inputs and return its outputs: by the plan if gradients are on."""
         graph = self.graph
         if not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
@@ -147,7 +146,7 @@ class GraphPlanner:
         return graph.leave(made, values)
 
     def _make_ready(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[StepPlan, PlannedGraph]:
-        """Have a plan for this input, with room for as many forwards in flight as there were."""
+        """Return a plan for this input, with room for the most forwards in flight seen so far."""
         if self.plan is None or self.model is None or not reaches(self._reach, value):
             with planning:
                 self._plan(value, arguments)

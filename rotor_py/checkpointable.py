@@ -1,4 +1,4 @@
-"""`Checkpointable(model)`: a model that trains inside a memory limit, with the numbers of plain training."""
+"""Train a model inside a memory limit with the numbers of plain training: `Checkpointable(model)`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _log = logging.getLogger("rotor_py")
 class Checkpointable(PlannedModel):
     """A model whose training step stays inside `mem_limit`, at the least extra time.
 
-    It shares the parameters, buffers, children and hooks of `model`: state dicts and names are those of the model, and
-    so are its attributes. In training mode a forward follows a plan, which the first call makes if there is none yet;
-    in eval mode, or without gradients, it is the model.
+    It shares the parameters, buffers, children and hooks of `model`, with the model's state dicts, names and
+    attributes. In training mode a forward follows a plan, which the first call makes if needed; in eval mode, or
+    without gradients, the model runs as it is.
 
     Args:
         model: any model. A nesting of `nn.Sequential` is a chain of its layers; of any other, TorchDynamo captures the
@@ -96,14 +96,14 @@ class Checkpointable(PlannedModel):
         keep: "bf16", "fp8" or "int8": the plan may keep what a stage saves for its backward in fewer bits, where that
             is better for the limit. The forward stays exact, and gradients differ. None: everything is exact.
 
-    With `level` or `every_n_layers` nothing is solved: the strategy takes whatever memory it needs. If `mem_limit` is
-    given as well, a strategy that needs more is refused.
+    With `level` or `every_n_layers` nothing is solved: the strategy has no limit unless `mem_limit` is given, and is
+    then refused if it needs more.
 
-    UnsupportedModelError for a model that cannot be trained from a plan, TypeError for an optimizer that is none,
-    ValueError for a limit that is none, for less than one forward in flight, for an order of backwards that is none,
-    for a `compile` that `torch.compile` does not know or that records CUDA graphs, for a `keep` that is no such word,
-    or for arguments that exclude each other; with `plan`, PlanMismatchError for another model, another `compile` or
-    another `keep`; with `custom_input` and a limit, InfeasibleError if no plan fits.
+    Raises UnsupportedModelError for a model that cannot be trained from a plan; TypeError for an invalid optimizer;
+    ValueError for an invalid limit, `backward_order` or `keep`, for `forwards_in_flight` < 1, for a `compile` that
+    `torch.compile` does not know or that records CUDA graphs, or for arguments that exclude each other; with `plan`,
+    PlanMismatchError for another model, `compile` or `keep`; with `custom_input` and a limit, InfeasibleError if no
+    plan fits.
     """
 
     def __init__(
@@ -183,12 +183,11 @@ class Checkpointable(PlannedModel):
 
     @ModelsSignature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; in training mode, so that the backward follows the plan."""
-        # All that torch.compile(Checkpointable(model)) sees: that it traces this.
+        """Run the model; in training mode, the backward follows the plan."""
+        # `torch.compile(Checkpointable(model))` traces only this line, and learns that it is tracing.
         return self._forward_untraced(torch.compiler.is_compiling(), *args, **kwargs)
 
-    # `torch.compiler.disable` would import TorchDynamo here; torch has this one for itself, which imports it when it is
-    # first called.
+    # `torch.compiler.disable` would import TorchDynamo here; this private one of torch imports it at its first call.
     @disable_dynamo
     def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
@@ -196,17 +195,17 @@ class Checkpointable(PlannedModel):
         if traced:
             self._planner.warn_of_torch_compile()
         if isinstance(self.model, DistributedDataParallel):
-            # Its own forward prepares the reducer, and then calls the module inside: that is what follows the plan.
+            # DDP's own forward prepares the reducer, then calls the inner module, which follows the plan.
             with instead_of_forward(self._planner.model.core, self._planner.run):
                 return self.model.forward(*args, **kwargs)
         return self._planner.run(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Have the stages compiled from the next step on, with the arguments of `torch.compile`.
+        """Compile the stages from the next step on, with the arguments of `torch.compile`.
 
-        ValueError for another backend than Inductor, and for a mode that records CUDA graphs.
+        Raises ValueError for a backend other than Inductor, and for a mode that records CUDA graphs.
         """
-        inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for what it does not know
+        inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for an unknown argument
         if kwargs.get("backend", "inductor") != "inductor" or kwargs.get("disable"):
             raise InvalidValueError(
                 "stages are compiled by Inductor alone; leave backend= and disable= out",
@@ -221,11 +220,11 @@ class Checkpointable(PlannedModel):
         self._planner.compile_with(kwargs.get("mode") or kwargs.get("options") or True)
 
     def refuse_what_cannot_fit(self, custom_input: Any) -> None:
-        """InfeasibleError, within seconds and before anything is run, for a step that cannot be inside the limit.
+        """Raise InfeasibleError, within seconds and before anything runs, if no step can be inside the limit.
 
-        That is one whose parameters, gradients, optimizer state and batch alone are above it, whatever is recomputed.
-        The error has their bytes, and as `min_bytes` a bound: what stages keep comes to that. The first training step
-        asks for it by itself; so does a `Checkpointable` that is made with an input and a limit.
+        A step is refused if its parameters, gradients, optimizer state and batch exceed the limit, whatever is
+        recomputed. The error carries their bytes, and as `min_bytes` a lower bound that leaves out what stages keep.
+        The first training step makes this check itself; so does a `Checkpointable` made with an input and a limit.
         """
         with planning, in_training(self):
             self._planner.refuse_what_cannot_fit(*arguments_of(custom_input, self.model))
@@ -233,20 +232,20 @@ class Checkpointable(PlannedModel):
     def measure(self, custom_input: Any, *, closely: bool = False) -> None:
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
 
-        Parameters, gradients, buffers, random state and mode are afterwards what they were. Stages are measured in
-        training mode. UnsupportedModelError if the model cannot be cut into stages.
+        Restores parameters, gradients, buffers, random state and mode afterwards. Stages are measured in training mode.
+        `closely` times them for a limit that is read off the curve of all plans, as by `least_limit` with an overhead;
+        it takes up to 24 more plain steps.
 
-        Stages are timed `closely` for a limit that is read off the curve of all plans, as by `least_limit` with an
-        overhead: that takes up to 24 plain steps more.
+        Raises UnsupportedModelError if the model cannot be cut into stages.
         """
-        # The lock first: a thread that waits for it must not see the mode that another has set only to measure.
+        # The lock first: a waiting thread must not see the mode that another thread has set only to measure.
         with planning, in_training(self):
             self._planner.measure(*arguments_of(custom_input, self.model), closely=closely)
 
     def build_chain(self, mem_limit: float | str | None = None) -> Chain:
-        """The measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan.
+        """Return the measured chain, in seconds and bytes; `mem_limit`, if given, becomes the limit of the next plan.
 
-        ValueError if nothing has been measured, or the limit is none.
+        Raises ValueError if nothing has been measured, or the limit is invalid.
         """
         if mem_limit is not None:
             self._planner.set_limit(mem_limit)
@@ -261,16 +260,16 @@ class Checkpointable(PlannedModel):
     ) -> Sequence:
         """Find the sequence to train by; `algo` is an algorithm of `rotor_solver` or a class of one.
 
-        Without `algo`, it is that of the strategy set by hand, if there is one, and else `Persistent()`.
-        InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits; ValueError if nothing has been
-        measured.
+        Without `algo`, use the strategy set by hand, or else `Persistent()`. Raises InfeasibleError, with the least
+        limit that works as `min_bytes`, if nothing fits; ValueError if nothing has been measured.
         """
         if isinstance(algo, type):
             algo = algo(**algo_kwargs)
         return self._planner.solve(custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
 
     def divide(self, budget: Budget) -> None:
-        """Have the limit divided in this way, and the next plan found for it. ValueError before any measuring."""
+        """Divide the limit by this budget, and solve again for the next plan. Raises ValueError before any
+        measuring."""
         self._planner.divide(budget)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -279,6 +278,6 @@ class Checkpointable(PlannedModel):
         return make, arguments, {**state, "_planner": self._planner.copied()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it so
-        # Who waits is told by weak references, which are not copied.
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
+        # Registered through weak references, which are not copied.
         self._planner.wait_for_optimizers()

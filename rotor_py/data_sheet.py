@@ -1,4 +1,4 @@
-"""A device as its data sheet describes it, and what part of that its kernels are assumed to reach."""
+"""Describe devices by their data sheets, and assume which part of it their kernels reach."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rotor_py.errors import InvalidValueError
 from rotor_py.units import format_bytes, limit_text
 
 CONTEXT_BYTES = 520 * 2**20
-"""What the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
+"""Bytes that the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
 are seen, and they grow with the kernels that a program has used."""
 
 LAUNCH_SECONDS = 4e-6
-"""How fast Python can have one kernel after another started. Assumed: 3 to 10 µs are measured in eager mode."""
+"""Seconds that Python takes to launch a kernel. Assumed: 3 to 10 µs are measured in eager mode."""
 
 WORKSPACES = 2
-"""Of cuBLAS: of the thread that runs forwards, and of the one in which PyTorch's engine runs backwards."""
+"""cuBLAS workspaces: one for the thread that runs forwards, one for the engine's thread that runs backwards."""
 _SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Floating point operations a second by the kind of number that is multiplied, dense (no structured sparsity)."""
+    """Floating point operations per second by dtype, dense (no structured sparsity)."""
 
     bf16: float
     fp16: float
@@ -31,22 +31,22 @@ class Rates:
     fp32: float
 
     def of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """The rate for matrices of `dtype`; `tf32` says whether PyTorch may use it for those of 32 bits."""
+        """Return the rate for matrices of `dtype`; `tf32` says whether PyTorch may use TF32 for float32."""
         if dtype == torch.bfloat16:
             return self.bf16
         if dtype == torch.float16:
             return self.fp16
         if dtype in (torch.float32, torch.complex64):
             return self.tf32 if tf32 else self.fp32
-        # Nobody trains in the others. Where a device has units for 64 bits, it has half as many.
+        # Other dtypes are not trained in. A device with float64 units has half as many of them.
         return self.fp32 / 2 if dtype in (torch.float64, torch.complex128) else self.fp16
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
-    """What part of a data sheet's numbers kernels reach: of the rates, and of the bandwidth (`streaming`).
+    """Fractions of the data sheet's numbers that kernels reach: of the rates, and of the bandwidth (`streaming`).
 
-    Always assumed. `anchor` says which published or measured times they were fitted to; without one they are a
+    Always assumed. `anchor` names the published or measured times that they were fitted to; without one they are a
     guess, or those of another device, which `taken_from` names.
     """
 
@@ -60,23 +60,23 @@ class Efficiencies:
 
     @property
     def origin(self) -> str:
-        """The anchor in words, or that there is none."""
+        """Describe the anchor, or its absence."""
         if self.anchor is not None:
             return self.anchor
         return "no anchor" if self.taken_from is None else f"no anchor: taken from {self.taken_from}"
 
 
 UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention_backward=0.22, streaming=0.5)
-"""For devices of which no times are known: between those that were fitted for the H100 and for the A100."""
+"""For devices without known times: between the values fitted for the H100 and for the A100."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. Bandwidths are in bytes a second; those of links are one way, for what one device sends.
+    """One accelerator. Bandwidths are in bytes per second; those of links are one way, for what one device sends.
 
-    `memory_bytes` is all memory as PyTorch reports it, which is less than on the box. `sources` says where each number
-    is from, by the name of its field (`rates.bf16`). Where only the memory is known, `rates_of` names the device whose
-    rates, bandwidths and kernels stand in.
+    `memory_bytes` is all memory as PyTorch reports it, less than on the box. `sources` gives the source of each number,
+    by the name of its field (`rates.bf16`). Where only the memory is known, `rates_of` names the device whose rates,
+    bandwidths and kernels stand in.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Device:
     rates_of: str | None = None
 
     def __post_init__(self) -> None:
-        """ValueError where nothing is left beside the context."""
+        """Raise ValueError if the context leaves no memory."""
         if self.usable_bytes <= 0:
             raise InvalidValueError(
                 f"a device of {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) has no room for tensors: "
@@ -107,29 +107,29 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """What PyTorch's allocator can have."""
+        """Bytes available to PyTorch's allocator."""
         return self.memory_bytes - self.context_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """`count` devices that are alike, and train one model together."""
+    """`count` identical devices that train one model together."""
 
     each: Device
     count: int = 1
 
     @property
     def name(self) -> str:
-        """As a report and a plan's file call them."""
+        """The name in reports and plan files."""
         return self.each.name if self.count == 1 else f"{self.count} × {self.each.name}"
 
 
 def workspace_bytes(device: Device) -> int:
-    """What PyTorch allocates for cuBLAS at the first matrix products, and keeps, in bytes; none on a CPU.
+    """Return the bytes that PyTorch allocates for cuBLAS at the first matrix products, and keeps; none on a CPU.
 
-    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp; and the pool of handles there, of
-    which each thread has its own, so that there are as many workspaces as `WORKSPACES`. On an H100 with torch 2.11,
-    64 MiB are what is left when a transformer has been trained and is gone.
+    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp, and the pool of handles there: each
+    thread has its own, so there are `WORKSPACES` workspaces. On an H100 with torch 2.11, 64 MiB remain when a trained
+    transformer is gone.
     """
     if device.vendor == "cpu":
         return 0
@@ -142,32 +142,32 @@ def workspace_bytes(device: Device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What is reserved at most on `device`, whose allocator can have `usable_bytes`: predicted.
+    """Predicted peak of reserved memory on `device`, whose allocator can have `usable_bytes`.
 
-    By default, and with expandable segments. Where that is more than the device has, it runs out of memory.
+    By default, and with expandable segments. The device runs out of memory if this exceeds its memory.
     """
 
     device: str
     usable_bytes: int
     step_bytes: int
-    """What the tensors of such a step take at most; a plan promises no less."""
+    """Peak bytes of the tensors of such a step; a plan promises no less."""
     reserved_bytes: int
     expandable_bytes: int
     gives_back: bool
-    """Whether it fits only because the allocator gives free segments back to the driver when there is no more."""
+    """Whether it fits only because the allocator returns free segments to the driver when memory runs out."""
 
     def at_least(self, size: int) -> Reservation:
-        """The same, where tensors take so many bytes in another order than that of the requests."""
+        """Return the reservation raised to `size`, for tensors that take so many bytes in another order of requests."""
         reserved, expandable = max(self.reserved_bytes, size), max(self.expandable_bytes, size)
         return replace(self, reserved_bytes=reserved, expandable_bytes=expandable)
 
     @property
     def missing_bytes(self) -> int:
-        """What the device has too little."""
+        """Bytes by which the reservation exceeds the device."""
         return max(0, self.reserved_bytes - self.usable_bytes)
 
     def warning(self, peak_bytes: int) -> str | None:
-        """What to do where it does not fit the device, or only just, in one sentence; None if there is nothing to do.
+        """Return one sentence of advice if the reservation does not fit the device, or only just; else None.
 
         `peak_bytes` is the peak of the plan.
         """

@@ -1,4 +1,4 @@
-"""Errors that tell a user what to do: `ValueError`s, but for what fails in the middle of a step."""
+"""Errors that tell a user what to do: `ValueError`s, except for failures in the middle of a step."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def kind_of(error: BaseException) -> str:
 
 
 def fields_of(error: BaseException) -> dict[str, object]:
-    """Give a log record the fields of the error that it tells about."""
+    """Return the log record fields of an error."""
     if not isinstance(error, DescribedError):
         return record_fields(kind_of(error))
     return record_fields(error.kind, stage=error.stage, name=error.name, **error.numbers)
 
 
 class UnsupportedModelError(DescribedError, ValueError):
-    """A model, or an input, that cannot be trained from a plan as it is."""
+    """The model or the input cannot be trained from a plan as it is."""
 
     kind = "unsupported_model"
 
 
 class PlanMismatchError(DescribedError, ValueError):
-    """A plan that was made for something else. `field` says what differs, `planned` and `found` how."""
+    """The plan was made for something else. `field` names the difference, `planned` and `found` its two values."""
 
     kind = "plan_for_other_model"
 
@@ -73,9 +73,9 @@ class PlanMismatchError(DescribedError, ValueError):
 
 
 class OtherDataError(PlanMismatchError):
-    """A plan that was made for batches whose data the model treats otherwise: with padding or without, for example.
+    """The plan was made for batches whose data take other branches: with padding or without, for example.
 
-    `found` is how this batch answers the model's questions about data; TorchDynamo knows their order.
+    `found` is this batch's answers to the model's questions about data, in the order that TorchDynamo knows.
     """
 
     def __init__(self, planned: tuple[bool, ...], found: tuple[bool, ...]) -> None:
@@ -84,7 +84,7 @@ class OtherDataError(PlanMismatchError):
 
 
 def shortened(value: object) -> str:
-    """`str(value)` on one line, with its middle left out where it is long."""
+    """Return `str(value)` on one line, shortened in the middle if long."""
     text = str(value)
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
@@ -96,13 +96,13 @@ def _answers(given: tuple[bool, ...]) -> str:
 
 
 class OffloadError(DescribedError, RuntimeError):
-    """An activation that cannot be moved to where the user wants it, or back: a full disk, for example."""
+    """An activation cannot be moved to the offload tier or back: a full disk, for example."""
 
     kind = "cannot_offload"
 
 
 class CheckpointLimitError(DescribedError, ValueError):
-    """One more checkpoint than an `ActivationCheckpointer` may keep: of `layer`, beside `max_checkpoints` others."""
+    """An `ActivationCheckpointer` with `max_checkpoints` checkpoints was asked for one more, of `layer`."""
 
     kind = "too_many_checkpoints"
 
@@ -118,7 +118,7 @@ class CheckpointLimitError(DescribedError, ValueError):
 
 
 class MissingCheckpointError(DescribedError, ValueError):
-    """There is no checkpoint at or before `layer`, and no input from which to compute it."""
+    """No checkpoint exists at or before `layer`, and no input to compute it from."""
 
     kind = "no_checkpoint"
 
@@ -132,5 +132,5 @@ class MissingCheckpointError(DescribedError, ValueError):
 
 
 def what_it_is(value: object) -> str:
-    """The kind of a value that is not what was asked for, for an error."""
+    """Name the kind of an invalid value, for an error."""
     return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

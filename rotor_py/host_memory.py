@@ -1,4 +1,4 @@
-"""The memory of this machine that the process may use: all of it, and what nobody else has taken."""
+"""Host memory that the process may use: in total, and currently free."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from pathlib import Path
 
 
 def host_memory_bytes() -> int:
-    """All the memory that this process may use."""
-    # A container may have less than the machine; the machine's number is all that the system call gives.
+    """Return the bytes that this process may use in total."""
+    # A container may have less than the machine, but the system call only knows the machine.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(memory, _group_limit() or memory)
 
 
 def available_host_bytes() -> int:
-    """What this process can have besides what it has."""
+    """Return the bytes that this process can still allocate."""
     return min(_free_memory() or host_memory_bytes(), host_memory_bytes())
 
 
 def _group_limit() -> int | None:
-    """The limit that a container sets, if there is one."""
-    # Control groups of version 2, then of version 1. Without a limit, the first says "max", which is no number.
+    # Control groups of version 2, then of version 1. Without a limit, version 2 says "max", which is no number.
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return int(Path(path).read_text())
@@ -30,7 +29,7 @@ def _group_limit() -> int | None:
 
 
 def _free_memory() -> int | None:
-    # MemAvailable, not MemFree: the page cache gives way to whoever allocates. Systems other than Linux have neither.
+    # MemAvailable, not MemFree: the page cache can be reclaimed. Systems other than Linux have neither.
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-"""A module that stands in for another one, and looks like it from the outside.
+"""Wrap a module so that it looks like the module itself.
 
-Trainers, optimizers and checkpoint files know the model by its class, its signature, its names and its attributes. If
-one of them differed, code that works with the model would need to know that it is wrapped.
+Trainers, optimizers and checkpoint files know the model by its class, signature, names and attributes. If one of them
+differed, their code would have to know about the wrapper.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rotor_profiling.torch_classes import is_optimized
 from rotor_py.errors import record_fields
 
 _log = logging.getLogger("rotor_py")
-# Read from an empty module, because torch has added tables from one release to the next.
+# Read from an empty module: torch releases add tables.
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
-"""The dictionaries in which a module has its parameters, buffers, children and hooks."""
+"""Names of the dictionaries that hold a module's parameters, buffers, children and hooks."""
 
 
 class ModelsSignature:
-    """A method that shows the signature of the model's method of the same name.
+    """A method with the signature of the model's method of the same name.
 
     Trainers read the signature of `forward` to see which columns of a data set a model takes, and whether its loss
     takes keyword arguments.
@@ -44,7 +44,7 @@ class ModelsSignature:
         return MethodType(self._like(type(instance.__dict__["model"])), instance)
 
     def _like(self, kind: type) -> Callable[..., Any]:
-        if kind not in self._signed:  # one function for one class of models, so that methods compare equal
+        if kind not in self._signed:  # one function per class of models, so that methods compare equal
             method = self._method
 
             def signed(*args: Any, **kwargs: Any) -> Any:
@@ -60,14 +60,14 @@ class ModelsSignature:
 class Transparent(nn.Module):
     """Shares the parameters, buffers, children and hooks of `model`.
 
-    State dicts and names are those of the model, without a prefix. So are attributes, except those that the class
-    defines. `isinstance` answers as it does for the model, since `__class__` is the model's.
+    State dicts and names have no prefix. Attributes are the model's, except those that this class defines. `__class__`
+    is the model's, so `isinstance` answers as for the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # The same dictionaries, not copies: what is added to the model later is seen here, and the other way round. If
-        # the model were a child instead, every name would get a prefix.
+        # The same dictionaries, not copies: later additions show on both sides. As a child, the model would prefix
+        # every name.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model
@@ -82,7 +82,7 @@ class Transparent(nn.Module):
         self.model.__class__ = kind  # as torch's parametrizations do
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # pickle's own way asks for `__class__`, and would make a model without this module around it.
+        # pickle's default asks for `__class__`, and would make a model without this wrapper.
         return _blank, (type(self),), self.__dict__
 
     def __getattr__(self, name: str) -> Any:
@@ -90,8 +90,8 @@ class Transparent(nn.Module):
         if model is None:  # before `__init__`, or while it is unpickled
             raise AttributeError(name)
         found = getattr(model, name)
-        # A method that calls `self(...)` while it trains, as a LightningModule's `training_step` does, has to call this
-        # module: the model's own forward would not follow the plan, and nobody would notice.
+        # A method that calls `self(...)` while it trains, such as a LightningModule's `training_step`, has to call this
+        # module: the model's own forward would silently bypass the plan.
         trains = self.training and torch.is_grad_enabled()
         if trains and isinstance(found, MethodType) and found.__self__ is model and not _is_torchs(found):
             return MethodType(found.__func__, self)
@@ -111,7 +111,7 @@ class Transparent(nn.Module):
         else:
             delattr(model, name)
 
-    # Python looks these up on the class, and does not ask `__getattr__`. An nn.Sequential has them.
+    # Python looks these up on the class, without `__getattr__`. An nn.Sequential has them.
 
     def __getitem__(self, index: Any) -> Any:
         return self.model[index]
@@ -129,23 +129,23 @@ class Transparent(nn.Module):
         return True  # otherwise Python would ask for the length, which most models do not have
 
     def train(self, mode: bool = True) -> Transparent:
-        """Set the mode of the model and of this module, which has a flag of its own. Returns itself."""
+        """Set the mode of the model and of this module, which has its own flag. Returns itself."""
         self.model.train(mode)
         self.training = mode
         return self
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether setting an attribute is for the wrapper: a property or another descriptor of its class, and `forward`.
+    """Whether setting an attribute concerns the wrapper: a property or other descriptor of its class, or `forward`.
 
-    Properties that cannot be set are among them: put on the model, the value would not be found when it is read here.
-    Libraries that wrap a forward (Accelerate does) put it on what they were given, and mean that to call it.
+    Read-only properties are included: set on the model, the value would not be found when read here. Libraries that
+    wrap a forward (Accelerate) set it on the object they were given, and expect calls to reach it.
     """
     return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
 
 
 def _is_torchs(method: MethodType) -> bool:
-    """Whether torch defines a method: those of FSDP look their module up by identity, and none calls `self(...)`."""
+    """Whether torch defines a method: FSDP's look their module up by identity, and none calls `self(...)`."""
     return str(getattr(method.__func__, "__module__", "")).partition(".")[0] == "torch"
 
 
@@ -154,7 +154,7 @@ def _blank(kind: type[Transparent]) -> Transparent:
 
 
 def core_of(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that distribute or compile it: what can be cut into stages."""
+    """Unwrap a distributed or compiled model: return the module that can be cut into stages."""
     if isinstance(model, DistributedDataParallel):
         return core_of(model.module)
     if is_optimized(model):
@@ -169,14 +169,14 @@ def core_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_training(module: Transparent) -> Iterator[None]:
-    """Have a module in training mode inside the context.
+    """Put a module in training mode inside the context.
 
-    One that is in training mode is left alone: parts of it, such as frozen norms, may be in eval mode on purpose.
+    Does nothing if it already is: parts of it, such as frozen norms, may be in eval mode on purpose.
     """
     if module.training:
         yield
         return
-    # `train()` goes to all parts, so the mode of each is put back, not that of the whole.
+    # `train()` reaches all parts, so restore the mode of each, not that of the whole.
     modes = [(each, each.training) for each in module.model.modules()]
     module.train()
     try:
@@ -189,10 +189,10 @@ def in_training(module: Transparent) -> Iterator[None]:
 
 @contextmanager
 def instead_of_forward(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Inside the context, have a call of `module` run `run` instead of its forward; inside `run` it has its own again.
+    """Inside the context, a call of `module` runs `run` instead of its forward; inside `run` it has its own again.
 
-    DistributedDataParallel prepares gradient buckets around the forward of the model in it. So it is what has to be
-    called, and the model in it runs by the plan.
+    DistributedDataParallel prepares gradient buckets around the forward of its inner model. So callers call DDP, and
+    the inner model runs by the plan.
     """
 
     def once(*args: Any, **kwargs: Any) -> Any:

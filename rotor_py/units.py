@@ -11,17 +11,17 @@ _SIZE = re.compile(r"\s*(?P<number>\d+(_\d+)*(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s
 _DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
 _BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
 _MOST = 2**63 - 1
-"""No address is larger."""
+"""The largest byte count: no address is larger."""
 _MOST_DIGITS = 30
-"""Of a power of ten that is computed at all."""
+"""The largest power of ten that is computed."""
 _HINT = "write for example 4GB (4·10⁹ bytes), 512MiB (512·2²⁰ bytes) or 80%"
 
 
 def parse_bytes(size: float | str, *, device_bytes: int | None = None) -> int:
-    """The number of bytes that `size` stands for, rounded down.
+    """Parse a size into bytes, rounded down.
 
-    A number, such as 1e9, is a number of bytes. `80%` is that share of `device_bytes`. ValueError, in one sentence, for
-    anything that is not a positive size, and for more bytes than 64 bits count.
+    A number, such as 1e9, is a number of bytes. `80%` is that share of `device_bytes`. Raises ValueError, in one
+    sentence, for anything that is not a positive size, and for sizes that do not fit 64 bits.
     """
     if isinstance(size, bool) or not isinstance(size, int | float | str) or size != size:
         raise InvalidValueError(f"{size!r} is not a size in bytes; {_HINT}", kind="not_a_size")
@@ -61,7 +61,7 @@ def _parse(text: str, device_bytes: int | None) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """`size` with three significant digits and its decimal unit: 4.00 GB, 57.2 MB, 999 B."""
+    """Format `size` with three significant digits and a decimal unit: 4.00 GB, 57.2 MB, 999 B."""
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB"), (3, "kB")):
         scaled = size / 10**power
         if abs(scaled) >= 0.9995:
@@ -71,7 +71,7 @@ def format_bytes(size: int) -> str:
 
 
 def limit_text(size: int) -> str:
-    """`size` as a limit that can be typed, rounded up so that it still suffices: 2.32GB, 57.3MB."""
+    """Format `size` as a limit to type, rounded up so that it still suffices: 2.32GB, 57.3MB."""
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
         if size >= 10**power:
             hundredths = -(-size * 100 // 10**power)
@@ -80,7 +80,7 @@ def limit_text(size: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits and a unit."""
+    """Format a time with three significant digits and a unit."""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         scaled = seconds * factor
         if scaled >= 0.9995 or unit == "µs":

@@ -1,1 +1,1 @@
-"""A sequence, replayed inside autograd."""
+"""Replay a sequence inside autograd."""

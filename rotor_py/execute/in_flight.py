@@ -1,12 +1,10 @@
-"""What a tape keeps from a forward to its backward, and which backward pass may use it.
+"""Hold a tape's values from the forward to the backward, and say which backward pass may use them.
 
-Rules are those of the Note in `tape`.
+Rules refer to the Note in `tape`.
 
-The backward pass that runs now: which it is, whether it retains the graph, and what it goes through.
-
-To be asked inside a node's backward or a hook. These are private functions of torch: nothing public tells one backward
-from the next, nor what it is for. `ctx.needs_input_grad` says what had a gradient in the forward, whatever this pass
-was asked for.
+A backward pass is identified by private functions of torch: no public function distinguishes one pass from the next or
+says what it is for. They work only inside a node's backward or a hook. `ctx.needs_input_grad` is no substitute: it says
+what had a gradient in the forward, whatever this pass was asked for.
 """
 
 from __future__ import annotations
@@ -28,17 +26,17 @@ _NO_TASK = -1
 
 
 def current_task() -> int:
-    """The number of the pass: no two of a process have the same."""
+    """Return the number of the pass, unique in the process."""
     return torch_compat.current_graph_task_id()
 
 
 def in_backward() -> bool:
-    """Whether a pass runs at all."""
+    """Whether a backward pass is running."""
     return current_task() != _NO_TASK
 
 
 def retains_graph() -> bool:
-    """Whether the pass leaves the graph as it is, so that another can follow."""
+    """Whether the pass retains the graph, so that another can follow."""
     return torch_compat.get_current_graph_task_keep_graph()
 
 
@@ -46,23 +44,22 @@ def goes_through(node: Node) -> bool:
     """Whether the pass runs `node`, or was asked for the gradient of the leaf that it stands for."""
     try:
         return torch_compat.will_engine_execute_node(node)
-    except RuntimeError:  # said of a leaf whose gradient `torch.autograd.grad` was asked for
+    except RuntimeError:  # raised for a leaf whose gradient `torch.autograd.grad` was asked for
         return True
 
 
 @dataclass(slots=True)
 class Held:
-    """Inputs a_i (detached), and stages that were run with a graph of their own, by stage."""
+    """Inputs a_i (detached), and stages run with a graph of their own, by stage."""
 
     inputs: ActivationStore = field(default_factory=ActivationStore)
     attached: dict[int, AttachedStage] = field(default_factory=dict)
 
     def copy(self) -> Held:
-        """Another one, of the same tensors."""
+        """Copy the mappings; tensors are shared."""
         return Held(self.inputs.copy(), dict(self.attached))
 
     def clear(self) -> None:
-        """Let go of everything."""
         self.inputs.clear()
         self.attached.clear()
 
@@ -71,7 +68,7 @@ class Held:
 class Pass:
     """One backward pass over a tape: `position` is the first operation of the replay that it has not run.
 
-    `used` are the stages that earlier passes have used up.
+    `used` holds the stages that earlier passes have consumed.
     """
 
     task: int
@@ -82,7 +79,7 @@ class Pass:
 
 
 class Passes:
-    """Hands what a forward left to the backward passes that follow it."""
+    """Hands the values of a forward to the backward passes that follow it."""
 
     def __init__(self, held: Held, program: Program) -> None:
         self._program = program
@@ -90,10 +87,10 @@ class Passes:
         self._current: Pass | None = None
         self._nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._used: set[int] = set()
-        """the stages whose backward has run in a pass that did not retain the graph"""
+        """stages whose backward has run in a pass that did not retain the graph"""
 
     def know(self, stage: int, node: Node) -> None:
-        """Know the node of a stage, as long as the graph is there."""
+        """Register the node of a stage, for as long as the graph lives."""
         self._nodes[stage] = node
 
     @property
@@ -103,7 +100,7 @@ class Passes:
 
     @contextmanager
     def begin(self) -> Iterator[Held]:
-        """The forward, which fills what is held. If it ends in an error, that is let go of (Rule 10: an error)."""
+        """Enter the forward, which fills the held values. Release them on an error (Rule 10)."""
         held = self._held
         assert held is not None
         try:
@@ -114,9 +111,9 @@ class Passes:
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
-        """The backward pass that calls this for a stage. If it ends in an error, what it holds is let go of (Rule 10).
+        """Enter the backward pass that calls this for a stage. Release what the pass holds on an error (Rule 10).
 
-        RuntimeError if an earlier pass has used up what the forward left.
+        Raises RuntimeError if an earlier pass has consumed what the forward left.
         """
         current = self._find()
         if current is None or stage in current.used:
@@ -133,25 +130,25 @@ class Passes:
             raise
 
     def concerns_nodes(self) -> bool:
-        """Whether the pass that is running goes through the node of any stage."""
+        """Whether the running pass goes through the node of any stage."""
         return any(goes_through(node) for node in self._nodes.values())
 
     def _find(self) -> Pass | None:
-        """The pass that is running, known by its graph task (Rule 8); None if nothing is left for it."""
+        """Find the running pass by its graph task (Rule 8); None if nothing is left for it."""
         task, retain = current_task(), retains_graph()
         if self._current is None or self._current.task != task:
             if self._held is None:
                 return None
             held, used = self._held, frozenset(self._used)
             if retain:
-                held = held.copy()  # a pass lets go of inputs as it goes, and another one is to find them
+                held = held.copy()  # a pass releases inputs as it goes; the next pass must still find them
             else:
                 self._held = self._left_by_this_pass(held)
             self._current = Pass(task, held, retain, used)
         return self._current
 
     def _left_by_this_pass(self, held: Held) -> Held | None:
-        """What another pass finds after one that does not retain the graph: None if this one goes through all nodes."""
+        """What remains after a pass that does not retain the graph: None if it goes through all nodes."""
         self._used |= {stage for stage, node in self._nodes.items() if goes_through(node)}
         if not (others := set(self._nodes) - self._used):
             return None

@@ -1,11 +1,9 @@
-"""The node that stands in the caller's graph for a stage without one of its own (Rule 2 of the Note in `tape`).
+"""Represent a stage without its own graph as one node of the caller's graph (Rule 2 of the Note in `tape`).
 
-Gradients of parameters that a backward for inputs has computed on its way, until one for the parameters asks.
-
-A zero-bubble pipeline splits each backward: first the gradients of a stage's input, which the previous rank waits for,
-later those of its parameters. The engine is then asked for inputs alone, with the graph retained, and later handed the
-same gradients again, node by node, for the parameters. A stage that has to be run again is run for the first pass, and
-gives both at once; to run it twice more would take longer, and to keep its graph would take what was to be saved.
+`Unclaimed` keeps parameter gradients for the second pass of a split backward. A zero-bubble pipeline first asks for the
+gradients of a stage's input, which the previous rank waits for, with the graph retained. Later it passes the same
+gradients again, node by node, for the parameters. A stage that must be recomputed is recomputed for the first pass
+only, which computes both: recomputing twice costs time, keeping the graph costs the memory that the plan saves.
 """
 
 from __future__ import annotations
@@ -25,38 +23,38 @@ from rotor_py.stage.runner import StageRunner
 
 Gradients = Sequence[torch.Tensor | None]
 _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Whether `torch.distributed.pipelining` begins the second pass of a node from one tensor of its own: the sum of the
-gradients that arrived at all of its outputs, as the gradient of the first. Seen in torch 2.11, not in 2.13."""
+"""Whether `torch.distributed.pipelining` starts the second pass of a node from one new tensor, the sum of the gradients
+that arrived at all outputs, as the gradient of the first output. Seen in torch 2.11, not in 2.13."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
     others: tuple[torch.Tensor | None, ...]
-    """the gradients that came along with the one that this is kept for"""
+    """the other gradients that arrived with the one used as key"""
     versions: tuple[int | None, ...]
-    """of it and of the others"""
+    """versions of the key gradient and of the others"""
     parameters: Gradients
 
 
 class Unclaimed:
-    """Gradients of the parameters of one stage, by the gradients of its output that they were computed from.
+    """Parameter gradients of one stage, keyed by the output gradients that they were computed from.
 
-    They are kept as long as somebody holds these, to start the second pass from: the same tensors, unchanged. After an
-    ordinary pass nobody does, and they go at once.
+    An entry lives as long as the caller holds those output gradients, the same tensors and unchanged, to start the
+    second pass. After an ordinary pass, the entry goes at once.
     """
 
     def __init__(self) -> None:
-        self._found: Any = None  # made when it is needed: almost no step needs it
+        self._found: Any = None  # made on demand: almost no step needs it
 
     def keep(self, arrived: Gradients, parameters: Gradients) -> None:
-        """Keep gradients of parameters, for the gradients that `arrived` at the output."""
+        """Keep parameter gradients for the gradients that `arrived` at the output."""
         if self._found is None:
             self._found = WeakTensorKeyDictionary()
         first, others = _split(arrived)
         self._found[first] = _Found(others, _versions(first, others), parameters)
 
     def take(self, arrived: Gradients, *, leave: bool) -> Gradients | None:
-        """The gradients of parameters for the gradients that `arrived`, if there are any; `leave` keeps them here."""
+        """Return the parameter gradients kept for the gradients that `arrived`, if any; `leave` keeps the entry."""
         if not self._found:
             return None
         first = self._kept_for(*_split(arrived))
@@ -68,7 +66,7 @@ class Unclaimed:
         return found.parameters
 
     def _kept_for(self, first: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-        """The tensor that gradients of parameters are kept for, if these arrived then, and are as they were."""
+        """Find the key tensor for these gradients, if they arrived before and are unchanged."""
         found: _Found | None = self._found.get(first)
         if found is not None:
             same = all(a is b for a, b in zip(others, found.others, strict=True))
@@ -79,7 +77,6 @@ class Unclaimed:
 
 
 def _split(arrived: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """The first gradient that exists, and all others in order."""
     at = next(i for i, gradient in enumerate(arrived) if gradient is not None)
     first = arrived[at]
     assert first is not None
@@ -91,7 +88,7 @@ def _versions(first: torch.Tensor, others: Gradients) -> tuple[int | None, ...]:
 
 
 def _adds_up(first: torch.Tensor, found: _Found, total: torch.Tensor) -> bool:
-    """Whether `total` is the sum of the gradients that arrived, which are as they were."""
+    """Whether `total` is the sum of the gradients that arrived, which are unchanged."""
     if found.versions != _versions(first, found.others):
         return False
     terms = [first, *(gradient for gradient in found.others if gradient is not None)]
@@ -99,28 +96,28 @@ def _adds_up(first: torch.Tensor, found: _Found, total: torch.Tensor) -> bool:
 
 
 _TENSOR = object()
-"""Stands in a frame where a tensor belongs. None would not do: a value may have that, too."""
+"""Marks a tensor's position in a frame. None would not do: a value may contain None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A value without its tensors: autograd follows only those that it is given one by one."""
+    """A value without its tensors: autograd tracks only tensors passed one by one."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
     tensors: int
-    """how many of its leaves are tensors"""
+    """number of leaves that are tensors"""
 
     @classmethod
     def of(cls, value: Any) -> tuple[Frame, list[torch.Tensor]]:
-        """The frame of `value`, and the tensors in it, in order."""
+        """Split `value` into its frame and its tensors, in order."""
         flat, spec = tree_flatten(value)
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         return cls(spec, leaves, len(tensors)), tensors
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The value with these tensors in it."""
+        """Rebuild the value with these tensors."""
         remaining = iter(tensors)
         return tree_unflatten([next(remaining) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 
@@ -130,23 +127,23 @@ class Owner(Protocol):
 
     runners: Sequence[StageRunner]
     hidden_because: str
-    """Why a stage is a node, and what to do to have its operators in the caller's graph: the middle of a sentence."""
+    """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Run a stage for the first time, so that it can be run again.
+        """Run a stage for the first time, so that it can be recomputed.
 
-        Returns its output, without a graph, and the tensors of it that have no gradient in plain training either.
-        Autograd would otherwise give one to every floating output of a node, if any of its inputs has one.
+        Returns its output, without a graph, and the output tensors that have no gradient in plain training. Autograd
+        would otherwise give every floating output of a node a gradient if any of its inputs has one.
         """
 
     def leave_frame(self, stage: int, frame: Frame) -> None:
-        """Take the frame of a stage's output: a node can return nothing but tensors."""
+        """Receive the frame of a stage's output: a node can return only tensors."""
 
     def know(self, stage: int, node: Node) -> None:
-        """Know the node of a stage, as long as the graph is there."""
+        """Register the node of a stage, for as long as the graph lives."""
 
     def backward(self, stage: int, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the stage's input and parameters, for those of its output."""
+        """Return the gradients of the stage's input and parameters, given those of its output."""
 
 
 class StageNode(torch.autograd.Function):
@@ -154,10 +151,10 @@ class StageNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, owner: Owner, stage: int, frame: Frame, *tensors: torch.Tensor) -> Any:
-        """`tensors` are those of the input, and then the parameters, so that the engine knows of both."""
+        """Run the stage. `tensors` are those of the input, then the parameters, so that the engine knows both."""
         ctx.owner, ctx.stage, ctx.unclaimed = owner, stage, Unclaimed()
         owner.know(stage, ctx)
-        ctx.set_materialize_grads(False)  # a gradient that does not exist is not made, as in plain training
+        ctx.set_materialize_grads(False)  # missing gradients stay None, as in plain training
         value = frame.filled(tensors)
         ctx.input_tensors = frame.tensors
         output, without_gradient = owner.run_first(stage, value)
@@ -168,8 +165,8 @@ class StageNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        # The engine has gradients on here only for create_graph=True. The graph of a stage that is run again is not
-        # part of the caller's, so second derivatives would be wrong without a word.
+        # The engine has gradients on here only for create_graph=True. The graph of a recomputed stage is not part of
+        # the caller's, so second derivatives would be silently wrong.
         if torch.is_grad_enabled():
             raise InvalidStateError(
                 f"create_graph=True cannot go through stage {ctx.owner.runners[ctx.stage].name!r}, "
@@ -182,9 +179,9 @@ class StageNode(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, arrived: tuple[torch.Tensor | None, ...]) -> Sequence[torch.Tensor | None]:
-    """Gradients of a stage's input and parameters for those that arrived; those of parameters are computed once.
+    """Return the gradients of a stage's input and parameters; compute those of parameters only once.
 
-    A pass may want those of inputs or of parameters alone, and leave the graph for another one (see `Unclaimed`).
+    A pass may ask for inputs or parameters only, and leave the graph for another one (see `Unclaimed`).
     """
     sources = [node for node, _ in ctx.next_functions]
     if all(gradient is None for gradient in arrived):
@@ -200,5 +197,4 @@ def _gradients(ctx: Any, arrived: tuple[torch.Tensor | None, ...]) -> Sequence[t
 
 
 def _any_wanted(sources: Iterable[Node | None]) -> bool:
-    """Whether the pass that runs now wants a gradient of any of these."""
     return any(node is not None and goes_through(node) for node in sources)

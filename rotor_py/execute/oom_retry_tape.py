@@ -1,23 +1,23 @@
-"""A tape that undoes what runs out of memory, and runs it again by a plan that needs less.
+"""Recover from an out-of-memory error: undo the work in progress and recompute it by a plan that needs less.
 
 # Note [Running again after an out-of-memory error]
 #
-#  1. Every stage is a node of ours, also one that is stored: what the engine runs by itself, nobody can run again. A
-#     stored stage has its graph in the tape, like one that is run again.
-#  2. The tape keeps the input of the chain until the backward of stage 0: everything else can be made from it. What
-#     surrounded the first run of a stage is recorded for all of them.
-#  3. A forward that fails has left one thing behind that counts: the stage in progress may have moved buffers and the
-#     random state. They are put back. Then the whole forward runs again, in nodes of its own. Stages that had come to
-#     their end find what surrounded them the first time, and leave no trace; the others run for the first time.
-#  4. A backward that fails has left nothing behind. Stages after the one in progress have handed their gradients to the
-#     engine, and stay as they are. The stage in progress has handed over none: they go to the engine all at once, when
-#     it is done. So what is left to do is stages 0 … i, whose gradient is at hand. Everything that is held for them is
-#     let go of, and they are run again from the input of the chain.
-#  5. Memory is free before anything runs again: an error's traceback keeps the tensors of all frames that it went
-#     through. So the second run begins when the `except` has been left, and nothing refers to the error.
-#  6. What cannot be exact is not tried, and a note on the error says why: if the chain's input or a parameter was
-#     written to since the forward, if a stage was switched between training and evaluation, if hooks on gradients may
-#     have been called by the stage in progress, or if a buffer has changed of which there is no copy.
+#  1. Every stage is a node of ours, even a stored one: the engine runs the backward of plain operators itself, and
+#     nothing can repeat it. A stored stage has its graph in the tape, like a recomputed one.
+#  2. The tape keeps the chain's input until the backward of stage 0: everything else can be computed from it. The tape
+#     records the forward state of every stage.
+#  3. A failed forward leaves one side effect: the stage in progress may have moved buffers and the random state. They
+#     are restored. Then the whole forward runs again, in new nodes. Stages that had completed find the state of their
+#     first run and leave no trace; the others run for the first time.
+#  4. A failed backward leaves no side effect. Stages after the one in progress have passed their gradients to the
+#     engine and stay as they are. The stage in progress has passed none: the engine gets all of them at once, when it
+#     is done. So stages 0 … i remain, whose output gradient is at hand. The tape releases everything held for them and
+#     recomputes them from the chain's input.
+#  5. Memory is free before anything is recomputed: an error's traceback keeps the tensors of all its frames. So the
+#     recompute begins after the `except` block, when nothing refers to the error.
+#  6. Where the result might not be exact, nothing is recomputed, and a note on the error says why: the chain's input or
+#     a parameter was written to since the forward, a stage was switched between training and evaluation, the stage in
+#     progress may have called hooks on gradients, or a buffer without a copy has changed.
 """
 
 from __future__ import annotations
@@ -41,22 +41,23 @@ from rotor_solver import ForwardEnable, Sequence
 class SmallerPlans(Protocol):
     """Plans that need less memory than the last one did.
 
-    After an error there may be none, or enough has been tried, or `inexact` says why nothing can be run again. Then the
-    answer is None, and a note on the error says why.
+    They return None, and add a note to the error, if no smaller plan exists, if the attempts are used up, or if
+    `inexact` says why nothing can be recomputed.
     """
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
-        """For the whole chain, after `error` in its forward."""
+        """Return a plan for the whole chain, after `error` in its forward."""
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
-        """For the first `stages` stages, after `error` in the backward: the gradient of their output is there."""
+        """Return a plan for the first `stages` stages, after `error` in the backward. Their output gradient is at
+        hand."""
 
     def rest_as_before(self, stages: int) -> Sequence:
-        """For the first `stages` stages, where another pass begins after one that failed."""
+        """Return a plan for the first `stages` stages, where another pass begins after a failed one."""
 
 
 class OOMRetryTape(Tape):
-    """A tape whose stages are run again after an out-of-memory error, by one of `plans`. All stages are modules."""
+    """A tape whose stages are recomputed after an out-of-memory error, by one of `plans`. All stages are modules."""
 
     hidden_because = 'which on_oom="replan" may have to run again; leave on_oom out'
 
@@ -74,7 +75,7 @@ class OOMRetryTape(Tape):
         self._input: Any = None
         self._devices: tuple[torch.device, ...] = ()
         self._then: list[list[int]] = []
-        """How often the chain's input, and the parameters of every stage, were written to before the forward."""
+        """Versions of the chain's input, and of every stage's parameters, before the forward."""
         self._not_undone: str | None = None
 
     def forward(self, value: Any) -> Any:
@@ -93,7 +94,7 @@ class OOMRetryTape(Tape):
             self._begin_anew(in_nodes(instructions))
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Run a stage inside its node: for the first time, or once more if it has come to its end before."""
+        """Run a stage inside its node: for the first time, or once more if it has completed before."""
         before = self._versions(value)
         made = self._run_stored(stage, value) if stage in self._stored else self._run_without_graph(stage, value)
         self._refuse_overwritten(stage, value, before)
@@ -130,7 +131,7 @@ class OOMRetryTape(Tape):
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage`."""
         if stage not in self.program.backward_at and not self._passes.used_up:
-            # A pass before this one failed when it had come further, and left nothing but the input of the chain.
+            # An earlier pass failed after it had come further, and left only the chain's input.
             self._begin_anew(from_input(stage + 1, self._plans.rest_as_before(stage + 1)), self._input)
         random = RandomState.now(self._devices)
         while True:
@@ -149,14 +150,14 @@ class OOMRetryTape(Tape):
         return found
 
     def _begin_anew(self, instructions: Program, value: Any = None) -> None:
-        """Let go of everything but `value`, the input of the chain, and follow other instructions from now on."""
+        """Release everything but `value`, the chain's input, and follow other instructions from now on."""
         held = Held()
         if value is not None:
             held.inputs.keep(0, value)
         self._held, self._passes, self.program = held, Passes(held, instructions), instructions
 
     def _inexact(self, stage: int) -> str | None:
-        """Why stages 0 … `stage` cannot be run again as if nothing had happened; None if they can."""
+        """Say why stages 0 … `stage` cannot be recomputed exactly; None if they can."""
         if self._written(stage + 1) != self._then[: stage + 2]:
             return "the input or a parameter was written to after the forward"
         for number, runner in enumerate(self.runners[: stage + 1]):
@@ -173,6 +174,6 @@ class OOMRetryTape(Tape):
 
 
 def _stored(instructions: Program) -> dict[int, int]:
-    """The stages that the forward stores, with the options by which it does."""
+    """Map the stages that the forward stores to their options."""
     operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
     return {each.stage: each.option for each in operations if each.stage in instructions.in_graph}

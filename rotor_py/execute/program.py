@@ -1,7 +1,6 @@
-"""A sequence, read once as instructions for the executor, and the runners of a plan's stages, which serve all forwards.
+"""Compile a sequence into instructions for the executor, with stage runners that serve all forwards of a plan.
 
-A runner is made when somebody asks for it: stages that follow each other and are stored whole run as one function, and
-need none.
+Runners are made on demand: consecutive stages that are stored whole run as one function and need none.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from rotor_solver.moving import Moves
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, and the inputs a_i that the tape still needs once it is done (`live`)."""
+    """One operation, and the inputs a_i that the tape still needs after it (`live`)."""
 
     operation: Operation
     live: frozenset[int]
@@ -47,13 +46,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The operations before the loss, those after it (`replay`), and what the tape has to know about stages.
+    """The operations before the loss, those after it (`replay`), and the tape's facts about stages.
 
     A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
     runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards or
-    `moves` right before its backward. A stage that `runs_again` has more than one forward. `backward_at` says where in
-    `replay` the backward of each stage is. The `pieces` of the forward are single operations, and runs of stages that
-    are all in the graph and with which nothing else happens: these may run as one.
+    `moves` right before its backward. A stage in `runs_again` has more than one forward. `backward_at` gives the
+    position of each stage's backward in `replay`. The `pieces` of the forward are single operations, or runs of stages
+    that are all in the graph with nothing in between: these may run as one.
     """
 
     forward: tuple[Step, ...]
@@ -65,26 +64,26 @@ class Program:
     backward_at: dict[int, int]
     moves: Moves | None = None
     options: Mapping[int, int] = field(default_factory=dict)
-    """By stage, the option by which it is stored, without those that are stored whole."""
+    """Storage option by stage, without stages that are stored whole."""
     runs_after_backward: frozenset[int] = frozenset()
-    """The stages that run again after their backward. No solver has any, but a sequence by hand may."""
+    """Stages recomputed after their backward. Only a sequence by hand has any."""
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
-        """The inputs that the replay reads until it has come to the backward of all these stages."""
+        """Return the inputs that the replay reads until it has run the backward of all these stages."""
         last = max(self.backward_at[stage] for stage in stages)
         before = (step.operation for step in self.replay[:last])
         return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
 
 
-# Who trains by hand has no place to keep a program, and asks for it in every step. 64 is a guess: more sequences than a
-# process follows in turn.
+# Training by hand has no object to keep a program in, and asks for it in every step. 64 is a guess: a process that
+# alternates between more sequences reads them again.
 @lru_cache(maxsize=64)
 def program(stages: int, sequence: Sequence) -> Program:
     """Read `sequence` for a chain of `stages` stages.
 
-    ValueError if it is not valid for such a chain, or if it moves what a stage saves that is run again.
+    Raises ValueError if the sequence is not valid for such a chain, or moves the saved tensors of a recomputed stage.
     """
-    # The simulator refuses what is not valid, on a chain whose costs do not matter.
+    # The simulator refuses invalid sequences; costs do not matter to it.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(_unit_chain(stages, options), sequence)
     operations = tuple(sequence)
@@ -131,7 +130,7 @@ def program(stages: int, sequence: Sequence) -> Program:
 
 
 def in_nodes(instructions: Program) -> Program:
-    """The same operations, with every stage in a node of its own and any of them run again: see `OOMRetryTape`."""
+    """Put every stage in its own node, so that any can be recomputed: see `OOMRetryTape`."""
     return replace(
         instructions,
         pieces=tuple((step,) for step in instructions.forward),
@@ -142,10 +141,10 @@ def in_nodes(instructions: Program) -> Program:
 
 
 def from_input(stages: int, sequence: Sequence) -> Program:
-    """Read `sequence` for the first `stages` stages of a chain that has come back to them in its backward.
+    """Read `sequence` for the first `stages` stages of a chain, to resume a backward.
 
-    All has been let go of but the input of the chain, so that all runs are runs again: they belong to the replay. The
-    loss in `sequence` stands for the gradient of their output, which is there.
+    Only the chain's input is held, so every run is a recompute and belongs to the replay. The loss in `sequence` stands
+    for the gradient of these stages' output, which is at hand.
     """
     program(stages, sequence)  # ValueError if it is not valid
     operations = [each for each in sequence if not isinstance(each, Loss)]
@@ -166,9 +165,9 @@ def from_input(stages: int, sequence: Sequence) -> Program:
 
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
-    """The operations before the loss, those together that follow each other and run `plain` stages, stored whole.
+    """Group the operations before the loss: consecutive ones that run `plain` stages, stored whole, form one piece.
 
-    Where the input of a stage is kept, somebody else reads it.
+    A kept stage input ends a piece, since it is read later.
     """
     found: list[list[Step]] = []
     joins = False
@@ -198,11 +197,11 @@ def _first_with_graph(operations: Operations[Operation]) -> list[int]:
 
 
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
-    """For every operation, the inputs that a later run of their stage reads, and that are not computed anew before.
+    """Return, for every operation, the inputs that a later run of their stage reads and that are not recomputed before.
 
-    Found from the end, as the live variables of a program are. The `first` run of a stage, by its position, takes its
-    input from the run of the stage before, not from the tape. What lies in some ā is read from there, even if it is
-    computed anew in the meantime.
+    Liveness analysis, from the end. The `first` run of a stage, by its position, takes its input from the run of the
+    stage before, not from the tape. Inputs inside some ā are read from there, even if they are recomputed in the
+    meantime.
     """
     saved = _saved(operations)
     live: frozenset[int] = frozenset()
@@ -213,13 +212,13 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
             case ForwardEnable(stage) | ForwardCheck(stage) | ForwardNograd(stage):
                 if first.get(stage) == position:
                     live = live if stage in saved[position] else live - {stage}
-                else:  # it reads its input from the tape, and makes its output anew
+                else:  # reads its input from the tape, and computes its output anew
                     live = (live if stage + 1 in saved[position] else live - {stage + 1}) | {stage}
     return result[::-1]
 
 
 def _saved(operations: Operations[Operation]) -> list[frozenset[int]]:
-    """For every operation, the indices of the ā that are there when it begins."""
+    """Return, for every operation, the indices of the ā that exist when it begins."""
     now: frozenset[int] = frozenset()
     result = []
     for operation in operations:
@@ -250,30 +249,29 @@ NamedStage = tuple[str, Callable[..., Any]]
 
 @dataclass(frozen=True, slots=True)
 class JoinedRun:
-    """Several stages as one function. `shared` says how many values at the end of its input all stages share."""
+    """Several stages as one function. All stages share the last `shared` values of its input."""
 
     function: RunThrough
     names: list[str]
     shared: int
     last: bool
-    """whether its output is that of the chain"""
+    """whether its output is the chain's output"""
 
     def __call__(self, values: list[Any], context: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run the stages: what they share is their `context`, or is carried along at the end of what goes in.
+        """Run the stages. Shared values are their `context`, or follow the other values of the input.
 
-        The elements of the first one's input are in a list, which is emptied, so that they are freed as soon as they
-        were used.
+        The elements of the first input are in a list, which is emptied, so that each is freed right after its use.
         """
         carried = 0 if context else self.shared
         shared = values[len(values) - carried :]
         values += context
         made = self.function(values, self.names.__getitem__)
-        wait_for(made)  # as `StageRunner` does: what was sent stays in memory until somebody waits
+        wait_for(made)  # as `StageRunner` does: sent tensors stay in memory until the wait
         return made if self.last or not carried else (*made, *shared)
 
 
 def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
-    """How to run stages as one; None if they cannot."""
+    """Return a function that runs the stages as one; None if they cannot."""
     parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
@@ -285,9 +283,9 @@ _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Runners(Operations[StageRunner]):
-    """One runner for each of `stages`; `make` is called with the number of a stage, once.
+    """One runner for each of `stages`, made by a single call of `make` with the stage's number.
 
-    `options` are those by which they are stored, without those that are stored whole.
+    `options` gives the storage options, without stages that are stored whole.
     """
 
     def __init__(
@@ -304,13 +302,13 @@ class Runners(Operations[StageRunner]):
 
     @classmethod
     def of(cls, runners: Operations[StageRunner]) -> Runners:
-        """Those that are made already, or others that are not."""
+        """Reuse existing runners, or wrap others."""
         if isinstance(runners, Runners):
             return runners
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
-        """The same stages, each by its option in `options`, or by 0. ValueError if a stage has no such option."""
+        """The same stages, each with its option in `options`, or 0. Raises ValueError if a stage has no such option."""
         if options is self.options:
             return self
         found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)
@@ -319,7 +317,7 @@ class Runners(Operations[StageRunner]):
         return found
 
     def joined(self, first: int, stop: int) -> JoinedRun | None:
-        """How to run the stages from `first` to before `stop` as one; None if they cannot."""
+        """Return a function that runs stages `first` to `stop` - 1 as one; None if they cannot."""
         key = first, stop
         if key not in self._joined:
             self._joined[key] = joined_run(self.stages[first:stop])

@@ -1,20 +1,20 @@
-"""Stages that are run again in the backward, by the engine's own nodes: what they save is made when it is asked for.
+"""Recompute stages in the backward through the engine's own nodes: saved tensors are computed on demand.
 
 # Note [Running stages again inside of autograd's own graph]
 #
-# `torch.utils.checkpoint` does the same, without its reentrant form, and has no place for stages stored in part: of
-# several hooks for saved tensors, autograd calls the innermost alone. So these rules are kept here.
+# Non-reentrant `torch.utils.checkpoint` does the same, but cannot store a stage in part: of several saved-tensor hooks,
+# autograd calls only the innermost. So the rules are implemented here.
 #
-# 1. The first run makes the graph that the backward goes through. In the place of every tensor that it saves, the graph
-#    gets a `_Place`, which holds the run's input and no tensor of its own.
-# 2. The first place that is asked for its tensor has the stages run again. The second run makes a graph as well, which
-#    nobody goes through; what that saves fills the places, in order. It ends with the last tensor that is waited for,
-#    unless that may not be whole yet: RReLU saves its noise, and then draws it.
-# 3. A place that has been asked is empty again: what was saved for a node is freed when the node has run. If the graph
-#    is retained, the next backward runs the stages once more.
-# 4. What fills a place may itself be a place, of stages that are run a third time; or stand for a tensor that is made
-#    again from others, where a stage is stored in part. It is asked when the place is.
-# 5. No cycles: the graph holds places, and these the input. They are known to the run by weak references.
+# 1. The first run makes the graph that the backward goes through. The graph saves a `_Place` for every tensor: it holds
+#    the run's input and no tensor of its own.
+# 2. The first place that is asked for its tensor recomputes the stages. The recompute builds a second graph, unused;
+#    the tensors that this graph saves fill the places, in order. It stops at the last tensor needed, unless that tensor
+#    may be unfinished then: RReLU saves its noise, and draws it afterwards.
+# 3. A place is emptied when it is read: a node's saved tensors are freed when it has run. If the graph is retained, the
+#    next backward recomputes the stages once more.
+# 4. A place may hold another place, of stages recomputed a third time, or a tensor to be computed from others, where a
+#    stage is stored in part. It is resolved when the place is read.
+# 5. No cycles: the graph holds places, and these the input. The run knows places by weak references.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Run = Callable[[Any], Any]
 
 
 def saved_again(first: Run, again: Run, value: Any) -> Any:
-    """`first(value)`, in the graph around; what it saves is made by `again(value)` when the backward asks for it.
+    """Return `first(value)`, in the surrounding graph; `again(value)` recomputes its saved tensors in the backward.
 
-    Both have to save the same tensors in the same order.
+    Both must save the same tensors in the same order.
     """
     return _Stages(again, value).run(first, value)
 
@@ -62,18 +62,15 @@ class _Held:
 
 
 class _Stages:
-    """Stages that are run again."""
-
     def __init__(self, again: Run, value: Any) -> None:
         self._again = again
         self._input = tree_map_only(torch.Tensor, lambda each: _Held(SavedAsItIs(each), each.requires_grad), value)
         self._places: list[tuple[ref[_Place], torch.Size, torch.dtype]] = []
         self._last = 0
-        """the number of the node that saved the last tensor, in the order in which autograd makes nodes"""
+        """number of the node that saved the last tensor, in the order in which autograd makes nodes"""
         self._to_the_end = False
 
     def run(self, first: Run, value: Any) -> Any:
-        """The first run."""
         outside = handing_over_now()
 
         def leave_out(tensor: torch.Tensor) -> _Place:
@@ -91,7 +88,7 @@ class _Stages:
         return output
 
     def run_again(self) -> None:
-        """Fill the places."""
+        """Recompute, and fill the places."""
         origin = torch.empty(0, requires_grad=True)
         value = tree_map_only(_Held, _tensor, self._input)
         with torch.enable_grad(), HandingOver(self):
@@ -102,7 +99,7 @@ class _Stages:
         return None if self._to_the_end else len(self._places)
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
-        """Fill a place, if the graph still has it. RuntimeError if it is another tensor's."""
+        """Fill a place, if the graph still has it. Raises RuntimeError if the tensor is not the expected one."""
         if number >= len(self._places):
             raise InvalidStateError(
                 f"a stage saved {len(self._places)} tensors for its backward in the forward, and more when it was run "
@@ -123,7 +120,7 @@ class _Stages:
 
 
 class _Place:
-    """What the graph holds in the place of a tensor."""
+    """Stands in the graph for a saved tensor."""
 
     __slots__ = ("__weakref__", "_stages", "saved")
 
@@ -132,7 +129,7 @@ class _Place:
         self.saved: Saved | None = None
 
     def tensor(self) -> torch.Tensor:
-        """The tensor. RuntimeError if the stages, run again, do not save it."""
+        """Return the tensor. Raises RuntimeError if the recompute does not save it."""
         if self.saved is None:
             self._stages.run_again()
         saved, self.saved = self.saved, None
@@ -150,5 +147,5 @@ def _saves_too_early(node: Node | None) -> bool:
 
 
 def _tensor(held: _Held) -> torch.Tensor:
-    # Marked again: what is detached has no mark, and shares nothing with the graph before it.
+    # A detached tensor loses `requires_grad`, so it is set again. It shares no graph with its source.
     return held.saved.tensor().detach().requires_grad_(held.requires_grad)

@@ -1,9 +1,9 @@
-"""A sequence as nested regions, each of which autograd's own nodes have run again.
+"""Run a sequence as nested regions, each of which autograd's own nodes recompute.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
-is run again just before its backward, when part of it may again be a region. The engine sees the operators themselves
-and no node of ours, so what hooks modules and parameters goes on working: `fully_shard` gathers parameters before a
-stage runs, and again before its backward. That is why such models are not replayed by a tape.
+is recomputed just before its backward, when part of it may again be a region. The engine sees the operators themselves
+and no node of ours, so hooks on modules and parameters keep working: `fully_shard` gathers parameters before a stage
+runs, and again before its backward. That is why such models do not use a tape.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, L
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Stages that are run again in the backward, from the input of the first: stages and regions, in order."""
+    """Stages recomputed in the backward from the input of the first: stages and regions, in order."""
 
     items: tuple[int | Region, ...]
 
 
 def regions(sequence: Sequence) -> tuple[int | Region, ...]:
-    """The stages of a sequence in order, and the regions in which they are run again.
+    """Return the stages of a sequence in order, with the regions that are recomputed.
 
-    ValueError if the sequence is not memory-persistent: if it drops a checkpoint before the backward that uses it; or
-    if it keeps one in fewer bits.
+    Raises ValueError if the sequence is not memory-persistent (it drops a checkpoint before the backward that uses it),
+    or keeps a checkpoint in low precision.
     """
     items, rest = _items(list(sequence))
     if rest:
@@ -49,7 +49,7 @@ def regions(sequence: Sequence) -> tuple[int | Region, ...]:
 
 
 def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[Operation]]:
-    """What the forwards at the beginning of `operations` run, up to and including all of its backwards."""
+    """Read the forwards at the beginning of `operations`, up to and including all of their backwards."""
     found: list[tuple[int, int, bool]] = []  # first stage, the one after the last, whether it is attached
     at = 0
     while at < len(operations) and not isinstance(operations[at], Backward | Loss):
@@ -67,7 +67,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
-    # From the last: its backward comes first, and what a region runs stands right before the backwards of the region.
+    # From the last: its backward comes first, and a region's recompute stands right before the region's backwards.
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
@@ -101,10 +101,10 @@ def run(
     options: Mapping[int, int] = MappingProxyType({}),
     context: tuple[Any, ...] = (),
 ) -> Any:
-    """Run a chain forward; what it returns is part of the caller's graph, and regions are run again in the backward.
+    """Run a chain forward in the caller's graph, and recompute its regions in the backward.
 
-    `items` are those of `regions`, for as many stages as there are runners. `options` are those by which stages are
-    stored, of stages that are not stored whole. All stages share `context`.
+    `items` come from `regions`, for as many stages as there are runners. `options` are the storage options of stages
+    that are not stored whole. All stages share `context`.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
     stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
@@ -113,25 +113,25 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The stages in one forward: those that are run `again`, and what surrounded the first run of each."""
+    """The stages in one forward: runners to recompute (`again`), and the forward state of each first run."""
 
     runners: Operations[StageRunner]
     stored: list[StageRunner]
-    """the stages by the options by which they are stored"""
+    """the stages with their storage options"""
     again: frozenset[int]
     context: tuple[Any, ...]
     known: dict[int, Surroundings] = field(default_factory=dict)
 
     def store(self, items: tuple[int | Region, ...], value: Any) -> Any:
-        """Run stages and regions one after the other, so that those that are in no region are stored."""
+        """Run stages and regions in order; stages outside of regions are stored."""
         for item in items:
             if isinstance(item, Region):
                 first, inside = partial(self._leave, _stages(item.items)), partial(self.store, item.items)
                 value = saved_again(first, inside, value)
                 for tensor in tensors_in(value):
                     if tensor.requires_grad:
-                        # What a collective is still to bring is waited for before the region is run again: what was
-                        # sent stays in memory until then.
+                        # Wait for pending collectives before the region is recomputed: sent tensors stay in memory
+                        # until then.
                         tensor.register_hook(wait_for)
             elif item in self.again:
                 value = self._run_again(self.stored[item], self.known[item], value)
@@ -140,9 +140,10 @@ class _Chain:
         return value
 
     def _leave(self, stages: list[int], value: Any) -> Any:
-        """Run the stages of a region, of which nothing is stored."""
+        """Run the stages of a region, and store nothing of them."""
         for stage in stages:
-            # In part, the values that are to be made again would be held. But what is other code makes other digits.
+            # Storing in part would hold the values to be recomputed. But storage modes that are other code give other
+            # digits.
             by_way = offers_of(self.runners[stage].function).ways_are_code
             runner = self.stored[stage] if by_way else self.runners[stage]
             if stage in self.known:
@@ -155,6 +156,6 @@ class _Chain:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
         with restored, gathered_again(function):
-            # A module may have begun in an earlier stage, which is not always run again right before this one.
+            # A module may have begun in an earlier stage, which is not always recomputed right before this one.
             offers_of(function).gather_begun()
             return runner.forward(value, self.context)

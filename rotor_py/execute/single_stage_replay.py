@@ -1,7 +1,7 @@
-"""A stage alone as a node of the caller's graph, to be timed with all that this takes beside its operators.
+"""Time a single stage as a node of the caller's graph, with the overhead that it has in training.
 
-A node takes a frame, entries in a tape, a run that is recorded, and a backward inside a backward: as long
-as a small stage itself. It is the code that replays a sequence, and so takes what it takes in training.
+A node takes a frame, entries in a tape, a recorded run, and a backward inside a backward: as long as a small stage
+itself. The code measured here is the code that replays a sequence.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rotor_solver import Sequence
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Make ready what runs a stage as a node, without a graph at first, and again in the backward.
+    """Return a function that runs the stage as a node: without a graph at first, recomputed in the backward.
 
-    In a step, another node has run right before it, forward or backward, and its code is in the caches of a core. So
-    one that does nothing runs here.
+    In a step, another node has run right before it, forward or backward, so its code is in the core's caches. An empty
+    stage runs here for the same effect.
     """
     value = torch.ones(1, device="cpu", requires_grad=True)
     with torch.enable_grad():
@@ -32,7 +32,7 @@ def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
 
 
 class _LoneTape(Tape):
-    """A stage that overwrites its input is not run again in any plan, and has to be measured all the same."""
+    """Allows a stage that overwrites its input: no plan recomputes it, but it has to be measured."""
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What is kept between a forward and a backward: values by the index of their stage or layer."""
+"""Store values between a forward and a backward, by the index of their stage or layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rotor_profiling.torch_compat import tree_map_only
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A tensor in fewer bits than its own."""
+    """A tensor in a lower precision than its own."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -24,8 +24,8 @@ class _Packed:
 class ActivationStore:
     """Values (tensors, or nested structures of them) by index. They are detached, so that they hold no graph.
 
-    With a `storage_dtype`, floating tensors that are wider are kept in it, and come back in their own dtype, rounded.
-    A tensor of finite numbers that it cannot hold (float16 ends at 65504) is kept as it is.
+    With a `storage_dtype`, wider floating tensors are kept in it, and come back in their own dtype, rounded. A tensor
+    of finite numbers that overflows in it (float16 ends at 65504) is kept as it is.
     """
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
@@ -46,49 +46,48 @@ class ActivationStore:
         return value if self.storage_dtype is None else tree_map_only(_Packed, _unpacked, value)
 
     def get(self, index: int) -> Any:
-        """The value at `index`; None if there is none."""
+        """Return the value at `index`; None if there is none."""
         return self[index] if index in self._held else None
 
     def keep(self, index: int, value: Any) -> None:
-        """Keep `value` at `index`, in the place of what was there."""
+        """Keep `value` at `index`, and replace an earlier one."""
         value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
 
     def keep_first(self, index: int, value: Any) -> None:
-        """Keep `value` at `index` if nothing is there.
+        """Keep `value` at `index` unless it already has one.
 
-        What is there may be in memory anyway, held by a graph. The same value, computed again, would come on top.
+        A graph may hold the earlier value in memory anyway; a recomputed copy would come on top.
         """
         if index not in self._held:
             self.keep(index, value)
 
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:
-        """Share what `other` keeps at the index `there`: it is in memory once."""
+        """Share the value of `other` at the index `there`: it is in memory once."""
         self._held[index] = other._held[there]
 
     def clear(self) -> None:
-        """Let go of everything."""
         self._held.clear()
 
     def drop_all_but(self, live: AbstractSet[int]) -> None:
-        """Let go of every value whose index is not in `live`."""
+        """Release every value whose index is not in `live`."""
         for index in self._held.keys() - live:
             del self._held[index]
 
     def copy(self) -> ActivationStore:
-        """Another store of the same values, which are in memory once."""
+        """Copy the store; values are shared."""
         twin = ActivationStore(self.storage_dtype)
         twin._held = dict(self._held)
         return twin
 
     def held_tensors(self, index: int | None = None) -> list[torch.Tensor]:
-        """The tensors in memory, at `index` or all, in the dtypes in which they are kept."""
+        """Return the tensors in memory, at `index` or all, in their storage dtypes."""
         values = list(self._held.values()) if index is None else self._held[index]
         return tensors_in(tree_map_only(_Packed, lambda packed: packed.tensor, values))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory behind all values, each piece once."""
+        """Bytes of storage behind all values, each storage once."""
         return storage_bytes(self.held_tensors())
 
     def _packed(self, tensor: torch.Tensor) -> Any:
@@ -97,7 +96,7 @@ class ActivationStore:
         if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
             return tensor
         small = tensor.to(dtype)
-        # Compared, not just looked for: an infinity that was there before is no overflow.
+        # Compared, because an infinity that was there before is no overflow.
         overflown = bool((small.isinf() != tensor.isinf()).any())
         return tensor if overflown else _Packed(small, tensor.dtype)
 

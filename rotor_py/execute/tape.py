@@ -2,47 +2,42 @@
 
 # Note [Replaying a sequence inside autograd]
 #
-# The chain becomes part of the caller's graph, one stage after the other, and the engine walks it backwards.
+# The chain joins the caller's graph stage by stage, and the engine walks it backwards.
 #
 #  1. A stage whose first forward is `Fe` runs as in plain training: its own operators are in the caller's graph, and
-#     the engine runs its backward. It costs what plain autograd costs, because it is plain autograd.
-#  2. Every other stage is one node of the graph (see `StageNode`), with the stage's parameters among its inputs. So
-#     the engine knows every parameter: hooks fire, `autograd.grad` finds them, gradients leave as soon as they are
-#     made. One node for the whole chain would hide them, and DistributedDataParallel would send its buckets late.
-#  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including
-#     the `B` of its stage.
-#  4. The first run of a stage moves buffers and the random state. What it found around it (random state, autocast,
-#     buffers) is recorded; a later run finds the same, and leaves no trace. All that is known of one forward is here:
-#     runners are those of the plan, and serve other forwards in flight as well.
-#  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. Nothing that the tape
-#     holds refers to the graph, so there are no cycles, and dropping the output drops everything.
-#  6. The tape lets go of an input as soon as no later operation reads it.
-#  7. The inner graph of a stage that was run again ends at aliases of the parameters, and at an entry that holds no
-#     tensor (see `StageRunner.attach`): an input that the backward does not need is freed as in plain training.
-#  8. A backward pass is known by its graph task. One that retains the graph works on a copy of what the tape holds, so
-#     that another can follow. One that does not uses up the nodes that it goes through, and leaves what the others
-#     need: nothing, as a rule. A second pass through the same node is refused (see `Passes`).
-#  9. Forwards that a sequence has right before the backward of a stage of rule 1 run from a hook on that stage's
-#     output, when its gradient arrives. No solver makes such sequences, but they can be written by hand.
-# 10. An error ends the forward or the backward pass in which it is raised. What was held for it is let go at once: the
-#     error's traceback would keep it otherwise. What a retained graph holds stays for the next pass, as in plain
+#     the engine runs its backward. It costs what plain autograd costs.
+#  2. Every other stage is one node of the graph (see `StageNode`), with the stage's parameters among its inputs. So the
+#     engine knows every parameter: hooks fire, `autograd.grad` finds them, gradients leave as soon as they are made.
+#     One node for the whole chain would hide them, and DistributedDataParallel would send its buckets late.
+#  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including the
+#     `B` of its stage.
+#  4. The first run of a stage moves buffers and the random state. The tape records the forward state (random state,
+#     autocast, buffers); a recompute finds the same state and leaves no trace. All state of one forward is in the tape:
+#     the plan's runners also serve other forwards in flight.
+#  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. The tape holds no
+#     reference to the graph, so there are no cycles, and dropping the output drops everything.
+#  6. The tape releases an input as soon as no later operation reads it.
+#  7. The inner graph of a recomputed stage ends at aliases of the parameters, and at an entry without a tensor (see
+#     `StageRunner.attach`): an input that the backward does not need is freed as in plain training.
+#  8. A backward pass is known by its graph task. A pass that retains the graph works on a copy of the tape's values, so
+#     that another can follow. A pass that does not consumes the nodes that it goes through, and leaves what the others
+#     need: usually nothing. A second pass through the same node is refused (see `Passes`).
+#  9. Forwards right before the backward of a stage of rule 1 run from a hook on that stage's output, when its gradient
+#     arrives. No solver makes such sequences, but a sequence by hand may.
+# 10. An error ends the forward or the backward pass that raises it. The tape releases its values at once: the error's
+#     traceback would keep them otherwise. Values held for a retained graph stay for the next pass, as in plain
 #     training.
-# 11. A pass may be for inputs alone, and another for parameters follow from the same gradients, node by node (the
-#     backwards of a zero-bubble pipeline). The first computes both; what is wanted later is kept (see `Unclaimed`).
-# 12. A forward right before the backward of its stage skips its output: nobody reads it (see `stage.skipped_output`).
-# 13. An `OOMRetryTape` runs again what runs out of memory. It has no stages of rule 1, and a Note of its own.
-# 14. A gradient that a collective is still to bring (tensor parallelism) is waited for before stages are run again:
-#     what was sent stays in memory until somebody waits. Outputs of stages are waited for at their end (`StageRunner`).
-# 15. What stages of rule 1 save may be moved to another tier and back. The tape waits for copies out and begins copies
+# 11. A pass may ask for inputs only, and another for parameters follow from the same gradients, node by node (the
+#     backwards of a zero-bubble pipeline). The first computes both, and keeps the parameter gradients (see
+#     `Unclaimed`).
+# 12. A forward right before the backward of its stage skips its output, which is unused (see `stage.skipped_output`).
+# 13. An `OOMRetryTape` recomputes after an out-of-memory error. It has no stages of rule 1, and a Note of its own.
+# 14. Wait for a gradient with a pending collective (tensor parallelism) before stages are recomputed: sent tensors stay
+#     in memory until the wait. `StageRunner` waits for outputs at the end of a stage.
+# 15. Saved tensors of stages of rule 1 may be offloaded and fetched. The tape waits for copies out and begins copies
 #     back right before the operations that the plan names, also where the engine runs these (`Moving`).
-# 16. Stages of rule 1 that follow each other run as one function, if they can: between them, nothing happens, and
-#     nothing is moved. What goes in is handed over in a list, since the arguments of a function live until it returns.
-
-What stages of one forward move out of memory and back, at the operations where the plan says so.
-
-Waits and fetches happen once, in the order of the sequence, whatever runs the operations: the forward, or the engine
-that comes to a stage. A pass that goes another way than the plan finds everything as well: what is read and has not
-been fetched is fetched then (`offload.tier`).
+# 16. Consecutive stages of rule 1 run as one function, if they can and nothing is offloaded in between. Its input comes
+#     in a list, since the arguments of a function live until it returns.
 """
 
 from __future__ import annotations
@@ -72,7 +67,12 @@ from rotor_solver.moving import Moves
 
 @dataclass(slots=True)
 class Moving:
-    """The moves of one forward and its backward, to `tier`. `position` is the first operation that is yet to come."""
+    """The offloads of one forward and its backward, to `tier`. `position` is the first operation that is still to come.
+
+    Waits and fetches happen once, in the order of the sequence, whether the forward or the engine runs the operations.
+    A pass that deviates from the plan is still correct: a tensor that has not been fetched is fetched when it is read
+    (`offload.tier`).
+    """
 
     moves: Moves
     tier: Tier
@@ -80,7 +80,7 @@ class Moving:
     _away: dict[int, LeavingMemory] = field(default_factory=dict)
 
     def come_to(self, position: int) -> None:
-        """The operation at this position of the sequence is about to begin. OffloadError if a copy out failed."""
+        """Move what the plan names before the operation at this position. Raises OffloadError if a copy out failed."""
         while self.position <= position:
             for stage in self.moves.wait_out[self.position]:
                 if stage in self._away:
@@ -88,11 +88,11 @@ class Moving:
             for stage in self.moves.fetch[self.position]:
                 if stage in self._away:
                     self._away[stage].fetch()
-            # Last: after an error, whoever comes here again is to find it again.
+            # Last: after an error, the next call must meet the same error.
             self.position += 1
 
     def forward(self, runner: StageRunner, stage: int, value: Any, context: tuple[Any, ...]) -> Any:
-        """Run a stage in the graph of plain training; what it saves begins to leave, if the plan moves it."""
+        """Run a stage in the graph of plain training, and begin to offload its saved tensors if the plan says so."""
         if stage not in self.moves.stages:
             return runner.forward(value, context)
         output, leaving = run_leaving(runner, value, context)
@@ -102,19 +102,20 @@ class Moving:
 
 
 class CheckpointOptim(StageNode):
-    """The autograd function that replays a sequence; one node per stage that is not in the graph from the start."""
+    """The autograd function that replays a sequence, with one node per stage that is not in the graph from the
+    start."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Run a chain forward so that its backward follows a sequence.
 
         `apply(functions, sequence, names, preserve_rng_state, arg)`: `functions` are the stages (modules, or callables
-        without parameters), each called with what the one before returned, the first with `arg`; `sequence` is a
-        `Sequence` or its text; `names` name the stages in errors. Stages that draw random numbers draw the same ones
-        again if `preserve_rng_state`. Returns what the last stage returned.
+        without parameters), each called with the output of the one before, the first with `arg`; `sequence` is a
+        `Sequence` or its text; `names` name the stages in errors. Recomputed stages draw the same random numbers if
+        `preserve_rng_state`. Returns the output of the last stage.
 
-        ValueError if the sequence is not valid for so many stages, or if names and functions are not equally many;
-        RuntimeError if a stage overwrites its own input and has to be run again from it.
+        Raises ValueError if the sequence is not valid for so many stages, or if names and functions differ in number;
+        RuntimeError if a stage overwrites its own input and has to be recomputed from it.
         """
         functions, sequence, names, preserve_rng_state, arg = args
         runners = [
@@ -126,7 +127,7 @@ class CheckpointOptim(StageNode):
 
     @classmethod
     def add_node(cls, *args: Any) -> Any:
-        """Autograd's own `apply`, which adds a node for one stage; the one above takes a whole chain."""
+        """Add a node for one stage: autograd's own `apply`. The `apply` above takes a whole chain."""
         return super().apply(*args)  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -145,7 +146,7 @@ class Tape:
     ) -> None:
         self.context = context
         self._shared = tensors_in(context)
-        # By their options from the start: of some stages, runs without a graph differ by option, too.
+        # With their options from the start: for some stages, runs without a graph differ by option, too.
         self.runners = Runners.of(runners).by(instructions.options)
         self.program = instructions
         self.surroundings: dict[int, Surroundings] = {}
@@ -194,7 +195,6 @@ class Tape:
         return value
 
     def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
-        """Run a stage for the first time."""
         if stage in self.program.runs_again:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
         if stage in step.live:  # Rule 5: without its history
@@ -202,7 +202,7 @@ class Tape:
         if stage not in self.program.in_graph:
             value = self._add_node(stage, value)  # Rule 2: one node
         elif stage in self.program.runs_again:
-            # The stage must not write into what the tape keeps. Where its input is not kept, it may.
+            # The stage must not write into an input that the tape keeps. An input that is not kept may be overwritten.
             value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
         else:
             value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1: plain autograd
@@ -217,27 +217,26 @@ class Tape:
         return self._moving.forward(runner, stage, value, self.context)
 
     def _come_to_replay(self, position: int) -> None:
-        """The operation at this position after the loss is about to begin: something may move first (Rule 15)."""
+        """Move what the plan names before the operation at this position after the loss (Rule 15)."""
         if self._moving is not None:
             self._moving.come_to(len(self.program.forward) + 1 + position)
 
     def _add_node(self, stage: int, value: Any) -> Any:
-        """Run a stage as a node of the caller's graph."""
         frame, tensors = Frame.of(value)
         made = CheckpointOptim.add_node(self, stage, frame, *tensors, *self.runners[stage].parameters())
         return self._frames.pop(stage).filled(made)
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Run a stage for the first time inside its node; what surrounds it is recorded (Rule 4)."""
+        """Run a stage for the first time inside its node, and record the forward state (Rule 4)."""
         output = self._first(self.runners[stage], stage, value, value)
         return output, self._without_gradient(stage, value, output)
 
     def leave_frame(self, stage: int, frame: Frame) -> None:
-        """Take the frame of a stage's output from its node."""
+        """Receive the frame of a stage's output from its node."""
         self._frames[stage] = frame
 
     def know(self, stage: int, node: Node) -> None:
-        """Know the node of a stage, as long as the graph is there."""
+        """Register the node of a stage, for as long as the graph lives."""
         self._passes.know(stage, node)
 
     def _first(self, runner: StageRunner, stage: int, value: Any, kept: Any) -> Any:
@@ -248,39 +247,38 @@ class Tape:
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
-        wait_for(gradients)  # Rule 14: before stages run again
+        wait_for(gradients)  # Rule 14: before stages are recomputed
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
             current.held.inputs.drop_all_but(self.program.replay[self.program.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
             if self._passes.used_up and stage not in self.program.runs_after_backward:
-                self.surroundings.pop(stage, None)  # who holds the output holds the tape
+                self.surroundings.pop(stage, None)  # an owner of the output owns the tape
             return found
 
     def _await(self, stage: int, value: Any) -> None:
         """Run the operations before `B` of a stage in the graph when its backward is about to begin (Rule 9)."""
         for tensor in tensors_in(value):
             if tensor.requires_grad:
-                # Called once for each of them: after the first, `position` says that there is nothing left to run.
+                # Called once per tensor: after the first call, `position` says that nothing is left to run.
                 tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
 
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
         if not self._passes.concerns_nodes():
             self._come_to_replay(self.program.backward_at[stage])
-            return  # a pass for parameters of this stage alone: nobody reads what these forwards make
-        wait_for(gradient)  # Rule 14: before stages run again
+            return  # a pass for this stage's parameters only: the forwards' outputs are unused
+        wait_for(gradient)  # Rule 14: before stages are recomputed
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
 
     def _advance(self, current: Pass, stage: int) -> None:
-        """Run the operations before `B` of `stage`."""
         begin, end = current.position, self.program.backward_at[stage]
         for position, step in enumerate(self.program.replay[begin:end], begin):
             if self._moving is not None:
                 self._come_to_replay(position)
             if isinstance(step.operation, Backward):
-                # Either the engine ran it, or no gradient reached the stage, and nobody has taken what it holds.
+                # Either the engine ran it, or no gradient reached the stage and its graph is unused.
                 current.held.attached.pop(step.operation.stage, None)
                 current.held.inputs.drop_all_but(step.live)
             else:
@@ -294,7 +292,7 @@ class Tape:
         surroundings = self.surroundings[stage]  # Rule 4: as in the first run
         before = self._versions(value)
         if isinstance(step.operation, ForwardEnable):
-            # What the tape keeps is detached, and has forgotten which gradients are wanted.
+            # A detached tensor loses `requires_grad`, so it is set as in the first run.
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
             held.attached[stage], output = self._runner(step).attach(
@@ -308,10 +306,10 @@ class Tape:
         held.inputs.drop_all_but(step.live)
 
     def _without_gradient(self, stage: int, value: Any, output: Any) -> list[torch.Tensor]:
-        """The tensors of `output` that the stage passes on as they came, and those that measuring has found."""
+        """Return the tensors of `output` without gradient: those passed on unchanged, and those found by measuring."""
         passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
         runner = self.runners[stage]
-        # One that skips a layer by chance has an output without a gradient in some steps, and with one in others.
+        # A stage that skips a layer at random has an output without gradient only in some steps.
         known = () if draws(runner.function) else runner.effects.without_gradient
         return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]
 
@@ -321,11 +319,11 @@ class Tape:
         return runner if runner.option == step.operation.option else runner.by(step.operation.option)
 
     def _versions(self, value: Any) -> list[int]:
-        """How often each tensor was written to that a stage reads, its parameters and buffers aside."""
+        """Versions of the tensors that a stage reads, except its parameters and buffers."""
         return [tensor._version for tensor in tensors_in(value) + self._shared]
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
-        """RuntimeError if the run of a stage wrote into its own input, which a later run would read."""
+        """Raise RuntimeError if the run of a stage wrote into its own input, which a recompute would read."""
         if self._versions(value) != before:
             raise InvalidStateError(
                 f"stage {self.runners[stage].name!r} overwrites its own input, which is needed again; use the layer "
@@ -344,13 +342,13 @@ def replay(
     tier: Tier | None = None,
     context: tuple[Any, ...] = (),
 ) -> Any:
-    """Run a chain forward on `value`; what it returns is part of the caller's graph.
+    """Run a chain forward on `value`; the output is part of the caller's graph.
 
-    Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. What the sequence moves
-    goes to `tier`. All stages share `context`.
+    Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. The sequence offloads to
+    `tier`. All stages share `context`.
 
-    RuntimeError if a stage overwrites its own input and has to be run again from it, OffloadError if something cannot
-    be moved.
+    Raises RuntimeError if a stage overwrites its own input and has to be recomputed from it, OffloadError if something
+    cannot be moved.
     """
     tape = Tape(runners, instructions, store, tier, context)
     return tape.forward(value)

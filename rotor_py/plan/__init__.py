@@ -1,1 +1,1 @@
-"""What to do for which step: which plan, made when, for which input, and with whom it is agreed."""
+"""Plan training steps: make, keep and choose a plan for each kind of step, and agree on it across processes."""

@@ -1,9 +1,8 @@
-"""One sequence for all processes that train a model together.
+"""Agree on one sequence for all processes that train a model together.
 
-The sequence has to be the same everywhere: collectives inside stages (`SyncBatchNorm`, tensor parallelism) run again
-when the stage does, and all processes have to come to them in the same order. What they have measured differs. So rank
-0 solves for the costliest stages that any of them has, within what the tightest has room for, and the others take its
-sequence over.
+Collectives inside stages (`SyncBatchNorm`, tensor parallelism) repeat when a stage is recomputed, and all processes
+must reach them in the same order, so all need the same sequence. Measurements differ. So rank 0 solves for the
+costliest stages of any process within the tightest limit, and the others adopt its sequence.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from rotor_solver.moving import Link
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one process brings along: its stages, its limit, and the bytes of the limit that are not for the chain.
+    """One process's share: its stages, its limit, and the bytes of the limit that are not for the chain.
 
-    `link` is how fast it moves activations away and back; None where it does not.
+    `link` is its offload bandwidth; None if it does not offload.
     """
 
     chain: Chain
@@ -38,20 +37,19 @@ class _Part:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names of the stages."""
         return tuple(stage.name for stage in self.chain.stages)
 
 
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
-    """The sequence that rank 0 of `group` finds for the least room that any process has. All have to call this.
+    """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective.
 
     `device` is the one that this process trains on.
 
-    InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages are different.
+    Raises InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages differ.
     """
-    # Compared before anything is solved: rank 0's sequence is valid only for as many stages.
+    # Compared before solving: rank 0's sequence is valid only for as many stages.
     own = _Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes, budget.link)
     parts = gather_objects(own, group, device)
     _refuse_other_stages(parts)
@@ -62,10 +60,10 @@ def agreed_sequence(
             links = [part.link for part in parts if part.link is not None]
             link = Link.slowest(links) if len(links) == len(parts) else None
             all_of_them = replace(budget, chain=costliest([part.chain for part in parts]), link=link)
-            # The least room, as a limit of this process: `solve` takes its own fixed part off again.
+            # The least room, as a limit of this process: `solve` subtracts its own fixed part again.
             found = [all_of_them.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:
-            found = [error]  # sent like a sequence: the others wait, and have to hear of it
+            found = [error]  # sent like a sequence: the waiting processes must learn of it
         except Exception as error:
             found = [RuntimeError(f"rank 0 could not solve: {type(error).__name__}: {error}")]
     with _sending_from(device):
@@ -76,9 +74,9 @@ def agreed_sequence(
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
     if isinstance(sequence, RuntimeError):
         raise sequence
-    # Room is not all: a process may need more beside the chain, while the optimizer steps for example.
+    # Room is not all: a process may need more outside the chain, for example while the optimizer steps.
     peaks = gather_objects((budget.peak_bytes(sequence), mem_limit), group, device)
-    # All processes look at all peaks, so that all raise, and none is left waiting in a collective.
+    # All processes see all peaks, so that all raise and none is left waiting in a collective.
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
     if peak > limit:
         raise InfeasibleError(
@@ -93,13 +91,13 @@ def agreed_sequence(
 
 
 def slowest(seconds: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """The most that any process of `group` says. All have to call this."""
+    """Return the largest value of any process in `group`. Collective."""
     found: float = max(gather_objects(seconds, group, device))
     return found
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
-    """What each process of `group` has, in the order of ranks. All have to call this."""
+    """Return the values of all processes in `group`, in the order of ranks. Collective."""
     if alone_in_a_prediction():
         return [value] * dist.get_world_size(group)
     found: list[Any] = [None] * dist.get_world_size(group)
@@ -109,12 +107,12 @@ def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -
 
 
 def _sending_from(device: torch.device) -> AbstractContextManager[object]:
-    """NCCL sends objects from the current CUDA device, which need not be the one that the model is on."""
+    """NCCL sends objects from the current CUDA device, which may differ from the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """PlanMismatchError unless all processes of `group` have the same sequence. All have to call this."""
+    """Raise PlanMismatchError unless all processes of `group` have the same sequence. Collective."""
     for rank, other in enumerate(gather_objects(sequence, group, device)):
         if other != sequence:
             raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")

@@ -1,4 +1,4 @@
-"""What there is to say about a solved step plan: a file of it, a report, a line, and what it keeps."""
+"""Describe a solved step plan: as a file, a report, a summary line, and the memory it keeps."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ from rotor_solver.memory_timeline import PlanMemory, plan_memory
 
 
 def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
-    """The plan, for a file.
+    """Return the plan for a file. The model has to be in training mode, as it was when the plan was made.
 
-    ValueError if the model has been changed for another kind of step since, or if no file can hold what Inductor is
-    told.
-
-    The model has to be in training mode, as it was when the plan was made.
+    Raises ValueError if the model has been changed for another kind of step since, or if a file cannot hold Inductor's
+    options.
     """
     sequence = _sequence(plan)
-    # A file knows nothing of `on_oom`: who loads it says anew what is to happen.
+    # A file does not record `on_oom`: it is given anew on loading.
     budget = unguarded(plan, fresh_gradients=model.settings.fresh_grads if plan.file is None else plan.file.fresh_grads)
     costs = PlanCosts(plan.measurement, budget)
     unlimited = plan.unlimited(model.settings)
     if plan.file is not None:
-        # Fingerprint, cut and traits are those of the file, which may be all there is: no step may have come yet.
+        # Fingerprint, cut and traits come from the file: no step may have come yet.
         if sequence == plan.file.sequence and budget == plan.file.costs.budget:
             return plan.file
         return replace(
@@ -68,13 +66,13 @@ def file_of(plan: StepPlan, model: TrainedModel) -> Plan:
 
 
 def memory_of(plan: StepPlan) -> PlanMemory:
-    """What the plan keeps for the backward when the loss runs, stage by stage."""
+    """Return the memory that the plan keeps for the backward when the loss runs, by stage."""
     sequence = _sequence(plan)
     return plan_memory(plan.budget.chain, sequence, sum(each.nbytes for each in plan.measurement.carried))
 
 
 def report_of(plan: StepPlan, model: TrainedModel) -> Report:
-    """The plan as a report."""
+    """Return the plan as a report."""
     sequence = _sequence(plan)
     return Report(
         title=type(model.core).__name__,
@@ -88,7 +86,7 @@ def report_of(plan: StepPlan, model: TrainedModel) -> Report:
 
 
 def summary_of(plan: StepPlan, model: TrainedModel) -> str:
-    """The plan in one line: limit, fixed part, least possible, planned peak and overhead."""
+    """Return one line: limit, fixed part, least possible, planned peak and overhead."""
     sequence = _sequence(plan)
     budget, stored = plan.budget, store_all(plan.budget.chain)
     plain, planned = budget.makespan(stored), budget.makespan(sequence)
@@ -115,7 +113,7 @@ def _limit_bytes(plan: StepPlan, model: TrainedModel) -> int:
 
 
 def _refuse_another_step(plan: StepPlan, model: TrainedModel) -> None:
-    """ValueError if the model is not as it was when the plan in use was made.
+    """Raise ValueError if the model has changed since the plan in use was made.
 
     The file takes its fingerprint from the model as it is now, so it would name a step that it was not made for.
     """

@@ -1,6 +1,6 @@
-"""From a model and an input to a plan with costs: stages are cut and measured, and the limit is divided.
+"""Turn a model and an input into a plan with costs: cut the stages, measure them, divide the limit.
 
-A log line says that a model is measured: it takes a while, in the first step of a training that has said nothing yet.
+Measuring is logged, since the first step takes a while and is otherwise silent.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger("rotor_py")
 
 @dataclass(frozen=True, slots=True)
 class CompileBudget:
-    """The room beside the `budget` of a plain step within `limit`; gradients may be `fresh` in every step."""
+    """The room that the `budget` of a plain step leaves within `limit`; gradients may be `fresh` in every step."""
 
     budget: Budget
     limit: int
@@ -55,7 +55,7 @@ class CompileBudget:
 
     def peak(self, measurement: Measurement) -> int:
         budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
-        # Of the graph alone: what follows it, down to the loss, is that of the plain step.
+        # Of the graph only: everything after it, down to the loss, is that of the plain step.
         plain = self.budget.chain
         chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
         return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain))
@@ -84,15 +84,14 @@ class _Partitioner:
 
 
 _LONGER = 3.0
-"""How much longer all walks through a model take than the first one. A guess: the first has one run for a walk's."""
+"""How much longer all passes through a model take than the first. A guess: it only sets a logged duration."""
 
 
 @contextmanager
 def telling(settings: Settings, model: str) -> Iterator[Progress]:
-    """Something to be called with (stages done, all stages, name of the next) while the class `model` is measured.
+    """Yield a progress callback (stages done, all stages, name of the next) for measuring the class `model`.
 
-    The lines of the log are information, and for who asked to be told, with `verbosity` or `progress=True`, warnings:
-    these are shown where logging is not set up.
+    Log lines are information; with `verbosity` or `progress=True` they are warnings, which show without logging set up.
     """
     given = settings.progress
     around = progress_bar() if given is None or given is True else nullcontext(given or None)
@@ -105,8 +104,6 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
 
 
 class _Lines:
-    """One line of the log when measuring begins, and one when it is done."""
-
     def __init__(self, level: int, shown: Progress | None) -> None:
         self._level, self._shown = level, shown
         self._created = time.monotonic()
@@ -127,7 +124,6 @@ class _Lines:
             self._shown(done, total, name)
 
     def end(self) -> None:
-        """All is measured."""
         if self._began is not None:
             now = time.monotonic()
             took, whole = format_seconds(now - self._began), format_seconds(now - self._created)
@@ -146,13 +142,13 @@ def measured_plan(
     *,
     closely: bool = False,
 ) -> StepPlan:
-    """Cut the model into stages and measure them on `value`. UnsupportedModelError if it cannot be cut.
+    """Cut the model into stages and measure them on `value`. The plan has no sequence yet.
 
-    The plan has no sequence yet. Times are measured more `closely` for a limit that is read off the curve of all plans.
-    `noticed` says what optimizers cost that nobody named.
+    Times are measured more `closely` for a limit that is read off the curve of all plans. `noticed` returns the cost of
+    undeclared optimizers. Raises UnsupportedModelError if the model cannot be cut.
     """
     settings, core = model.settings, model.core
-    # Each plan has a source of its own: an earlier one may wait, or be in use again if this one comes to nothing.
+    # Each plan has its own source: an earlier plan may wait, or be used again if this one fails.
     source = blank.renewed()
     device = model.device_of(spec.input)
     if device.type == "cpu":
@@ -173,7 +169,7 @@ def measured_plan(
         source,
         measured.plain.measurement,
         budget,
-        # Capturing may have changed the model: buffers and modules that its first forward makes.
+        # Capturing may have changed the model: its first forward may make buffers and modules.
         spec=replace(spec, model=ModelState.of(core), answers=source.answers),
         cut=measured.plain.cut,
         ways=() if settings.inductor is None else tuple(measured.ways),
@@ -185,7 +181,7 @@ def measured_plan(
 
 
 def _rooms(model: TrainedModel, device: torch.device, noticed: Callable[[], OptimizerCost | None]) -> Rooms | None:
-    """What steps leave for a graph that is compiled whole. None for a strategy by hand, which is about stages."""
+    """Return the budget for graphs compiled whole. None for a strategy by hand, which is about stages."""
     if model.settings.by_hand is not None:
         return None
 
@@ -197,7 +193,7 @@ def _rooms(model: TrainedModel, device: torch.device, noticed: Callable[[], Opti
 
 
 def _tell_of_a_profiler() -> None:
-    """A warning if the user's profiler is on: measuring bytes on the CPU needs PyTorch's only one, and ends it."""
+    """Warn if the user's profiler is on: measuring bytes on the CPU needs PyTorch's only one, and ends it."""
     give_way()  # else it may be our own
     if prediction() is None and torch_compat.profiler_enabled():
         _log.warning(

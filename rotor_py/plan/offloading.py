@@ -1,4 +1,4 @@
-"""What plans that move activations need of the tier that they move them to."""
+"""Prepare the offload tier for a plan: bandwidth, and room for the offloaded bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger("rotor_py")
 
 
 def link_to(offload: Offload, device: torch.device) -> Link:
-    """How fast memory of `device` goes to the tier and back. UnsupportedModelError if it cannot go there."""
+    """Return the bandwidth from `device` to the tier and back. UnsupportedModelError if the device has no way to it."""
     kind = "cuda" if offload.name == "host" else "cpu"
-    if device.type != kind and prediction() is None:  # tensors of a device that is not there are on the CPU
+    if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
         other = "file:/path" if kind == "cuda" else "host"
         raise UnsupportedModelError(
             f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
@@ -33,7 +33,7 @@ def link_to(offload: Offload, device: torch.device) -> Link:
 
 
 def reserve(offload: Offload, budget: Budget, sequence: Sequence) -> None:
-    """Have room in the tier for all that a step by `sequence` moves. OffloadError if there is less."""
+    """Reserve room in the tier for a step by `sequence`. Raises OffloadError if there is less."""
     if nbytes := budget.moved_bytes(sequence):
         offload.tier.reserve(nbytes)
 
@@ -41,7 +41,7 @@ def reserve(offload: Offload, budget: Budget, sequence: Sequence) -> None:
 def reserve_in_all(
     offload: Offload, budget: Budget, sequence: Sequence, group: ProcessGroup, device: torch.device
 ) -> None:
-    """The same in all processes of `group`, which follow `sequence`. OffloadError in all of them if one has less."""
+    """Reserve in all processes of `group`, which follow `sequence`. OffloadError in all if one lacks room."""
     refused = ""
     try:
         reserve(offload, budget, sequence)
@@ -53,9 +53,10 @@ def reserve_in_all(
 
 
 def prepare_for_file(offload: Offload | None, budget: Budget, sequence: Sequence) -> None:
-    """Have room for what a plan from a file moves. ValueError where nobody has said where to, OffloadError if full.
+    """Reserve room for the offloads of a plan from a file.
 
-    A warning says so where the plan moves nothing, although it might.
+    Raises ValueError if no tier was given, OffloadError if it is full. Warns if the plan offloads nothing although a
+    tier was given.
     """
     if sequence.moves is None:
         if offload is not None:
@@ -76,7 +77,7 @@ def prepare_for_file(offload: Offload | None, budget: Budget, sequence: Sequence
 
 
 def tell_of_several_forwards(budget: Budget) -> None:
-    """A warning if forwards were noticed that are in flight at once: their plan moves nothing."""
+    """Warn if several forwards are in flight: their plan offloads nothing."""
     if budget.link is not None and budget.forwards > 1:
         _log.warning(
             "%d forwards are in flight at once, and plans for several forwards move nothing to another tier: what has "

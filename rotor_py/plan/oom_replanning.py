@@ -1,10 +1,7 @@
-"""After an out-of-memory error: plans within smaller limits, three times in a step at most.
+"""Plan within smaller limits after an out-of-memory error, at most three times in a step.
 
-By how much the limit has to be smaller nobody can know: the allocation that failed was the first that found no room,
-and the step was not over. What it asked for was missing at least. And on CUDA, what was allocated at that moment is
-about all that the device has.
-
-The memory of a step whose stages may be run again at any time, and of what is left of it in the backward.
+The necessary reduction is unknown: the failed allocation was only the first without room, and the step was not over. At
+least its bytes were missing. On CUDA, the bytes allocated at that moment are about all that the device has.
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ _log = logging.getLogger("rotor_py")
 
 
 def guarded(plan: StepPlan) -> StepPlan:
-    """The plan with the budget of steps on an `OOMRetryTape`, which cost more than those on a `Tape`.
+    """Return the plan with the budget of steps on an `OOMRetryTape`, which cost more than those on a `Tape`.
 
-    Every stage is a node, so the backward of a stored stage takes what that of one that was run again takes. And copies
-    of the buffers that move are kept by every plan, not only where it computes something twice, with those that undo
-    the forward of one stage; of all buffers where the stages are not known yet.
+    Every stage is a node, so the backward of a stored stage takes as much as that of a recomputed one. And every plan
+    keeps copies of the mutable buffers, not only where it recomputes, plus those that undo the forward of one stage;
+    copies of all buffers where the stages are not known yet.
     """
     budget, fixed = plan.budget, plan.budget.fixed
     copies = budget.snapshot_bytes + (undo_bytes(plan.functions) if plan.functions else fixed.buffers)
@@ -44,7 +41,7 @@ def guarded(plan: StepPlan) -> StepPlan:
 
 
 def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
-    """The budget of the same steps on a `Tape`."""
+    """Return the budget of the same steps on a `Tape`."""
     if plan.guard_bytes is None:
         return plan.budget
     budget, measurement = plan.budget, plan.measurement
@@ -55,14 +52,14 @@ def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
 
 
 def forward_and_backward(budget: Budget) -> Budget:
-    """The budget of forward and backward alone: what the optimizer's step needs is no matter of the plan."""
+    """Return the budget of forward and backward only, without the optimizer step."""
     return replace(budget, before_bytes=0, stepping_bytes=0, step_bytes=None)
 
 
 def rest_of_backward(budget: Budget, count: int) -> Budget:
-    """The budget of the first `count` stages, run again from the chain's input while their output's gradient is there.
+    """Return the budget of recomputing the first `count` stages from the chain's input in the backward.
 
-    An upper bound: that gradient counts from the beginning, and once more where the chain has it.
+    An upper bound: their output's gradient counts from the beginning, and once more where the chain has it.
     """
     chain = budget.chain
     first, later = chain.stages[:count], chain.stages[count:]
@@ -84,16 +81,16 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
 
 _NOT_AGAIN = "on_oom='replan' has not run this again"
 _TRIES = 3
-"""How often a step is run again. The last time, by the plan that needs least: a slow step is better than none."""
+"""Retries of a step. The last one uses the plan that needs least: a slow step is better than none."""
 _SHARE = 1 / 8
-"""The least part of a limit that is taken off. A guess: what was asked for may have been the last straw of a few
-kilobytes, and each further try costs time."""
+"""Least share of a limit that is taken off. A guess: the failed request may have been only a few kilobytes, and each
+further try costs time. Too large costs needless recompute."""
 
 
 class Replanner:
-    """The plans for one forward by `plan` and its backward. Plans for later steps of this kind become smaller too.
+    """Smaller plans for one forward by `plan` and its backward. Later steps of this kind get smaller plans too.
 
-    It is the forward of this `number` among those in flight, from one on.
+    `number` is the forward's position among those in flight, from one on.
     """
 
     def __init__(self, plan: StepPlan, model: TrainedModel, number: int = 1) -> None:
@@ -103,29 +100,29 @@ class Replanner:
         self._sequence = plan.sequence
         self._cut = plan.cut
         self._whole_step = plan.budget
-        """of the stages as this forward runs them: later ones may have others compiled"""
+        """cut of the stages as this forward runs them: later ones may have others compiled"""
         self._budget = forward_and_backward(plan.budget)
         self._tries = 0
         self._final = False
-        """whether an error has got its note"""
+        """whether an error has its note"""
 
     @cached_property
     def _limit(self) -> int:
-        """What the sequence in use needs, or the smaller limit that the last one was made for."""
+        """Return the bytes that the sequence in use needs, or the smaller limit that the last one was made for."""
         assert self._sequence is not None
-        return self._budget.peak_bytes(self._sequence)  # most steps never ask
+        return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps never ask
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
-        """A sequence for the whole chain; None if `error`, which gets a note, is final."""
+        """Return a sequence for the whole chain; None if `error`, which gets a note, is final."""
         return self._own(self._sequence) if self._reduce(error, "forward", inexact) else None
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
-        """A sequence for the first `stages` stages in the backward; None if `error`, which gets a note, is final."""
+        """Return a sequence for the first `stages` stages; None if `error`, which gets a note, is final."""
         doing = f"backward of stage {self._plan.names[stages - 1]!r}"
         return self.rest_as_before(stages) if self._reduce(error, doing, inexact) else None
 
     def rest_as_before(self, stages: int) -> Sequence:
-        """A sequence for the first `stages` stages within the limit as it is, or else the one that needs least."""
+        """Return a sequence for the first `stages` stages within the limit, or else the one that needs least."""
         budget = rest_of_backward(self._whole_step, stages)
         try:
             return self._own(self._solve(budget, self._limit))
@@ -138,7 +135,7 @@ class Replanner:
 
     @contextmanager
     def telling_of_the_rest(self) -> Iterator[None]:
-        """Note on an out-of-memory error from outside of the stages that nothing was run again."""
+        """Add a note to an out-of-memory error from outside of the stages: nothing was recomputed."""
         try:
             yield
         except RuntimeError as error:
@@ -147,7 +144,7 @@ class Replanner:
             raise
 
     def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
-        """Make the limit smaller, with a line in the log; False if that cannot be, or nothing could be run again."""
+        """Reduce the limit and log it; False if it cannot be reduced, or nothing could be recomputed."""
         least, before = self._budget.least_bytes(), self._limit
         if why := inexact or self._no_smaller_plan(least):
             add_note(error, f"{_NOT_AGAIN}: {why}")
@@ -156,7 +153,7 @@ class Replanner:
         self._tries += 1
         asked, allocated = asked_bytes(error), allocated_bytes(self._model.device_of(self._plan.input_spec))
         smaller = before - max(asked, int(before * _SHARE))
-        if allocated is not None:  # the error's traceback still keeps all that was there
+        if allocated is not None:  # the error's traceback still keeps all tensors
             smaller = min(smaller, allocated)
         self._limit = least if self._tries == _TRIES else max(least, smaller)
         self._sequence = self._solve(self._budget, self._limit)

@@ -1,14 +1,12 @@
-"""What the model of a plan costs, as data for the plan's file: what was measured, and the memory around the chain.
+"""Read and write the costs in a plan's file: measurements, memory around the chain, and offloads.
 
-What a plan moves to another tier of memory, as its file has it.
+Offloads in the file:
 
-to                     what the tier was called (`offload=`); who loads the plan says anew where things go
-out_bytes_per_second   the bandwidth that was planned with, and `in_bytes_per_second` for the way back
-wait_out, fetch        pairs of a position in the sequence and a stage (`rotor_solver.moving.Moves`), in their order
+    to                     the tier as given in `offload=`; it is given anew on loading
+    out_bytes_per_second   the bandwidth planned with; `in_bytes_per_second` for the way back
+    wait_out, fetch        pairs of a position in the sequence and a stage (`rotor_solver.moving.Moves`), in their order
 
-Readers of numbers in a plan's file, and of lists and records of them.
-
-They return what is there as it is in memory. ValueError for what is no such thing.
+Readers convert JSON to the types in memory, and raise ValueError for invalid data.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from rotor_solver.moving import Link, Moves
 
 
 def moves_data(budget: Budget, sequence: Sequence) -> dict[str, Any] | None:
-    """What the file says; None if the plan was made without another tier."""
+    """Return the offload entry of the file; None for a plan without a tier."""
     if budget.link is None:
         return None
     moves = Moves.none(len(sequence)) if sequence.moves is None else sequence.moves
@@ -46,7 +44,7 @@ def moves_data(budget: Budget, sequence: Sequence) -> dict[str, Any] | None:
 
 
 def with_moves(entry: Any, budget: Budget, sequence: Sequence) -> tuple[Budget, Sequence]:
-    """The budget and the sequence with what `entry` says of moves. ValueError if that is nothing that was written."""
+    """Return budget and sequence with the moves of `entry`. Raises ValueError if the entry is invalid."""
     match entry:
         case None:
             return budget, sequence
@@ -85,20 +83,20 @@ def _by_position(pairs: list[Any], length: int) -> tuple[tuple[int, ...], ...]:
 
 T = TypeVar("T")
 Reader = Callable[[str, Any], T]
-"""Called with the name of a part, and what the file has there."""
+"""Called with the name of a field and its value in the file."""
 
 _LONGEST = 1e9
-"""Seconds of anything; about thirty years."""
+"""Most seconds of any cost: about thirty years."""
 _BELOW_ZERO = frozenset({"backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"})
-"""A backward may free more of its input than it needs, or gradients that later stages have left."""
+"""Fields that may be negative: a backward may free more of its input than it needs, or gradients of later stages."""
 IN_FILES = {"skipped_output_seconds": "output_seconds"}
-"""Names of parts that files know by an older name, so that saved plans go on loading."""
+"""Fields that files know by an older name, so that saved plans keep loading."""
 
 
 def size(name: str, value: Any) -> int:
-    """A number of bytes, which is below zero for few parts only."""
+    """Read a number of bytes, negative only for a few fields."""
     least = -LARGEST_SIZE if name in _BELOW_ZERO else 0
-    # By type: to `isinstance`, True is a number of bytes.
+    # By type: `isinstance` would accept True.
     if type(value) is not int or not least <= value <= LARGEST_SIZE:
         raise InvalidValueError(
             f"{name} is {reprlib.repr(value)}; it has to be a number of bytes", kind="bad_field", name=name
@@ -107,8 +105,8 @@ def size(name: str, value: Any) -> int:
 
 
 def seconds(name: str, value: Any) -> float:
-    """A number of seconds, zero or more."""
-    if type(value) is not float or not 0 <= value <= _LONGEST:  # which a NaN is not
+    """Read a number of seconds, zero or more."""
+    if type(value) is not float or not 0 <= value <= _LONGEST:  # False for NaN, too
         raise InvalidValueError(
             f"{name} is {reprlib.repr(value)}; it has to be a number of seconds", kind="bad_field", name=name
         )
@@ -116,7 +114,7 @@ def seconds(name: str, value: Any) -> float:
 
 
 def share(name: str, value: Any) -> float:
-    """A finite number, zero or more."""
+    """Read a finite number, zero or more."""
     if type(value) is not float or not 0 <= value < inf:
         raise InvalidValueError(
             f"{name} is {reprlib.repr(value)}; it has to be a number from zero on", kind="bad_field", name=name
@@ -125,12 +123,12 @@ def share(name: str, value: Any) -> float:
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """A list of numbers of bytes."""
+    """Read a list of numbers of bytes."""
     return many(size)(name, value)
 
 
 def many(read: Reader[T]) -> Reader[tuple[T, ...]]:
-    """Reads a list of what `read` reads."""
+    """Make a reader of a list of what `read` reads."""
 
     def read_all(name: str, value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
@@ -143,12 +141,12 @@ def many(read: Reader[T]) -> Reader[tuple[T, ...]]:
 
 
 def or_none(read: Reader[T]) -> Reader[T | None]:
-    """Reads null, or what `read` reads."""
+    """Make a reader of null or what `read` reads."""
     return lambda name, value: None if value is None else read(name, value)
 
 
 def record(kind: Callable[..., T]) -> Reader[T]:
-    """Reads a dataclass of seconds and bytes."""
+    """Make a reader of a dataclass of seconds and bytes."""
     names = {IN_FILES.get(field.name, field.name): field for field in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     readers = {name: _READERS[str(field.type)] for name, field in names.items()}
 
@@ -166,16 +164,17 @@ _READERS: dict[str, Reader[Any]] = {"int": size, "float": seconds, "tuple[int, .
 
 
 _MOST_CARRIED = 10**6
-"""Carried tensors times stages: a chain is made in so many steps. A guess, far above any model."""
+"""Most carried tensors times stages: building a chain takes so many steps. A guess far above any model; more is
+refused."""
 _IN_PART = "in part"
-"""The one way to store a stage other than whole that files without names of ways know."""
+"""The only partial storage mode that files without mode names know."""
 _AROUND = ("before_bytes", "stepping_bytes", "step_bytes")
 _IN_FLIGHT = {"forwards": 1, "held_beside": 0, "backward_order": "any"}
-"""What is in a file only where several forwards are in flight, and what it is else."""
+"""Defaults of fields that a file has only if several forwards are in flight."""
 _STEPPED = {"waiting_gradients": [], "summed_gradients": [], "freed_gradients": 0}
-"""The same where parameters are stepped in the backward."""
+"""Defaults of fields that a file has only if parameters are stepped in the backward."""
 _MOST_FORWARDS = 10**4
-"""A guess, far above the microbatches of any pipeline."""
+"""Most forwards in flight. A guess far above the microbatches of any pipeline; more is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +185,7 @@ class PlanCosts:
     budget: Budget
 
     def as_data(self) -> dict[str, Any]:
-        """Seconds and bytes, as JSON has them. The chain is left out: it follows from what was measured."""
+        """Return seconds and bytes as JSON. Leaves out the chain: it follows from the measurement."""
         found = _renamed(asdict(self.measurement))
         del found["names"]
         if (lean := _lean(self.measurement)) is not None:  # so that earlier versions read the file
@@ -198,7 +197,7 @@ class PlanCosts:
         for name in [name for name in _STEPPED if not found[name]]:
             del found[name]  # so that earlier versions read the file
         around = {name: getattr(self.budget, name) for name in _AROUND}
-        if self.budget.forwards > 1:  # not else, so that earlier versions read the file
+        if self.budget.forwards > 1:  # otherwise left out, so that earlier versions read the file
             around |= {name: getattr(self.budget, name) for name in ("forwards", "held_beside")}
             if self.budget.backward_order != "any":
                 around["backward_order"] = self.budget.backward_order
@@ -206,8 +205,8 @@ class PlanCosts:
 
     @classmethod
     def from_data(cls, data: dict[str, Any], names: Items[str], *, fresh_gradients: bool) -> PlanCosts:
-        """What `as_data` wrote, for stages of these names. ValueError if it is anything else."""
-        data = {**_IN_FLIGHT, **_STEPPED, "spread": 0.0, **data}  # what earlier versions did not write
+        """Read the output of `as_data`, for stages of these names. Raises ValueError for anything else."""
+        data = {**_IN_FLIGHT, **_STEPPED, "spread": 0.0, **data}  # fields that earlier versions did not write
         parts = {name: read for name, read in _PARTS.items() if name != ("lean" if "ways" in data else "ways")}
         unknown = data.keys() ^ parts.keys()
         if unknown:
@@ -252,7 +251,7 @@ class PlanCosts:
 
 
 def _lean(measurement: Measurement) -> list[dict[str, Any] | None] | None:
-    """The costs of stages stored in part as files had them while that was the only other way; None if it is not."""
+    """Return the costs of partial storage in the older format, where it can express them; else None."""
     if any(
         len(ways) > 1 or ways[:1] != tuple(way for way in ways if way.name == _IN_PART) for ways in measurement.ways
     ):
@@ -261,12 +260,11 @@ def _lean(measurement: Measurement) -> list[dict[str, Any] | None] | None:
 
 
 def _way_data(way: dict[str, Any]) -> dict[str, Any]:
-    """A way as files have it: with `moved_bytes` only where it moves any."""
+    """Return a storage mode for the file, with `moved_bytes` only if it moves any."""
     return {name: value for name, value in way.items() if name != "moved_bytes" or value}
 
 
 def _renamed(value: Any) -> Any:
-    """`value` with the names that its parts have in files."""
     if isinstance(value, dict):
         return {IN_FILES.get(key, key): _renamed(each) for key, each in value.items()}
     return [_renamed(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,36 +1,32 @@
-"""The file of a plan: JSON, which is data and nothing else, and the checks that it has to pass.
+"""Read, write and check the JSON file of a plan. The file is data only: nothing in it is executed.
 
-What a field means:
+Fields:
 
     schema, torch          the version of this format, and of torch when the plan was made
     model                  `fingerprint.model_fingerprint`: types of layers and shapes of parameters, by name
     input                  `fingerprint.input_fingerprint`: device, autocast, and shape, dtype and gradient by tensor
     prefix, stages         names of the layers that run before the chain, and of the layers of each stage
-    answers                how the batch answered what a captured model asks about its data (`capture`)
-    traits                 for each stage, what a run without a graph does not show (`stage.graph_effects`)
+    answers                the batch's answers to a captured model's questions about its data (`capture`)
+    traits                 by stage, facts that a run without a graph does not show (`stage.graph_effects`)
     sequence, solver       the sequence in its notation; the algorithm that found it, and its lower bound in seconds
-    beside                 the sequences of further forwards in flight, where they are different ones (since schema 6)
-    mem_limit, limited     the limit in bytes, and whether somebody has set it; a strategy by hand may have none
+    beside                 the sequences of further forwards in flight, where they differ (since schema 6)
+    mem_limit, limited     the limit in bytes, and whether one was set; a strategy by hand may have none
     peak_bytes             the predicted peak of the whole step
     fresh_grads            whether gradients are freed between steps
-    compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7); of a
-                           graph compiled as a whole, the room, and whose partition it is (since schema 10)
+    compiled               the compiled stages and Inductor's options, where `compile=` was given (since schema 7); for
+    a
+                           graph compiled as a whole, the room, and the partitioner (since schema 10)
     predicted_for          the device that costs were predicted for, where nothing was measured (since schema 8)
-    step_in_backward       the optimizer that steps parameters in the backward, their bytes, and what its largest step
-                           needs, where there is one (since schema 8)
-    moves                  what is moved to another tier of memory, and when (`moves_data`), where `offload=` was given
-                           (since schema 9)
-    costs                  all that was measured, in seconds and bytes (`plan_costs`); with the names of the ways to
-                           store a stage, where it has other ways than in part (since schema 9); with sums of
-                           gradients where stages share parameters (since schema 11)
-    digest                 SHA-256 of everything else, which shows damage; it is no protection against forgery
+    step_in_backward       the optimizer that steps parameters in the backward, their bytes, and the bytes of its
+                           largest step, where there is one (since schema 8)
+    moves                  the offloads and their positions (`moves_data`), where `offload=` was given (since schema 9)
+    costs                  all measurements, in seconds and bytes (`plan_costs`); with the names of storage modes, where
+                           a stage has others than in part (since schema 9); with sums of gradients where stages share
+                           parameters (since schema 11)
+    digest                 SHA-256 of everything else; it shows damage, but does not protect against forgery
 
-What the fields of a plan's file have to be, each by itself and together. `plan_file` says what they mean.
-
-Which stages of a saved plan run compiled, and with which options of Inductor.
-
-Whoever loads the plan compiles them again. The options in a file are compared with those that the user gives, and never
-followed: with some of them, Inductor runs a program of one's choice, and a file is data and nothing else.
+Loading a plan compiles its stages anew. The file's Inductor options are compared with the user's, and never followed:
+some of them make Inductor run an arbitrary program.
 """
 
 from __future__ import annotations
@@ -64,10 +60,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class CompiledStages:
-    """The names of the compiled stages, and Inductor's options. There may be none of both: defaults, and no gain.
+    """The names of the compiled stages, and Inductor's options. Both may be empty: defaults, and no gain.
 
-    If the graph is one stage, compiled as a whole, `room` is the bytes that its partition was chosen for. It was chosen
-    among those of PyTorch's partitioner if `by_torch`, among ours if not, and among all if that is None.
+    If the graph is one stage, compiled as a whole, `room` is the bytes that its partition was chosen for, among those
+    of PyTorch's partitioner if `by_torch`, among ours if False, and among all if None.
     """
 
     stages: list[str]
@@ -77,7 +73,7 @@ class CompiledStages:
 
     @classmethod
     def of(cls, cut: Cut, config: Config) -> CompiledStages:
-        """Those of a plan that was made. ValueError if a file cannot hold an option."""
+        """Return those of a solved plan. Raises ValueError if a file cannot hold an option."""
         for name, value in config:
             if type(value) not in _PLAIN:
                 raise InvalidValueError(
@@ -93,15 +89,15 @@ class CompiledStages:
         return cls(names, dict(config)) if whole is None else cls(names, dict(config), whole.room, whole.by_torch)
 
     def as_data(self) -> dict[str, Any]:
-        """What a file says of them."""
+        """Return the entry for the file."""
         found = asdict(self)
-        if self.by_torch is None:  # as files said before there was a choice
+        if self.by_torch is None:  # the format of files before there was a choice
             del found["by_torch"]
         return found
 
     @classmethod
     def from_data(cls, data: Any, stages: Items[list[str]]) -> CompiledStages | None:
-        """What a file says of a plan for these `stages`. ValueError if it cannot be."""
+        """Read the entry of a plan for these `stages`. Raises ValueError if it is invalid."""
         match data:
             case None:
                 return None
@@ -117,13 +113,13 @@ class CompiledStages:
 
     @property
     def config(self) -> Config:
-        """The options as Inductor is told them."""
+        """The options for Inductor."""
         return tuple(sorted(self.options.items()))
 
     def compiled_again(self, cut: Cut, compiler: StageCompiler, chain: Chain, ways: Items[Items[str]]) -> Cut:
-        """The same cut, with these stages compiled by `compiler` when they run for the first time.
+        """Return the same cut, with these stages compiled by `compiler` when they first run.
 
-        `chain` is what it was measured as, and `ways` are those in which each of its stages may be stored.
+        `chain` is the measured chain, and `ways` are the storage modes of each of its stages.
         """
         from rotor_py.compile.partitioner import whole_partitioner
 
@@ -141,10 +137,10 @@ class CompiledStages:
 
 
 def config_beside(file: CompiledStages | None, given: Config | None) -> Config | None:
-    """What Inductor is told by a plan from a file, where `compile=` says `given`.
+    """Return Inductor's options for a plan from a file, where `compile=` is `given`.
 
-    Inductor's defaults need not be given. PlanMismatchError for other options than the file's: they decide about bytes
-    and last digits.
+    Inductor's defaults need not be given. Raises PlanMismatchError for options that differ from the file's: they
+    determine bytes and last digits.
     """
     planned = None if file is None else file.config
     if given is None and planned == ():
@@ -176,7 +172,7 @@ FIELDS: dict[str, type] = {
 
 
 def checked_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """The fields of the plan; ValueError if they are not what they should be, or do not belong together."""
+    """Check the fields of a plan, each and together; ValueError if they are invalid."""
     fields = {name: data[name] for name in FIELDS}
     names = [JOINT.join(group) for group in _names(data["stages"])]
     beside = _beside(data.get("beside", []), data["solver"])
@@ -249,7 +245,7 @@ def _steps(entry: Any) -> dict[str, Any] | None:
 
 
 def _refuse_odd_fingerprints(model: dict[str, Any], given: dict[str, Any]) -> None:
-    """ValueError for what no fingerprint of a model or an input has: comparing it would raise something else."""
+    """Raise ValueError for malformed fingerprints: comparing them would raise something else."""
     for part in ("layers", "parameters"):
         table = model.get(part)
         if not isinstance(table, dict) or not all(isinstance(text, str) for text in table.values()):
@@ -309,16 +305,16 @@ def _list(value: Any) -> list[Any]:
 
 SCHEMA = 11
 _READABLE = 5, 6, 7, 8, 9, 10, 11
-"""A file is of the least of them that has what it says: who knows earlier ones alone would take the rest for something
-else."""
+"""Each file gets the lowest schema that has its fields: an earlier version would misread fields that it does not
+know."""
 _LARGEST_FILE = 16 * 2**20
-"""A plan has some thousand bytes for each hundred stages; nobody's file is read into memory to find that out."""
+"""Largest file that is read. A plan has some thousand bytes per hundred stages."""
 _BESIDE: dict[str, type] = {"torch": str, "digest": str, "solver": dict}
-"""What a file has beside the fields of a plan."""
+"""Fields of a file beside those of the plan."""
 
 
 def write(path: str | Path, fields: dict[str, Any]) -> None:
-    """Write the fields of a plan as JSON. OSError if the file cannot be written."""
+    """Write the fields of a plan as JSON. Raises OSError if the file cannot be written."""
     sequence, costs = fields["sequence"], fields["costs"]
     measured = costs.as_data()
     compiled, steps, predicted_for = (fields.pop(name) for name in ("compiled", "step_in_backward", "predicted_for"))
@@ -349,9 +345,9 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The fields of a plan.
+    """Return the fields of a plan.
 
-    ValueError if the file is not one, or not as it was saved, PlanMismatchError if it has compiled stages and was made
+    Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if it has compiled stages and was made
     with another torch, OSError if it cannot be read.
     """
     file = Path(path)
@@ -382,7 +378,7 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def _parsed(file: Path) -> dict[str, Any]:
-    """The JSON of the file, if it is of this schema and has all fields, each of its type."""
+    """Parse the file, and check its schema and the presence and type of all fields."""
     with file.open("rb") as opened:
         content = opened.read(_LARGEST_FILE + 1)
     if len(content) > _LARGEST_FILE:
@@ -410,7 +406,7 @@ def _parsed(file: Path) -> dict[str, Any]:
             cause="other_schema",
         )
     for name, kind in (FIELDS | _BESIDE).items():
-        if type(data.get(name)) is not kind:  # isinstance would take True for a number of bytes
+        if type(data.get(name)) is not kind:  # isinstance would accept True as a number of bytes
             found = reprlib.repr(data.get(name))
             raise InvalidValueError(
                 f"{file} is not a whole plan: {name!r} is {found}; save it again",
@@ -428,6 +424,5 @@ def _solver_data(sequence: Sequence) -> dict[str, Any]:
 
 
 def _digest(data: dict[str, Any]) -> str:
-    """Of all that is in the file, however it is written there."""
     content = {name: value for name, value in data.items() if name != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()

@@ -1,4 +1,4 @@
-"""What is known of a model that has a planner: its settings, and the plan in use."""
+"""Expose the settings of a model with a planner, and the plan in use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Setting(Generic[T]):
-    """An attribute of a `PlannedModel` that is one of its settings, as it was given or set since."""
+    """An attribute of a `PlannedModel` that reads and sets one of its settings."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -43,7 +43,7 @@ class Setting(Generic[T]):
 
 
 class PlannedModel(Transparent):
-    """A model with a planner, as far as it is asked: nothing here measures."""
+    """A model with a planner; its properties and methods never measure."""
 
     _planner: Planner
 
@@ -58,7 +58,7 @@ class PlannedModel(Transparent):
     backward_order = Setting[str | None]()
     watch = Setting[bool | None]()
 
-    # What is known about the plan in use; None, or an empty list, before anything has been measured.
+    # Facts about the plan in use; None, or an empty list, before anything has been measured.
 
     @property
     def _plan_in_use(self) -> StepPlan | None:
@@ -66,12 +66,12 @@ class PlannedModel(Transparent):
 
     @property
     def sequence(self) -> Sequence | None:
-        """The sequence in use. Another one may be set, and is followed whatever memory it takes.
+        """The sequence in use. A sequence that is set is followed whatever memory it takes.
 
-        Where forwards in flight follow different ones, it is that of the first, and its `beside` are the others.
+        Where forwards in flight follow different sequences, it is that of the first, and `beside` holds the others.
+        Several processes have to agree on a sequence, so after setting it there, the next forward solves again.
 
-        Setting it raises ValueError before anything has been measured. Where several processes train the model, they
-        have to agree, so the next forward solves again.
+        Setting it raises ValueError before anything has been measured.
         """
         return None if (plan := self._plan_in_use) is None else plan.sequence
 
@@ -81,7 +81,7 @@ class PlannedModel(Transparent):
 
     @property
     def budget(self) -> Budget | None:
-        """How the limit is divided."""
+        """The division of the limit."""
         return None if (plan := self._plan_in_use) is None else plan.budget
 
     @property
@@ -91,7 +91,7 @@ class PlannedModel(Transparent):
 
     @property
     def inspection_values(self) -> Measurement | None:
-        """What was measured of every stage."""
+        """The measurements of every stage."""
         return None if (plan := self._plan_in_use) is None else plan.measurement
 
     @property
@@ -110,9 +110,9 @@ class PlannedModel(Transparent):
         return [] if (plan := self._plan_in_use) is None else plan.compiled
 
     def compiled_without_budget(self) -> AbstractContextManager[None]:
-        """Inside, what is compiled saves what the compiler would save without a limit: steps may take more memory.
+        """Inside the context, compiled stages save what the compiler saves without a limit: steps may take more memory.
 
-        ValueError before anything has been measured.
+        Raises ValueError before anything has been measured.
         """
         return self._planner.in_use.without_budget()
 
@@ -123,22 +123,22 @@ class PlannedModel(Transparent):
 
     @property
     def captured(self) -> bool:
-        """Whether TorchDynamo captures the model's graph; a nesting of `nn.Sequential` is a chain as it stands."""
+        """Whether TorchDynamo captures the model's graph; a nesting of `nn.Sequential` is a chain already."""
         return self._planner.captured
 
     @property
     def device(self) -> torch.device:
         """The device that the model trains on, and whose memory the limit is about.
 
-        UnsupportedModelError if there are several.
+        Raises UnsupportedModelError if there are several.
         """
         return self._planner.device
 
     def plan(self) -> Plan:
-        """The plan in use, for a file.
+        """Return the plan in use, for a file.
 
-        ValueError if nothing has been measured, if the model was changed for another kind of step since, or if
-        `compile` has options that no file can hold.
+        Raises ValueError if nothing has been measured, if the model was changed for another kind of step since, or if
+        `compile` has options that a file cannot hold.
         """
         with in_training(self):
             return file_of(self._planner.solved(), self._planner.model)
@@ -148,22 +148,22 @@ class PlannedModel(Transparent):
         self.plan().save(path)
 
     def memory(self) -> PlanMemory:
-        """What the plan in use keeps for the backward while the loss runs, and what it does not, stage by stage.
+        """Return, by stage, what the plan in use keeps for the backward while the loss runs, and what it does not.
 
-        ValueError before anything has been measured.
+        Raises ValueError before anything has been measured.
         """
         return memory_of(self._planner.solved())
 
     def report(self) -> Report:
-        """The plan in use, to be printed, to be shown in a notebook, and to be written as a page (`to_html`).
+        """Return a report of the plan in use: to print, to show in a notebook, or to write as a page (`to_html`).
 
-        ValueError if there is no plan yet and nothing has been measured: before the first step.
+        Raises ValueError if there is no plan yet and nothing has been measured: before the first step.
         """
         return report_of(self._planner.solved(), self._planner.model)
 
     def summary(self) -> str:
-        """One line about the plan in use: limit, fixed part, least possible, planned peak and overhead.
+        """Return one line about the plan in use: limit, fixed part, least possible, planned peak and overhead.
 
-        ValueError before anything has been measured.
+        Raises ValueError before anything has been measured.
         """
         return summary_of(self._planner.solved(), self._planner.model)

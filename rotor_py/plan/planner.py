@@ -1,59 +1,52 @@
-"""What to do for which step: the events in the life of a plan, and what follows from each.
+"""Plan the steps of a model: the events in the life of a plan, and their effects.
 
 # Note [The life of a plan]
 #
-# A planner is in one of four states (`PlanState`): unmeasured, measured, solved, agreed. It is the state of the step
-# plan in use; without one, the planner is unmeasured. These are the events:
+# A planner has the state of its step plan in use (`PlanState`): measured, solved or agreed; without a plan, unmeasured.
+# Wherever "training goes on" below, the step may exceed the limit, and a warning says so. Sequences by hand or from a
+# file are never replaced by events 6, 7 and 9. Events:
 #
-#  1. Measure. The planner forgets what it knew about steps of this kind, and cuts and measures the stages. Plans for
-#     other kinds of steps wait. A plan from a file is given up. → measured. After an error, all is as it was.
-#  2. Solve. The planner finds a sequence for the limit. Where several processes train the model, they find it together,
-#     and all of them have to come to this point; a strategy by hand is the same in each. → agreed, or solved where the
-#     process is alone
-#  3. Another sequence is given. The planner follows it, whatever memory it takes. → solved. Where several processes
-#     train the model, it does not last: they have not agreed on it, so they solve together at the next forward.
-#  4. A limit is set. It counts when the next sequence is found: the plan in use stays.
-#  5. A forward arrives. If the plan in use was made for such steps, and for an input at least as large, the forward
-#     follows it. If a plan that waits was made for such steps, that one is put in use; it is solved again if the limit
-#     has changed, or if gradients of other steps are left over. If there is no plan for such steps, or the input is
-#     larger, the planner measures (event 1) and solves (event 2). A captured model may then run another graph than the
-#     one that was measured; it is measured and run once more. If that is because of what is in the batch, such as
-#     padding, it is another kind of step, which shows late; a plan for it may wait. If no plan fits, or anything else
-#     goes wrong on the way, the plans that there were stay: one batch that is too large costs nothing. It is
-#     remembered, and a batch as large is refused at once, unless it may mask less. Two things are refused. Several
-#     processes take no input that none of their plans covers: each would plan for itself. And a model is not measured
-#     for larger and larger inputs without end.
-#  6. An optimizer is noticed. It counts in every budget. A sequence that leaves no room for it is given up, and another
-#     one is found. If there is none, training goes on with the old one, beyond the limit, and a warning says so. Where
-#     several processes train the model, each notices its own optimizer, so they solve together at the next forward.
-#     Sequences by hand stay, and so do those from a file.
-#  7. A step shows more than was known (`noticed`). Gradients that are there when a forward begins, although they were
-#     said to be freed, are planned for before it runs: event 1 and 2. What the loss takes, or anything else outside of
-#     the model, shows when a watched step is over. It counts in the budget; where the limit has no room for it, another
-#     sequence is found, once for each plan, and a line in the log says so. As with an optimizer, training goes on
-#     beyond the limit, with a warning, if there is none. So it does where processes train together, or where sequences
-#     are by hand or from a file.
-#  8. A plan file is adopted, if it was made for such a model. Costs and sequence are those of the file. → solved. The
-#     first forward compares model and input with the file, as does a forward after a change of the model or on a larger
-#     input; processes compare their sequences. → agreed. If the costs of the file were predicted, for a device that was
-#     not there, the first watched step is compared with them; where its peak differs by more than a margin, the next
-#     forward gives the file up and measures (event 1 and 2). Several processes ask each other, and measure together.
-#  9. A forward arrives while others are in flight. It follows the sequence that the plan has for so many. If they are
-#     more than the plan has room for, it follows another one that fits beside them, if there is any, else that of the
-#     plan, and a warning says what the step takes. As soon as none is in flight, a sequence is found that leaves room
-#     for so many; if there is none, training goes on beyond the limit, and a warning says so. Or a backward begins
-#     while several are in flight: the last of them goes first (in reverse), or another one. After some steps in
-#     reverse, a faster plan for that is found, unless the user has said which order comes; after one in another order,
-#     a plan for any order, with a warning if that step goes over the limit. Several processes only warn: they cannot
-#     know what is in flight in the others.
-# 10. The device runs out of memory in a forward or backward that follows a plan, and the user wants another one
-#     (`on_oom="replan"`). The plan gets a sequence within a smaller limit, by which what was under way runs again. That
-#     limit counts for steps of this kind until the user sets one. → solved
-# 11. The model is copied. The copy takes the plan in use along if it can serve there. Plans that wait stay behind.
-# 12. `.compile()` asks for compiled stages. Plans are given up, since they are for other stages. → unmeasured
+#  1. Measure. The planner drops its plan for steps of this kind and any plan from a file, and cuts and measures the
+#     stages. Plans for other kinds of steps wait. → measured. An error restores the earlier plans.
+#  2. Solve. The planner finds a sequence for the limit. Several processes solve together, and all have to reach this
+#     point; a strategy by hand is the same in each. → agreed, or solved if the process is alone
+#  3. A sequence is set. The planner follows it, whatever memory it takes. → solved. Several processes have not agreed
+#     on it, so they solve together at the next forward.
+#  4. A limit is set. It counts for the next solve: the plan in use stays.
+#  5. A forward arrives. It follows the plan in use if that covers its kind of step and input size; else a waiting plan
+#     that does, which is solved again if the limit has changed or other steps left gradients; else the planner measures
+#     and solves (events 1 and 2). A captured model may then run another graph than the measured one; it is measured and
+#     run once more. If the cause is the batch's data, such as padding, it is another kind of step, and a waiting plan
+#     may cover it. On any error, such as no plan that fits, the earlier plans stay: one batch that is too large costs
+#     nothing. It is remembered, and a batch as large is refused at once, unless it may mask less. Two things are
+#     refused: with several processes, an input that no plan covers, since each would plan for itself; and measuring for
+#     ever larger inputs.
+#  6. An optimizer is detected. It counts in every budget. A sequence without room for it is replaced; if no other fits,
+#     training goes on with it. Each of several processes detects its own optimizer, so they solve together at the next
+#     forward.
+#  7. A step shows undeclared memory (`observers`). Unexpected gradients at the beginning of a forward are planned for
+#     before it runs: events 1 and 2. Memory of the loss, or anything else outside the model, shows when a watched step
+#     is over, and counts in the budget. If it does not fit, another sequence is found, once for each plan, with a log
+#     line; if there is none, or with several processes, training goes on.
+#  8. A plan file is adopted, if it was made for such a model, with its costs and sequence. → solved. The first forward
+#     compares model and input with the file, as does a forward after a change of the model or on a larger input;
+#     processes compare their sequences. → agreed. If the file's costs were predicted, the first watched step is
+#     compared with them; if its peak differs by more than a margin, the next forward drops the file and measures
+#     (events 1 and 2). Several processes exchange their results, and measure together.
+#  9. A forward arrives while others are in flight. It follows the plan's sequence for so many; if the plan has no room
+#     for so many, another one that fits, or else training goes on. As soon as none is in flight, a sequence with room
+#     for so many is found, or else training goes on. Or a backward begins while several are in flight: of the last
+#     forward (in reverse), or of another one. After some steps in reverse, a faster plan for that order is found,
+#     unless the user has declared one; after one in another order, a plan for any order, with a warning if that step
+#     exceeds the limit. Several processes only warn: they do not see each other's forwards in flight.
+# 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
+#     within a smaller limit, which repeats the work in progress. That limit counts for steps of this kind until the
+#     user sets one. → solved
+# 11. The model is copied. The copy takes the plan in use along if it can serve there. Waiting plans stay behind.
+# 12. `.compile()` asks for compiled stages. All plans are dropped, since they are for other stages. → unmeasured
 #
-# The model is in training mode in events 1 and 5, and when a file is made of a plan: the caller sees to it. In all
-# threads of a process, one planner at a time measures or solves (`planning_lock`).
+# The caller puts the model in training mode for events 1 and 5, and when a plan is written to a file. In all threads of
+# a process, one planner at a time measures or solves (`planning_lock`).
 """
 
 from __future__ import annotations
@@ -105,13 +98,14 @@ from rotor_solver import Algorithm, InfeasibleError, Sequence
 
 _log = logging.getLogger("rotor_py")
 _MOST_PLANS = 16
-"""Plans for larger and larger inputs, until the user is asked for the largest. A guess: each takes seconds."""
+"""Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds. Too few refuse valid
+data."""
 
 
 class Planner:
     """The plans for the steps of one model, and its forwards by them.
 
-    `whole` is what is called, `core` what of it can be cut into stages.
+    `whole` is the module that users call, `core` the part that can be cut into stages.
     """
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
@@ -121,7 +115,7 @@ class Planner:
         self._alone_only = settings.offload is not None or one_process_only(settings) is not None
         self._replans = settings.replans
         self._grown = 0
-        """how often a plan was made for an input that no plan covered"""
+        """number of plans made for an input that no plan covered"""
         self._refusals = Refusals()
         self._forwards = Forwards()
         self._second_runs = NestedRecompute()
@@ -132,13 +126,13 @@ class Planner:
         self.wait_for_optimizers()
 
     def _begin_anew(self) -> None:
-        """Give up all plans: what the settings say of compiling has changed."""
+        """Drop all plans, after a change of the compile settings."""
         self.plans = StepPlans()
         self.blank = source_of(self.model.core, self.settings.granularity, self.settings.inductor)
-        """a source of stages that are for no input yet"""
+        """stage source not yet bound to an input"""
 
     def wait_for_optimizers(self) -> None:
-        """Have the optimizers noticed that train the model (event 6), unless the user has named one."""
+        """Detect the optimizers that train the model (event 6), unless the user has named one."""
         if self.settings.optimizer is None:
             wait_for_optimizers(self)
         if self.settings.step_in_backward is not None:
@@ -147,7 +141,7 @@ class Planner:
             self._observers.append(self._stepper)
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that an optimizer may train."""
+        """Return the parameters that an optimizer may train."""
         return list(self.model.core.parameters())
 
     def optimizer_noticed(self) -> None:
@@ -156,11 +150,11 @@ class Planner:
         if cost is not None:
             make_room_for_optimizer(self.plans, self.model, cost)
 
-    # What is known.
+    # State.
 
     @property
     def in_use(self) -> StepPlan:
-        """The step plan in use. ValueError if nothing has been measured."""
+        """The step plan in use. Raises ValueError if nothing has been measured."""
         if self.plans.in_use is None:
             raise InvalidValueError(
                 "nothing has been measured yet; call measure(input), or train one step", kind="not_measured"
@@ -169,7 +163,7 @@ class Planner:
 
     @property
     def state(self) -> PlanState:
-        """How far the plan in use is made."""
+        """The state of the plan in use."""
         return PlanState.UNMEASURED if self.plans.in_use is None else self.plans.in_use.state
 
     @property
@@ -179,23 +173,23 @@ class Planner:
 
     @property
     def device(self) -> torch.device:
-        """The device that the model trains on. UnsupportedModelError if there are several."""
+        """The device that the model trains on. Raises UnsupportedModelError if there are several."""
         return self.model.device_of(None if self.plans.in_use is None else self.plans.in_use.input_spec)
 
-    # What the user asks for.
+    # Requests of the user.
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, closely: bool = False) -> None:
-        """Event 1: cut the model into stages, and measure them with these arguments; times more `closely` if asked.
+        """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked.
 
-        Parameters, gradients, buffers, random state and mode are afterwards what they were. UnsupportedModelError if
-        the model cannot be cut.
+        Restores parameters, gradients, buffers, random state and mode afterwards. Raises UnsupportedModelError if the
+        model cannot be cut.
         """
         with self.plans.kept_on_error():
             value = self.blank.input_of(args, kwargs)
             self._measure(self.model.step_on(value), value, closely=closely)
 
     def refuse_what_cannot_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """InfeasibleError if a step on these arguments is above the limit by what is known before measuring."""
+        """Raise InfeasibleError if a step on these arguments exceeds the limit by facts known before measuring."""
         value = self.blank.input_of(args, kwargs)
         self._refuse_what_cannot_fit(self.model.step_on(value), value)
 
@@ -206,34 +200,34 @@ class Planner:
         return solve(self.in_use, self.model, limit, slots=slots, algorithm=algorithm)
 
     def solved(self) -> StepPlan:
-        """The step plan in use, with a sequence. ValueError if nothing has been measured, errors of `solve`."""
+        """Return the step plan in use, with a sequence. ValueError if nothing has been measured, errors of `solve`."""
         if self.in_use.sequence is None:
             self.solve()
         return self.in_use
 
     def follow(self, sequence: Sequence | None) -> None:
-        """Event 3: follow this sequence; None to have one found. ValueError if nothing has been measured.
+        """Event 3: follow this sequence; None solves for one. Raises ValueError if nothing has been measured.
 
-        OffloadError if the tier has no room for what it moves.
+        Raises OffloadError if the tier has no room for the offloads.
         """
         if sequence is not None and self.model.offload is not None:
             reserve(self.model.offload, self.in_use.budget, sequence)
         self.in_use.sequence = sequence
 
     def divide(self, budget: Budget) -> None:
-        """Have the limit divided in this way from now on. ValueError if nothing has been measured."""
+        """Divide the limit by this budget from now on. Raises ValueError if nothing has been measured."""
         self.in_use.budget, self.in_use.sequence = budget, None
 
     def set_limit(self, limit: float | str) -> None:
-        """Event 4: look for sequences within this limit from now on. ValueError if it is not one."""
-        limit_bytes(limit, self.device)  # before it is set: one that is refused is not to count
+        """Event 4: set the limit for the next solve. Raises ValueError if it is invalid."""
+        limit_bytes(limit, self.device)  # validated before it is set
         self.settings.mem_limit = limit
 
     def adopt(self, file: Plan) -> None:
         """Event 8: follow a plan from a file.
 
-        PlanMismatchError if it was made for another model, `compile=` or `keep=`; ValueError if it moves activations,
-        and nobody has said where.
+        Raises PlanMismatchError if it was made for another model, `compile=` or `keep=`; ValueError if it offloads, and
+        no tier was given.
         """
         file.refuse_other(model=model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
@@ -255,8 +249,8 @@ class Planner:
     def compile_with(self, compile: Compile) -> None:
         """Event 12: plan anew with compiled stages.
 
-        ValueError if `compile` asks for CUDA graphs, or where plans may move activations. A warning says so where the
-        plan is from a file, whose stages are not compiled.
+        Raises ValueError if `compile` asks for CUDA graphs, or with `offload`. Warns if the plan is from a file, whose
+        stages are not compiled.
         """
         refuse_excluded(self.settings, compile="compile()")
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
@@ -269,7 +263,7 @@ class Planner:
         self._begin_anew()
 
     def warn_of_torch_compile(self) -> None:
-        """Say once that a `torch.compile` around the model compiles nothing."""
+        """Warn once that a `torch.compile` around the model compiles nothing."""
         if self.settings.inductor is None and not self._warned_of_torch_compile:
             self._warned_of_torch_compile = True
             _log.warning(
@@ -279,21 +273,21 @@ class Planner:
             )
 
     def copied(self) -> Planner:
-        """Event 11: a planner for a copy of the model. It refers to this model until that is copied along with it."""
+        """Event 11: return a planner for a copy of the model; it refers to this model until that is copied too."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
         twin.plans = self.plans.copied(twin.blank)
         return twin
 
-    # A plan for the next step: one that there is, or a new one.
+    # A plan for the next step: an existing one, or a new one.
 
     def _make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
-        """Have a plan in use that serves a step on `value`, and a sequence. Other forwards may be `in_flight`."""
+        """Put a plan that serves a step on `value` in use, with a sequence. Other forwards may be `in_flight`."""
         plan = self.plans.in_use
         if plan is not None and plan.file is not None and not self._is_disproved(plan, spec, in_flight):
             plan.compare_with_file(spec, value, self.model)
             agree(plan, self.model)
             return
-        # Most steps are as the one before: nothing waits that would serve better than the plan in use.
+        # Most steps equal the one before: no waiting plan would serve better than the plan in use.
         if plan is None or not plan.matches(spec):
             known = self.plans.turn_to(spec, self._covers(spec.input), self._revive)
             if not known or not self.blank.covers(self.in_use.input_spec, spec.input):
@@ -306,25 +300,25 @@ class Planner:
             if not in_flight:
                 make_room_for_forwards(plan, self.model)
         except InfeasibleError as error:
-            # It was measured on a larger input, with `measure()` for example. What this one needs may fit.
+            # It was measured on a larger input, for example with `measure()`. A plan for this smaller one may fit.
             assert plan.spec is not None
             self._refusals.remember(plan.spec, error)
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
                 raise
         else:
-            # A late optimizer, or a smaller limit: the graph is compiled for the room that it leaves.
+            # A late optimizer, or a smaller limit: the graph is compiled for the remaining room.
             if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
                 return
             plan.compiled_for_larger_budget = False
         self._plan_for(spec, value)
 
     def _is_disproved(self, plan: StepPlan, spec: StepSpec, in_flight: bool) -> bool:
-        """Whether the costs of a plan's file were predicted, do not hold, and can be measured in this forward."""
+        """Whether the file's costs were predicted and disproved, and this forward can measure."""
         as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
         return disproved(plan, self.model, as_large=as_large)
 
     def _plan_for(self, spec: StepSpec, value: Any) -> None:
-        """Measure and solve for a step on `value`. If that fails, the plans that there are stay."""
+        """Measure and solve for a step on `value`. On an error, the earlier plans stay."""
         known = None if self.plans.in_use is None else self.plans.in_use.spec
         grows = known is None or (known.model == spec.model and not self.blank.covers(known.input, value))
         with self.plans.kept_on_error():
@@ -338,7 +332,7 @@ class Planner:
         self._grown += grows
 
     def _measure_again(self, spec: StepSpec, value: Any) -> None:
-        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if there is no end to it."""
+        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if inputs keep growing."""
         self._refusals.raise_if_refused(spec, self.model.limit_bytes(self.model.device_of(spec.input)), self.blank)
         plan = self.plans.in_use
         known = None if plan is None else plan.spec
@@ -378,7 +372,7 @@ class Planner:
         self.plans.take_up(guarded(plan) if self.settings.replans else plan, plan.spec.model)
 
     def _refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
-        """InfeasibleError, before anything is run, if parameters, state and batch alone are above the limit.
+        """Raise InfeasibleError, before anything runs, if parameters, state and batch alone exceed the limit.
 
         One of several processes only warns: others may go on, and wait for it when they measure.
         """
@@ -390,7 +384,7 @@ class Planner:
         _log.warning("%s", error, extra=fields_of(error))
 
     def _plan_for_kept_gradients(self, value: Any) -> None:
-        """Measure and solve for gradients that are kept between steps; InfeasibleError if no plan has room for them."""
+        """Measure and solve for gradients kept between steps; InfeasibleError if no plan has room for them."""
         self.settings.fresh_grads = False
         self.plans.keep_only_in_use()
         spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
@@ -399,11 +393,11 @@ class Planner:
             agree(self.in_use, self.model)
 
     def _covers(self, value: Any) -> Callable[[StepPlan], bool]:
-        """Whether a step plan was made for an input at least as large as `value`."""
+        """Return a test whether a step plan was made for an input at least as large as `value`."""
         return lambda plan: self.blank.covers(plan.input_spec, value)
 
     def _revive(self, plan: StepPlan) -> None:
-        """A plan that waited is in use again: it is solved again if anything has changed that it depends on."""
+        """Put a waiting plan in use again; solve again if anything that it depends on has changed."""
         grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
         if plan.solved_with != self.settings.solved_with or grown != plan.budget:
             plan.budget, plan.sequence = grown, None
@@ -411,10 +405,10 @@ class Planner:
     # Forwards by plans.
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Event 5: run the model forward, so that its backward follows the plan; as it is where nothing trains.
+        """Event 5: run the model forward, with a backward by plan; without one if nothing trains.
 
-        UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan fits,
-        PlanMismatchError if the plan is from a file and was made for something else.
+        Raises UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan
+        fits, PlanMismatchError if the plan is from a file and was made for something else.
         """
         if torch_compat.maybe_current_level() is not None:
             raise UnsupportedModelError(
@@ -428,7 +422,7 @@ class Planner:
             return self._run(args, kwargs, second=second)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool) -> Any:
-        """Run a forward, or the `second` one where a region of the caller runs again, which shows nothing new."""
+        """Run a forward, or the `second` one in a region that the caller recomputes, which observers ignore."""
         model, stepper = self.model, None if second else self._stepper
         if stepper is not None:
             stepper.take_consumed_away()
@@ -442,7 +436,7 @@ class Planner:
         if stepper is not None and stepper.before_forward(in_flight=bool(flying)):
             self._forget_plans()
         self._make_ready(spec, value, in_flight=second or bool(flying))
-        # Where others are in flight, or in a backward (of a reentrant region), some gradients may be of this step.
+        # With others in flight, or in a backward (of a reentrant region), some gradients may be of this step.
         if spec.model.has_gradients and not (second or flying or in_backward()):
             self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
         by_plan = self._run_second if second else self._run_planned
@@ -452,24 +446,24 @@ class Planner:
             if self.in_use.file is not None or not self.blank.captured:
                 raise
             answers = error.answers if isinstance(error, OtherDataError) else None
-        # Not in the `except`: there, the error's traceback would keep what the first attempt has made.
+        # Not in the `except`: there, the error's traceback would keep the tensors of the first attempt.
         if answers is not None:
             self._turn_to_answers(answers, value)
-            with suppress(PlanMismatchError):  # for its shape, the model may take another way, too
+            with suppress(PlanMismatchError):  # another shape may also change the model's control flow
                 return by_plan(value, self._forwards.in_flight())
         return self._run_other_way(value, by_plan)
 
     def _forget_plans(self) -> None:
-        """The optimizer of `step_in_backward` has got other parameters. PlanMismatchError for a plan from a file."""
+        """Drop plans: the stepping optimizer got other parameters. PlanMismatchError for a plan from a file."""
         plan = self.plans.in_use
         if plan is not None and plan.file is not None:
             plan.file.refuse_other_steps(self.model.stepping())
         self._begin_anew()
 
     def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
-        """Have a plan for batches whose data answer as these do: one that waits, or a new one.
+        """Put a plan for batches with these answers in use: a waiting one, or a new one.
 
-        UnsupportedModelError in one of several processes: others may have other batches.
+        Raises UnsupportedModelError in one of several processes: others may have other batches.
         """
         if not self.model.alone:
             raise UnsupportedModelError(
@@ -482,8 +476,8 @@ class Planner:
         self._make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
 
     def _run_other_way(self, value: Any, by_plan: Callable[[Any, Flying], Any]) -> Any:
-        """The model takes another way than the one that the plan in use is for, for another shape for example."""
-        answers = self.in_use.source.answers  # data answered as it expected
+        """Run a forward whose graph differs from that of the plan in use, for example for another shape."""
+        answers = self.in_use.source.answers  # data answered as expected
         spec = replace(self.model.step_on(value), answers=answers)
         for plan in self.plans.for_other_ways(spec, self._covers(value), self._revive):
             try:
@@ -504,7 +498,7 @@ class Planner:
         return by_plan(value, self._forwards.in_flight())
 
     def _run_planned(self, value: Any, flying: Flying) -> Any:
-        """Run a forward beside those that are `flying`, and have its step observed."""
+        """Run a forward while those in `flying` are in flight, and observe its step."""
         plan = self.plans.in_use
         assert plan is not None
         assert plan.sequence is not None
@@ -523,13 +517,13 @@ class Planner:
         return output
 
     def _run_second(self, value: Any, flying: Flying) -> Any:
-        """A region of the caller is run again. Nobody goes backward through it, so nothing is noticed of it."""
+        """Run the forward of a region that the caller recomputes. No backward follows, so it is not observed."""
         plan = self.in_use
         sequence = self._second_runs.sequence(plan, self._forwards.held_bytes(self.model), self.model)
         return self._follow(sequence, plan, value, len(flying) + 1)
 
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int) -> Any:
-        """Run the model forward by this sequence for the stages of `plan`, as so many-th forward in flight."""
+        """Run the model forward by this sequence for the stages of `plan`, as the `number`-th forward in flight."""
         smaller = Replanner(plan, self.model, number) if self._replans else None
         tier = None if sequence.moves is None or self.model.offload is None else self.model.offload.tier
         rng, ways = self.settings.preserve_rng_state, plan.way_names

@@ -1,4 +1,4 @@
-"""What a user measures with, turned into the arguments of one forward."""
+"""Turn a user's sample into the arguments of one forward."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rotor_py.errors import UnsupportedModelError
 
 
 class Call(NamedTuple):
-    """What a model is called with: positional and keyword arguments, as a sample that has both."""
+    """Positional and keyword arguments of a forward, as one sample that has both."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 def arguments_of(sample: Any, model: nn.Module) -> Call:
-    """The positional and keyword arguments that a sample stands for.
+    """Return the positional and keyword arguments that a sample stands for.
 
-    A sample is a tensor, a tuple of positional arguments, a dict of keyword arguments, a `Call`, or a `DataLoader`, of
-    which the first batch is taken; no random number is drawn for that. UnsupportedModelError, in one sentence, for a
+    A sample is a tensor, a tuple of positional arguments, a dict of keyword arguments, a `Call`, or a `DataLoader`,
+    whose first batch is taken without drawing a random number. Raises UnsupportedModelError, in one sentence, for a
     text or a number, and for more items than the forward of `model` takes.
     """
     if isinstance(sample, Call):  # before tuples: it is one

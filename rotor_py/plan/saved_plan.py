@@ -1,6 +1,6 @@
-"""A plan: which stages, in which sequence, for which limit; and whether a model and an input are those it is for.
+"""Save a plan, and check that a model and an input are those it was made for.
 
-Enough of the model and its input is kept to refuse another one, in words.
+The plan keeps enough of the model and its input to explain a mismatch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rotor_solver import Sequence
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Layers and parameters of a model, as plain data; of one that is captured, its modules for its layers."""
+    """Return layers and parameters of a model as plain data; for a captured model, its modules."""
     found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
-    # Of a captured model the modules are compared, since its layers are not known before it runs.
+    # For a captured model, modules are compared: its layers are unknown before it runs.
     with at_rest(model):
         return {
             "layers": {name: type(layer).__name__ for name, layer in found},
@@ -42,7 +42,7 @@ def model_fingerprint(model: nn.Module) -> dict[str, Any]:
 
 
 def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
-    """Shapes and dtypes of an input (a value or the spec of one), its device and autocast, as plain data."""
+    """Return shapes and dtypes of an input (a value or its spec), its device and autocast, as plain data."""
     autocast = torch.is_autocast_enabled(device.type)
     predicted = prediction()
     return {
@@ -57,7 +57,7 @@ def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
 
 
 def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
-    """PlanMismatchError if an input needs more than was planned for: anything but a batch with fewer samples."""
+    """Raise PlanMismatchError unless the input is the planned one or a batch with fewer samples."""
     for before, after in zip(planned.get("tensors", []), found["tensors"], strict=False):
         shape, expected = after["shape"], before.get("shape", [])
         # A smaller batch is compared as if it were of the planned size.
@@ -67,7 +67,7 @@ def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def refuse_difference(planned: dict[str, Any], found: dict[str, Any]) -> None:
-    """PlanMismatchError naming the first thing that differs."""
+    """Raise PlanMismatchError naming the first difference."""
     for field, before, after in _differences("", planned, found):
         raise PlanMismatchError(field, before, after)
 
@@ -84,7 +84,7 @@ def _differences(path: str, planned: Any, found: Any) -> Iterator[tuple[str, obj
 
 
 def _spread(tensor: torch.Tensor) -> str:
-    """How processes share a parameter: with others beside it, a process has a part of another size."""
+    """Say how processes share a parameter: with other processes, the local part has another size."""
     if not is_dtensor(tensor):
         return ""
     return f" {' '.join(map(str, tensor.placements))} of {list(tensor.device_mesh.shape)}"
@@ -100,14 +100,14 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A sequence, and all that is needed to know that it fits: what it was made for, and for which limit.
+    """A sequence, with the model, input and limit that it was made for.
 
-    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `answers` are those of the batch
-    to what a captured model asks about its data, such as whether there is padding. `traits` are what runs without a
-    graph do not show of each stage. `costs` are what was measured: a report needs nothing else. `limited` says that
-    `mem_limit` is one that somebody set, or that the device has; a strategy by hand may have none. `compiled` is
-    there where `compile=` was given, and `step_in_backward` where parameters are stepped in the backward.
-    `predicted_for` names the device that costs were predicted for, if nothing was measured.
+    `prefix` and `stages` name the layers of each part; a stage is a list of layers. `answers` are the batch's answers
+    to a captured model's questions about its data, such as whether there is padding. `traits` are facts of each stage
+    that runs without a graph do not show. `costs` are the measurements, all that a report needs. `limited` says that
+    `mem_limit` was set, or is the device's; a strategy by hand may have none. `compiled` is present if `compile=` was
+    given, and `step_in_backward` if parameters are stepped in the backward. `predicted_for` names the device that costs
+    were predicted for, if nothing was measured.
     """
 
     model: dict[str, Any]
@@ -127,27 +127,27 @@ class Plan:
     step_in_backward: dict[str, Any] | None = None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; `plan_file` says what the fields mean. OSError if the file cannot be written."""
+        """Write the plan as JSON; `plan_file` documents the fields. Raises OSError if the file cannot be written."""
         plan_file.write(path, {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan.
 
-        ValueError if the file is not one, or not as it was saved, PlanMismatchError if it has compiled stages and was
+        Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if it has compiled stages and was
         made with another torch, OSError if it cannot be read.
         """
         return cls(**plan_file.read(path))
 
     def cut(self, model: nn.Module) -> Cut:
-        """The chain that this plan makes of `model`. PlanMismatchError if it is not the model it was made for."""
+        """Cut `model` into this plan's chain. Raises PlanMismatchError if it is another model."""
         return self.cut_layers(layers(model))
 
     def cut_layers(self, named: list[Layer]) -> Cut:
-        """`cut`, for layers in the order in which they run. PlanMismatchError if they are not those of the plan."""
+        """Cut layers given in the order in which they run. Raises PlanMismatchError if they are not the plan's."""
         found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
-        # In order: a chain of the same layers in another order has the same names, and other costs.
+        # In order: the same layers in another order have the same names, and other costs.
         if planned != list(found):
             raise PlanMismatchError("the order of layers", ", ".join(planned), ", ".join(found))
         stages = tuple(joined([(name, found[name]) for name in group]) for group in self.stages)
@@ -156,19 +156,19 @@ class Plan:
         return Cut(tuple((name, found[name]) for name in self.prefix), stages)
 
     def refuse_other_steps(self, found: dict[str, Any] | None) -> None:
-        """PlanMismatchError if parameters are not stepped where, and by what, they are in the plan."""
+        """Raise PlanMismatchError if other parameters, or another optimizer, step in the backward than in the plan."""
         if found != self.step_in_backward:
             field = "the optimizer that steps parameters in the backward (step_in_backward)"
             raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
     def refuse_fewer_bits(self, keep: str | None) -> None:
-        """PlanMismatchError if something may be kept in fewer bits, and not in those that `keep` asks for."""
+        """Raise PlanMismatchError if the plan may compress saved tensors in another format than `keep`."""
         asked = self.costs.measurement.fewer_bits
         if asked not in (None, keep):
             raise PlanMismatchError("keep=", repr(asked), repr(keep))
 
     def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:
-        """PlanMismatchError if the fingerprint of a model or an input is not that of the plan."""
+        """Raise PlanMismatchError if the fingerprint of a model or an input is not the plan's."""
         if model is not None:
             refuse_difference(self.model, model)
         if value is not None:

@@ -1,4 +1,4 @@
-"""What the user asked for: the limit, and all that planning depends on beside the model and its input."""
+"""Hold the user's settings: the limit, and everything else that planning depends on besides model and input."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rotor_solver.progress import Progress
 
 @dataclass(slots=True)
 class Settings:
-    """The arguments of `Checkpointable`, which describes them. They may be changed at any time.
+    """The arguments of `Checkpointable`, which documents them. They may be changed at any time.
 
-    A change counts from the next plan on: the plan in use is right for what was asked when it was made.
+    A change counts from the next plan on.
     """
 
     mem_limit: float | str | None = None
@@ -50,16 +50,16 @@ class Settings:
     offload: str | None = None
     keep: str | None = None
     inductor: Config | None = field(init=False, default=None)
-    """what Inductor is told; None where nothing is to be compiled"""
+    """Inductor's options; None where nothing is to be compiled"""
     keepers: tuple[Keeper, ...] = field(init=False, default=())
-    """ways to store a stage, beside its own, that may be planned with"""
+    """compressed storage modes that plans may use"""
 
     def __post_init__(self) -> None:
-        """TypeError if `optimizer` or `step_in_backward` is no optimizer: its class, for example.
+        """Validate the settings.
 
-        ValueError if `forwards_in_flight` is not a whole number, one at least, if `backward_order` is none, if `on_oom`
-        `step_in_backward` or `offload` cannot be done, if `compile` is nothing that `torch.compile` takes, or if `keep`
-        is no word for fewer bits, or beside a strategy by hand.
+        Raises TypeError if `optimizer` or `step_in_backward` is not an optimizer: its class, for example; ValueError if
+        `forwards_in_flight` is not an integer of at least one, if `backward_order`, `compile` or `keep` is invalid, if
+        `on_oom`, `step_in_backward` or `offload` cannot be done, or if `keep` is combined with a strategy by hand.
         """
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
@@ -92,7 +92,7 @@ class Settings:
                 name="keep",
             )
         if self.offload is not None:
-            self.offload = checked_name(self.offload)  # a tier is named in full from here on
+            self.offload = checked_name(self.offload)  # the full name of the tier
         refuse_excluded(self)
         if self.step_in_backward is not None:
             refuse_optimizer(self.step_in_backward)
@@ -102,18 +102,18 @@ class Settings:
 
     @property
     def replans(self) -> bool:
-        """Whether a step that runs out of memory is undone, and runs again by a plan that needs less."""
+        """Whether a step that runs out of memory is undone and recomputed by a plan that needs less."""
         return self.on_oom == "replan"
 
     def _keepers(self) -> tuple[Keeper, ...]:
-        if self.by_hand is not None:  # what is kept is settled
+        if self.by_hand is not None:  # a strategy by hand settles what is kept
             return ()
         fewer = () if self.keep is None else (FormKeeper(FEWER_BITS[self.keep]),)
         return (FormKeeper(Packed()), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
 
     @property
     def solved_with(self) -> tuple[float | str | None, int]:
-        """What a sequence depends on that the user may change after it was found."""
+        """Settings that a sequence depends on and that the user may change after it was found."""
         return self.mem_limit, self.mem_slots
 
 
@@ -123,7 +123,7 @@ SHARDED = "a model of fully_shard"
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Two settings, by their names, that exclude each other; `why` may name the second as it was `{given}`."""
+    """Two settings, by their names, that exclude each other; `{given}` in `why` is the second as the user wrote it."""
 
     first: str
     second: str
@@ -146,11 +146,11 @@ EXCLUSIONS = (
     Exclusion("offload", SHARDED, "its stages run in regions, which save their inputs alone"),
     Exclusion("plan", "level or every_n_layers", "both say what is recomputed; give one of them"),
 )
-"""The table of settings that exclude each other. docs/training.md shows it."""
+"""Settings that exclude each other, with reasons. docs/training.md shows the table."""
 
 
 def _given(settings: Settings) -> dict[str, str]:
-    """What is asked for of the names in `EXCLUSIONS`, as the user wrote it."""
+    """Map the names in `EXCLUSIONS` that are set to the text that the user wrote."""
     stepping, optimizer, forwards = settings.step_in_backward, settings.optimizer, settings.forwards_in_flight
     given = {
         "another optimizer": ("optimizer=", stepping is not None and optimizer not in (None, stepping)),

@@ -1,6 +1,6 @@
-"""From costs to a sequence: solving for the limit, alone or with all processes, and making room for an optimizer.
+"""Solve for a sequence within the limit, alone or with all processes, and make room for late optimizers.
 
-Which way to run the stages: plain, compiled as a whole or one by one, whichever has the faster plan in the limit.
+Stages may run plain, compiled one by one, or compiled as a whole: the solver takes the variant with the fastest plan.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def choose_variant(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Sequence:
-    """The fastest sequence that `solve` finds for any way to run the stages; `plan` is turned to that way.
+    """Turn `plan` to the variant (a way to run the stages) with the fastest sequence by `solve`; return that sequence.
 
-    So compiled stages never make a plan worse: the plain ones are among the ways. InfeasibleError if no way has a
-    sequence: that of the way that needs least.
+    The plain stages are among the variants, so compiling never makes a plan worse. If no variant has a sequence, raises
+    the InfeasibleError of the one that needs least.
     """
     ways = _alike(plan.ways, group, device)
     if not ways:
@@ -55,7 +55,7 @@ def choose_variant(
         # With several processes, the slowest counts, so that all choose alike.
         return slowest(found, group, device) if group is not None and size_of(group) > 1 else found
 
-    # What was compiled as a whole was compiled for the room that there was then.
+    # A graph compiled as a whole was compiled for the room that existed then.
     wholes = [budget for way in ways if way.cut.members is not None for budget in [plan.budget_of(way)]]
     plan.compiled_for_larger_budget = False
 
@@ -66,7 +66,7 @@ def choose_variant(
             plan.compiled_for_larger_budget |= budget in wholes
             raise
 
-    # A whole graph is there only if it is not slower than plain. Its time cannot be compared with that of stages, which
+    # A whole graph exists only if it is not slower than plain. Its time is not comparable with that of stages, which
     # were measured one by one.
     groups = [[way for way in ways if (way.cut.members is not None) == whole] for whole in (True, False)]
     try:
@@ -80,7 +80,7 @@ def choose_variant(
 
 
 def fastest_stored(ways: Iterable[MeasuredCut]) -> MeasuredCut:
-    """The way that takes least time where nothing is computed twice: the one to begin with, before there is a limit."""
+    """Return the variant that is fastest without recompute: the first choice, before there is a limit."""
     found = list(ways)
     return min(
         [way for way in found if way.cut.members is not None] or found,
@@ -94,7 +94,7 @@ def fastest(
     solve: Callable[[Budget], Sequence],
     seconds: Callable[[Budget, Sequence], float],
 ) -> tuple[Way, Sequence]:
-    """The way with the fastest sequence, and that sequence. InfeasibleError as from `choose_variant`."""
+    """Return the variant with the fastest sequence, and that sequence. InfeasibleError as from `choose_variant`."""
     found: list[tuple[float, Way, Sequence]] = []
     refused: list[InfeasibleError] = []
     for way in ways:
@@ -114,7 +114,7 @@ def fastest(
 def _alike(
     ways: tuple[MeasuredCut, ...], group: dist.ProcessGroup | None, device: torch.device
 ) -> tuple[MeasuredCut, ...]:
-    """The ways that all processes have, in one order: which is faster or fits, each has measured for itself."""
+    """Return the variants that all processes have, in one order: each measures which are faster or fit."""
     if group is None or size_of(group) == 1 or not ways:
         return ways
     by_kind = {_kind(way): way for way in ways}
@@ -123,7 +123,7 @@ def _alike(
 
 
 def _kind(way: MeasuredCut) -> tuple[tuple[str, bool], ...]:
-    """What tells ways apart, in any process: the stages, and which of them are compiled."""
+    """Return a key of a variant that is equal in all processes: its stages, and which of them are compiled."""
     return tuple((name, is_compiled(stage)) for name, stage in way.cut.stages)
 
 
@@ -137,17 +137,17 @@ def solve(
 ) -> Sequence:
     """Find the sequence of `plan` within `limit`, or else within the limit that is set.
 
-    Without an `algorithm`, it is that of the strategy set by hand, or else the best sequence. A limit that is given and
-    works becomes the limit that is set.
+    Without an `algorithm`, use the strategy set by hand, or else find the best sequence. A given limit that works
+    becomes the limit that is set.
 
-    InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits. ValueError for what is no limit,
-    OffloadError if the tier has no room for what the sequence moves.
+    Raises InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits; ValueError for an invalid
+    limit; OffloadError if the tier has no room for the sequence's offloads.
     """
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
         if algorithm is None and settings.by_hand is not None:
-            # Not set, the limit does not exist here; to a solver, it is what the device can give.
+            # Without a set limit, a strategy by hand has none; a solver takes what the device can give.
             most = None if given is None else limit_bytes(given, device)
             by_hand = partial(settings.by_hand.sequence, model.core, mem_limit=most)
             sequence = choose_variant(plan, by_hand, group, device)
@@ -165,7 +165,7 @@ def solve(
             except InfeasibleError as error:
                 raise _telling_of_fresh_gradients(error, plan, model, most) from error
     tell_of_several_forwards(plan.budget)
-    # Agreed on, it moves in all processes or in none.
+    # Agreed on, it offloads in all processes or in none.
     if model.offload is not None and sequence.moves is not None:
         if group is not None and size_of(group) > 1:
             reserve_in_all(model.offload, plan.budget, sequence, group, device)
@@ -173,7 +173,7 @@ def solve(
             reserve(model.offload, plan.budget, sequence)
     plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
     plan.found = sequence
-    settings.mem_limit = given  # only now: one that does not work is not to count
+    settings.mem_limit = given  # only now: a limit that fails must not count
     plan.solved_with = settings.solved_with
     if settings.verbosity:
         _log.warning("%s", summary_of(plan, model), extra=record_fields("summary"))
@@ -183,9 +183,9 @@ def solve(
 def _telling_of_fresh_gradients(
     error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int
 ) -> InfeasibleError:
-    """The same refusal, with what the step needs if gradients are freed between steps, where that is less.
+    """Extend the error by the step's need with gradients freed between steps, where that is less.
 
-    It follows from what was measured: a loop that frees them is most people's, and they need not have said so.
+    It follows from the measurement. Most loops free gradients, and need not have declared it.
     """
     if plan.fresh_gradients:
         return error
@@ -194,7 +194,7 @@ def _telling_of_fresh_gradients(
     held = tightest.least_bytes()
     least = min(model.with_fresh_gradients(*each, device).least_bytes() for each in budgets)
     if group is not None and size_of(group) > 1:
-        # All raise, so all come here; what is said in each is what the one with the least room to spare would say.
+        # All raise, so all come here; all give the numbers of the one with the least room to spare.
         all_of_them = gather_objects((least, held, limit), group, device)
         least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
@@ -209,17 +209,17 @@ def _telling_of_fresh_gradients(
         more = f"In a loop that frees gradients between steps, with {says}, it is {needed}, still above the limit."
     if model.alone:
         return tightest.refuse(limit, more)
-    # Of several processes, the numbers may be those of another one.
+    # With several processes, the numbers may be another one's.
     return InfeasibleError(f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage)
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:
-    """Have a sequence that all processes follow; solve, if that has not been done with all of them.
+    """Put a sequence in use that all processes follow; solve unless all of them have already.
 
-    InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
+    Raises InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
     """
     alone = model.alone
-    # As objects: a sequence that was set since is not agreed upon, though it may say the same.
+    # Compared as objects: a sequence set since is not agreed upon, even if equal.
     group = None if alone else model.group
     open_question = group is not None and size_of(group) > 1 and plan.agreed is not plan.sequence
     if plan.file is not None:
@@ -231,7 +231,7 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
         return
     grown = model.with_communication(plan.budget) if dist.is_initialized() else plan.budget
     forwards = model.settings.forwards_in_flight
-    if forwards > grown.forwards:  # asked in every step, and finding the device takes longer
+    if forwards > grown.forwards:  # checked in every step, and finding the device takes longer
         grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
     if not alone:
         grown = grown.with_backward_order(plan.order.to_plan_for(model.settings, alone=False))
@@ -250,10 +250,10 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
 
 
 def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: OptimizerCost) -> None:
-    """Count an optimizer that nothing was known about, and solve again what leaves no room for it.
+    """Count an undeclared optimizer, and solve again where its state does not fit.
 
-    A warning is logged if no plan does, or if the plan came from a file: training then goes on with the plan in use,
-    beyond the limit. An error would come after the forward and the backward, when it is too late to do anything else.
+    Warns if no plan has room, or if the plan came from a file: training goes on with the plan in use, beyond the limit.
+    An error would come too late, after forward and backward.
     """
     by_hand = model.settings.by_hand is not None
     plan = plans.in_use
@@ -267,7 +267,7 @@ def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: Optimiz
     plan.count_optimizer(cost)
     if limit is None:
         return
-    if plan.agreed is not None:  # the other processes notice theirs, and agree with this one at the next step
+    if plan.agreed is not None:  # other processes detect theirs, and agree with this one at the next step
         plan.solve_again()
         return
     if plan.sequence is None or plan.budget.peak_bytes(plan.sequence) <= limit:
@@ -279,9 +279,9 @@ def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: Optimiz
 
 
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: OptimizerCost) -> None:
-    """Count an optimizer in a plan from a file. A warning is logged where that has less room for it than it needs.
+    """Count an optimizer in a plan from a file. Warns if the plan has too little room for it.
 
-    Nothing is solved: whoever gave the file wants its sequence.
+    Solves nothing: giving a file asks for its sequence.
     """
     assert plan.file is not None
     before = plan.budget

@@ -1,28 +1,25 @@
-"""Stepping parameters in the backward, each as soon as its gradient is whole.
+"""Step parameters in the backward, each as soon as its gradient is complete.
 
 # Note [Stepping in the backward]
 #
-#  1. The user's own optimizer steps. For the moment it has one group with one parameter, with the settings of the group
-#     that has it: so its state, its schedulers and its state dict are those of plain training. Hooks of the optimizer
-#     are called by the user's own `optimizer.step()` alone, once in each step.
+#  1. The user's own optimizer steps. For the moment it has one group with one parameter, with the settings of the
+#     parameter's group: so its state, schedulers and state dict are those of plain training. Only the user's own
+#     `optimizer.step()` calls the optimizer's hooks, once in each step.
 #  2. Only a backward through the output of a planned forward steps. It is known by its graph task: the hook on the
 #     output notes its number, and hooks on parameters do nothing in another pass. A pass for other losses, or of the
 #     model itself, leaves gradients in `grad`, as ever. So do parameters that the optimizer does not have.
-#  3. A parameter's hook is called once in a pass, when all that uses it has gone backward. So no stage can be run again
-#     that reads the parameter, unless it reads it detached; a stage that finds another parameter than in its first run
-#     is refused (`StageRunner`).
-#  4. `optimizer.step()` says that a step is over. It finds no gradients, and does nothing. A second backward before it
+#  3. A parameter's hook is called once in a pass, after the backward of all its uses. So no stage that reads the
+#     parameter can be recomputed later, unless it reads it detached; a stage that finds another parameter than in its
+#     first run is refused (`StageRunner`).
+#  4. `optimizer.step()` marks the end of a step. It finds no gradients, and does nothing. A second backward before it
 #     is accumulation, and is refused before anything is stepped.
-#  5. Until then, a parameter that was stepped has a `ConsumedGradient`, which tells whoever reads it.
-#     `optimizer.step()` takes it away, as do `zero_grad()` and the next forward.
+#  5. Until then, a stepped parameter has a `ConsumedGradient`, which raises when it is read. `optimizer.step()` removes
+#     it, as do `zero_grad()` and the next forward.
 
-Losses that a `GradScaler` has scaled: their gradients are no gradients to step with until it has unscaled them.
+Gradients of losses that a `GradScaler` has scaled cannot be stepped with until it has unscaled them.
 
-A gradient that is gone: its parameter was stepped with it.
-
-Between the backward and the optimizer's step, a training loop may clip gradients, unscale them, add them up or log
-them. With gradients that are simply None, all of that would do nothing, without a word. So what a parameter has instead
-is a tensor without memory that cannot be read.
+Between backward and optimizer step, a training loop may clip, unscale, accumulate or log gradients. If the gradient
+were simply None, all of that would silently do nothing. So `grad` is a tensor without storage that cannot be read.
 """
 
 from __future__ import annotations
@@ -48,13 +45,13 @@ _last: list[int] = []
 
 
 def begins_at_scaled_loss() -> bool:
-    """Whether the backward pass that runs now began at a loss that a `GradScaler` has scaled."""
+    """Whether the running backward pass began at a loss that a `GradScaler` has scaled."""
     return _last == [current_task()]
 
 
 @functools.cache
 def notice_scalers() -> None:
-    """Have scaled losses noticed from now on."""
+    """Detect scaled losses from now on."""
     # A scaler shows nowhere else before the backward, and after it the parameters have been stepped.
     scaler: Any = torch.amp.GradScaler
     scale = scaler.scale
@@ -79,7 +76,7 @@ class SpentGradientError(DescribedError, RuntimeError):
 
 
 class ConsumedGradient(torch.Tensor):
-    """Looks like the gradient of a parameter, takes no memory, and raises SpentGradientError when it is read."""
+    """Stands in for a parameter's gradient, takes no memory, and raises SpentGradientError when it is read."""
 
     __torch_function__ = torch_compat.disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way, untyped
 
@@ -120,28 +117,28 @@ class Stepper:
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._groups: dict[int, dict[str, Any]] = {}
-        """the group of each parameter that is stepped, by the parameter's id"""
+        """the group of each stepped parameter, by the parameter's id"""
         self._hooked: dict[int, nn.Parameter] = {}
         self._spent: dict[int, tuple[nn.Parameter, ConsumedGradient]] = {}
-        """the spent gradients of parameters; they are made once"""
+        """the consumed gradients of parameters, each made once"""
         self._task = _NO_TASK
         """the backward pass that steps"""
         self._stepped_in = _NO_TASK
         """the last pass that has stepped a parameter, until the user's `optimizer.step()`"""
         self._has = self._ids_of_both()
-        """the ids of the model's parameters that the optimizer had when the last forward came"""
+        """the ids of the model's parameters that the optimizer had at the last forward"""
         notice_scalers()
-        # Weakly: the optimizer may live on when this has been given up.
+        # Weakly: the optimizer may outlive this object.
         optimizer.register_step_pre_hook(partial(_about_to_step, ref(self)))
         optimizer.register_step_post_hook(partial(_has_stepped, ref(self)))
 
     def before_forward(self, *, in_flight: bool) -> bool:
-        """Make ready for a forward whose backward steps; other forwards may be `in_flight`. Spent gradients are gone.
+        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Removes consumed gradients.
 
         Returns whether the optimizer has got other parameters since the last forward, which no plan knows.
 
-        RuntimeError where other forwards are in flight, or where there are gradients already. ValueError for an
-        optimizer that has come to be of another kind.
+        Raises RuntimeError if other forwards are in flight, or gradients exist already; ValueError if the optimizer has
+        become one of another kind.
         """
         refuse_optimizer(self._optimizer)
         if in_flight:
@@ -161,24 +158,24 @@ class Stepper:
         for parameter in mine:
             if self._hooked.get(id(parameter)) is not parameter:
                 self._hooked[id(parameter)] = parameter
-                # Weakly: a hook lives as long as its parameter, and this may have been given up before.
+                # Weakly: a hook lives as long as its parameter, and may outlive this object.
                 parameter.register_post_accumulate_grad_hook(partial(_gradient_whole, ref(self)))
         return before != self._has
 
     def forward_begins(self, forward: Any) -> None:
-        """All is ready (`before_forward`)."""
+        """Do nothing: `before_forward` has prepared everything."""
 
     def forward_failed(self, forward: Any) -> None:
-        """No backward follows."""
+        """Do nothing: no backward follows."""
 
     def forward_returned(self, forward: Any, output: Any) -> None:
-        """Have the backward step that goes through `output`, which a planned forward has returned."""
+        """Make the backward through `output` of a planned forward step."""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)  # the hook belongs to the graph, and goes with it
 
     def about_to_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-        """The user calls `optimizer.step()`, with a closure perhaps, whose backward steps; arguments to go on with."""
+        """Handle a call of `optimizer.step()`, perhaps with a closure whose backward steps; return its arguments."""
         self.take_consumed_away()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -192,11 +189,11 @@ class Stepper:
         return args[:1], {**kwargs, "closure": called}
 
     def has_stepped(self) -> None:
-        """The user's `optimizer.step()` is over."""
+        """Handle the end of the user's `optimizer.step()`."""
         self._stepped_in = _NO_TASK
 
     def gradient_whole(self, parameter: nn.Parameter) -> None:
-        """The gradient of `parameter` is whole: step it, if the pass that runs is one that steps."""
+        """Step `parameter`, whose gradient is complete, if the running pass is one that steps."""
         group = self._groups.get(id(parameter))
         if group is None or current_task() != self._task:
             return
@@ -238,12 +235,12 @@ class Stepper:
             optimizer.param_groups = groups
 
     def _find_groups(self) -> None:
-        """Groups may be added, and are made anew by `load_state_dict`."""
+        """Find the groups anew: groups may be added, and `load_state_dict` replaces them."""
         self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
 
     def _ids_of_both(self) -> frozenset[int]:
         self._find_groups()
-        # Whether they are trained is a matter of the kind of step, which may change and come back.
+        # Whether they are trained belongs to the kind of step, which may change and come back.
         return frozenset(key for key in map(id, self._model.core.parameters()) if key in self._groups)
 
     def _consumed_of(self, parameter: nn.Parameter) -> ConsumedGradient:
@@ -253,7 +250,7 @@ class Stepper:
         return known[1]
 
     def take_consumed_away(self) -> None:
-        """Let go of gradients that are gone: from here on nobody is to be told."""
+        """Remove consumed gradients."""
         for parameter, _ in self._spent.values():
             if isinstance(parameter.grad, ConsumedGradient):
                 parameter.grad = None

@@ -1,17 +1,14 @@
-"""The plans for the kinds of steps that a model takes in turn: each with its costs and its sequence.
+"""Keep one plan, with its costs and sequence, for each kind of step that a model takes in turn.
 
-A discriminator is trained in one step, and gets gradients for its input in the next; adapters are switched; layers are
-frozen and trained again. Each kind of step has its own graph, costs and sequence. They are found when such a step comes
-for the first time, and kept while others train.
+A GAN's discriminator trains in one step and only passes gradients in the next; adapters switch; layers freeze. Each
+kind of step has its own graph, costs and sequence, found at its first step and kept while others train. Some sizes of
+the input may change the graph within one kind, which shows only when the model runs.
 
-A model may also take another way for some sizes of its input, in a step of the same kind: it has another graph there.
-Which one shows only when the model runs.
+A step that no plan fits is remembered: a later one as large is refused without measuring.
 
-Steps that no plan fits are remembered: a later one that is as large is refused at once, and not measured again.
-
-A plan remembers the order in which the backwards of forwards in flight come. A sum of losses goes backward through the
-last forward first. So does whatever autograd is given at once. Plans for that order are faster than those for any order
-(`rotor_solver.solve_in_flight`), and do not hold in another one.
+A plan remembers the order of the backwards of forwards in flight. For a sum of losses, autograd runs the last forward's
+backward first. Plans for that order are faster than plans for any order (`rotor_solver.solve_in_flight`), but may
+exceed the limit in another one.
 """
 
 from __future__ import annotations
@@ -41,7 +38,8 @@ from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_e
 from rotor_solver import InfeasibleError, Sequence
 
 _MOST = 16
-"""Refusals that are remembered, the oldest going first. A guess: a data set has few shapes that are too large."""
+"""Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large. Others are
+measured again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +49,18 @@ class _Refusal:
 
 
 class Refusals:
-    """Measuring takes seconds. A data set with a few batches that are too large is not to pay them each time."""
+    """Remembers steps that no plan fits, since measuring them again takes seconds each."""
 
     def __init__(self) -> None:
         self._known: list[_Refusal] = []
 
     def remember(self, spec: StepSpec, error: InfeasibleError) -> None:
-        """No plan fits for steps like `spec`."""
+        """Remember that no plan fits steps like `spec`."""
         # A copy has no traceback, which would keep the frames of the step, and their tensors.
         self._known = [*self._known, _Refusal(spec, copy(error))][-_MOST:]
 
     def raise_if_refused(self, spec: StepSpec, limit_bytes: int, source: Source) -> None:
-        """InfeasibleError for a step that needs at least as much as one that was refused for as large a limit."""
+        """Raise InfeasibleError for a step that needs at least as much as one refused for as large a limit."""
         for each in self._known:
             alike = each.spec.model == spec.model and source.covers(spec.input, each.spec.input)
             if alike and _least(each.spec, spec) and limit_bytes <= each.error.mem_limit:
@@ -70,26 +68,26 @@ class Refusals:
 
 
 def _least(refused: StepSpec, spec: StepSpec) -> bool:
-    """Whether the data of `spec` need no less than those that were refused. A batch that masks nothing needs least."""
+    """Whether the data of `spec` need no less than the refused ones. A batch that masks nothing needs least."""
     return all(refused.answers or ()) or refused.answers == spec.answers
 
 
 _ENOUGH = 3
-"""Steps in reverse, after which those to come are taken to be so, too. A guess: each takes a little longer than it has
-to, and a plan for the wrong order takes more memory than it may."""
+"""Steps in reverse, after which reverse order is planned for. A guess: more steps delay the faster plan; fewer risk a
+wrong order, which takes more memory than the limit."""
 
 
 @dataclass(slots=True)
 class BackwardOrder:
-    """What the steps by one plan have shown."""
+    """Observed order of the backwards in the steps by one plan."""
 
     in_reverse: int = 0
-    """steps with as many forwards in flight as were planned for, whose last one went backward first"""
+    """steps with as many forwards in flight as planned for, whose last one went backward first"""
     otherwise: bool = False
     """whether a backward has come while a later forward was in flight"""
 
     def to_plan_for(self, settings: Settings, *, alone: bool) -> str:
-        """The order to plan for, one of `rotor_solver.in_flight.ORDERS`; several processes (not `alone`) are told."""
+        """Return the order to plan for, one of `rotor_solver.in_flight.ORDERS`; processes use the declared one."""
         told = settings.backward_order
         if not alone:
             return told or "any"
@@ -100,7 +98,7 @@ class BackwardOrder:
 
 
 class PlanState(Enum):
-    """How far a plan is made. The Note in `planner.py` says what leads from one to another."""
+    """The state of a plan. The Note in `planner.py` describes the transitions."""
 
     UNMEASURED = "nothing is known about the step"
     MEASURED = "costs are known, and no sequence"
@@ -110,7 +108,7 @@ class PlanState(Enum):
 
 @dataclass(slots=True)
 class StepPlan:
-    """What is known about one kind of step. Its costs are there from the beginning, its sequence once it was solved.
+    """The plan for one kind of step. Its costs are known from the beginning, its sequence once it is solved.
 
     A plan from a file has no `spec` until its first step comes: a file cannot name objects. For a captured model it
     never has a `cut`, since TorchDynamo captures the graph only while that step runs.
@@ -126,33 +124,33 @@ class StepPlan:
     agreed: Sequence | None = None
     """the sequence that all processes that train together have agreed upon"""
     last_resort: Sequence | None = None
-    """the sequence to go on with, beyond the limit, where an optimizer that came late leaves no room for any plan"""
+    """the sequence to continue with, beyond the limit, if a late optimizer leaves no room for any plan"""
     solved_with: tuple[float | str | None, int] | None = None
     """`Settings.solved_with` when the sequence was found"""
     found: Sequence | None = None
-    """the sequence that was found; another one in use is one that the user set"""
+    """the solved sequence; any other one in use was set by the user"""
     most_in_flight: int = 1
-    """the most forwards that were in flight at once when one of them followed this plan"""
+    """the most forwards in flight at once while one of them followed this plan"""
     order: BackwardOrder = field(default_factory=BackwardOrder)
-    """in which order backwards have come"""
+    """the order in which backwards have come"""
     fresh_gradients: bool = False
     """whether gradients are freed between steps"""
     watched: Sequence | None = None
     """the sequence of the last step that was watched to its end"""
     prediction_holds: bool | None = None
-    """whether the first step has taken what was predicted; None where nothing was, or no step has been watched"""
+    """whether the first step has confirmed the prediction; None without a prediction or a watched step"""
     asked: int = 0
-    """in how many forwards processes could ask each other whether the prediction holds"""
+    """number of forwards in which processes could exchange whether the prediction holds"""
     overruns: int = 0
-    """how many steps were found to take more than the limit"""
+    """number of steps over the limit"""
     reduced: tuple[float | str | None, int] | None = None
-    """the limit that was set when the device ran out of memory, and the bytes that are left of it since"""
+    """the limit that was set when the device ran out of memory, and the reduced limit in bytes"""
     ways: tuple[MeasuredCut, ...] = ()
-    """the ways to run its stages, if there is a choice: some compiled, all compiled, all plain; `cut` is one of them"""
+    """variants of its stages, if there are several: some compiled, all compiled, all plain; `cut` is one of theirs"""
     compiled_for_larger_budget: bool = False
-    """whether the graph was compiled as a whole for more room than there was when it was solved last"""
+    """whether the graph was compiled as a whole for more room than the last solve had"""
     guard_bytes: int | None = None
-    """bytes of the budget for undoing what runs out of memory; None where nothing is undone"""
+    """bytes of the budget for undoing stages that run out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
     _way_names: tuple[Measurement, tuple[tuple[str, ...], ...]] | None = field(init=False, repr=False, default=None)
 
@@ -161,7 +159,7 @@ class StepPlan:
 
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
-        """The plan that a file says. PlanMismatchError if it was made for another model."""
+        """Make the plan of a file. Raises PlanMismatchError if it was made for another model."""
         costs = file.costs
         cut = source.adopt(file)
         return cls(
@@ -176,7 +174,7 @@ class StepPlan:
         )
 
     def compare_with_file(self, spec: StepSpec, value: Any, model: TrainedModel) -> None:
-        """PlanMismatchError if a step on `value` is not the file's. Only what has changed is looked at again."""
+        """Raise PlanMismatchError if a step on `value` is not the file's. Compares only what has changed."""
         assert self.file is not None
         known = self.spec
         if known is None or known.model != spec.model:
@@ -189,7 +187,7 @@ class StepPlan:
 
     @property
     def state(self) -> PlanState:
-        """How far the plan is made."""
+        """The state of the plan."""
         if self.sequence is None:
             return PlanState.MEASURED
         return PlanState.AGREED if self.agreed is self.sequence else PlanState.SOLVED
@@ -201,12 +199,12 @@ class StepPlan:
 
     @property
     def functions(self) -> list[nn.Module]:
-        """The stages; none where the cut is not known."""
+        """The stages; empty if the cut is unknown."""
         return [] if self.cut is None else [function for _, function in self.cut.stages]
 
     @property
     def way_names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the ways to store each stage (`Measurement.way_names`), which every step asks for."""
+        """The names of each stage's storage modes (`Measurement.way_names`), cached since every step reads them."""
         if self._way_names is None or self._way_names[0] is not self.measurement:
             self._way_names = self.measurement, self.measurement.way_names
         return self._way_names[1]
@@ -220,24 +218,24 @@ class StepPlan:
 
     @property
     def input_spec(self) -> Any:
-        """The spec of the input; None where it is not known."""
+        """The spec of the input; None if unknown."""
         return None if self.spec is None else self.spec.input
 
     def unlimited(self, settings: Settings) -> bool:
-        """Whether there is no limit: a strategy by hand needs none, and none was given."""
+        """Whether there is no limit: none was given, and a strategy by hand needs none."""
         by_hand = settings.by_hand is not None if self.file is None else not self.file.limited
         return by_hand and settings.mem_limit is None
 
     def found_for(self, settings: Settings) -> bool:
-        """Whether the best sequence was found for it, rather than given by hand, by a file, or by the user."""
+        """Whether its sequence comes from solving, and not from a strategy by hand, a file, or the user."""
         return self.file is None and settings.by_hand is None and self.sequence is self.found
 
     def is_for(self, spec: StepSpec) -> bool:
-        """Whether it was measured for such steps. What a plan from a file is for, its file says."""
+        """Whether it was measured for such steps. A plan from a file is compared with its file instead."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
     def matches(self, spec: StepSpec) -> bool:
-        """Whether it was measured for the very same step, as far as that shows at once."""
+        """Whether it was measured for an identical step, as far as a cheap comparison shows."""
         return self.file is None and self.spec is not None and self.spec.identical(spec)
 
     def is_replaced_by(self, other: StepPlan) -> bool:
@@ -245,17 +243,17 @@ class StepPlan:
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
 
     def restore_effects(self) -> None:
-        """Have remembered of each layer what was found out for this plan."""
-        # Plans share layers, and another kind of step may have shown something else of them.
+        """Restore the side effects of each layer as found for this plan."""
+        # Plans share layers, and another kind of step may have found other effects.
         for function, effects in zip(self.functions, self._effects, strict=True):
             remember_effects(function, effects)
 
     def count_optimizer(self, cost: OptimizerCost) -> None:
-        """Count an optimizer that nothing was known about."""
+        """Count an undeclared optimizer."""
         self.budget = self.budget.with_optimizer(cost)
 
     def budget_of(self, way: MeasuredCut) -> Budget:
-        """The budget of the step with its stages run in this way."""
+        """Return the budget of the step with its stages run as this variant."""
         found = self._measurement_of(way)
         budget = self.budget.with_found(found, 0, fresh_gradients=self.fresh_gradients)
         if self.guard_bytes is None:
@@ -264,12 +262,12 @@ class StepPlan:
         return replace(budget, fixed=replace(budget.fixed, buffers=buffers))
 
     def budgets(self) -> list[tuple[Budget, Measurement]]:
-        """Of each way to run the stages the budget, and what it was measured to cost."""
+        """Return budget and measurement of each variant."""
         found = [(self.budget_of(way), self._measurement_of(way)) for way in self.ways]
         return found or [(self.budget, self.measurement)]
 
     def turn_to(self, way: MeasuredCut) -> None:
-        """Run the stages in this way from the next forward on."""
+        """Run the stages as this variant from the next forward on."""
         if self.cut is way.cut:
             return
         self.budget, self.measurement, self.cut = self.budget_of(way), self._measurement_of(way), way.cut
@@ -280,7 +278,7 @@ class StepPlan:
 
     @contextmanager
     def without_budget(self) -> Iterator[None]:
-        """Inside, what is compiled saves what the compiler would save without a limit."""
+        """Inside the context, compiled stages save what the compiler saves without a limit."""
         assert self.cut is not None
         stages = tuple((name, partitioned_freely(stage)) for name, stage in self.cut.stages)
         self.source.follow(replace(self.cut, stages=stages))
@@ -290,24 +288,25 @@ class StepPlan:
             self.source.follow(self.cut)
 
     def _measurement_of(self, way: MeasuredCut) -> Measurement:
-        """What was measured, with what steps have shown of the loss since."""
+        """Return the variant's measurement, with the loss as observed in steps since."""
         return replace(way.measurement, loss=self.measurement.loss)
 
     def solve_again(self) -> None:
-        """Give the sequence up, but go on with it if no other is found."""
-        # Two optimizers may come before the next forward: the second finds no sequence, and the first's is to stay.
+        """Drop the sequence, but continue with it if no other is found."""
+        # Two optimizers may come before the next forward: the second finds no sequence, and must not replace the
+        # first's.
         if self.sequence is not None:
             self.last_resort, self.sequence = self.sequence, None
 
 
 def _guard_bytes(way: MeasuredCut) -> int:
-    """Bytes for undoing what runs out of memory where stages run in this way; see `out_of_memory.guarded_budget`."""
+    """Return the bytes for undoing stages that run out of memory, for this variant; see `oom_replanning.guarded`."""
     return way.measurement.snapshot_bytes + undo_bytes(function for _, function in way.cut.stages)
 
 
 _MOST_WAITING = 8
-"""Step plans that wait beside the one in use; the one that has waited longest goes first. A guess: a GAN has two or
-three."""
+"""Waiting step plans; the one that has waited longest goes first. A guess: a GAN has two or three. Dropped ones are
+measured again."""
 
 
 class StepPlans:
@@ -318,10 +317,10 @@ class StepPlans:
         self._waiting: list[StepPlan] = []
 
     def take_up(self, plan: StepPlan, present: ModelState) -> None:
-        """Have a new plan in use, and forget others for the same graph in steps of its kind. The one in use may wait.
+        """Put a new plan in use, and drop others for the same graph in steps of its kind. The one in use may wait.
 
-        A plan from a file does not: it is for whatever its file says, and is given up. `present` says which layers the
-        model has.
+        A plan from a file does not wait: it fits any step that its file covers, and is dropped. `present` is the
+        model's state, with its present layers.
         """
         before, self.in_use = self.in_use, plan
         waiting = [each for each in (*self._waiting, before) if each is not None and each.file is None]
@@ -329,7 +328,7 @@ class StepPlans:
 
     @contextmanager
     def kept_on_error(self) -> Iterator[None]:
-        """Have the plans that there are now again after an error: it is about one step, and they are about others."""
+        """Restore the present plans after an error: it is about one step, and they are about others."""
         in_use, waiting = self.in_use, list(self._waiting)
         try:
             yield
@@ -340,35 +339,34 @@ class StepPlans:
             raise
 
     def keep_only_in_use(self) -> None:
-        """Forget the plans that wait: what they were made with is not so."""
+        """Drop the waiting plans: their premises have changed."""
         self._waiting = []
 
     def turn_to(self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]) -> bool:
-        """Have a plan for steps like `spec` in use, one that `covers` its input if possible; False if there is none.
+        """Put a plan for steps like `spec` in use, one that `covers` its input if possible; False if there is none.
 
-        `revived` is called with a plan that waited: the limit may have been changed in the meantime, and gradients may
-        be left over from other steps.
+        `revived` is called with a plan that waited: the limit may have changed, or other steps may have left gradients.
         """
         found = [each for each in self._all() if each.is_for(spec)]
         if not found:
             return False
         if len(found) > 1:  # every step comes here, mostly with one
-            found.sort(key=covers, reverse=True)  # of equals the first: the one in use
+            found.sort(key=covers, reverse=True)  # stable: among equals, the one in use is first
         self._put_in_use(found[0], spec.model, revived)
         return True
 
     def for_other_ways(
         self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]
     ) -> Iterator[StepPlan]:
-        """Have each of the plans in use, in turn, that the one in use is not, and that may serve a step like `spec`."""
+        """Put each waiting plan that may serve a step like `spec` in use, in turn."""
         for each in [each for each in self._waiting if each.is_for(spec) and covers(each)]:
             self._put_in_use(each, spec.model, revived)
             yield each
 
     def count_optimizer(self, cost: OptimizerCost, limit_bytes: int | None) -> None:
-        """Count an optimizer for the plans that wait; one that leaves no room for it is solved again in its turn.
+        """Count an optimizer for the waiting plans; one without room for it is solved again in its turn.
 
-        Without a limit, because they were made by hand, plans stay as they are.
+        Without a limit, for strategies by hand, plans stay as they are.
         """
         for each in self._waiting:
             each.count_optimizer(cost)
@@ -379,17 +377,17 @@ class StepPlans:
                 each.solve_again()
 
     def copied(self, source: Source) -> StepPlans:
-        """For a copy of the model, whose stages come from `source`: the plan in use, if it can serve there.
+        """Return the plans for a copy of the model with stages from `source`: the plan in use, if it can serve there.
 
         Graphs are bound to the parameters that they were captured with. A copy captures its own, at its first step.
         """
         twin = StepPlans()
         # Layers are copied along with the plan. Its `spec` names those of the original, so the copy's first step is
-        # compared with the file again, or measured; until then the plan can be looked at.
+        # compared with the file again, or measured; until then the plan can be inspected.
         if self.in_use is not None and not source.captured:
             twin.in_use = replace(self.in_use, source=source)
         elif self.in_use is not None and self.in_use.file is not None:
-            # Optimizers that have come since count in the copy as well.
+            # Optimizers detected since count in the copy as well.
             twin.in_use = replace(
                 StepPlan.adopted(self.in_use.file, source),
                 budget=self.in_use.budget,
@@ -410,6 +408,6 @@ class StepPlans:
         revived(plan)
 
     def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
-        """Let these wait, but for layers that the model has no more: nobody else would let go of their memory."""
+        """Keep these waiting, except plans for removed layers: only the plan would hold their memory."""
         kept = [each for each in waiting if each.spec is not None and each.spec.model.same_layers(present)]
         self._waiting = kept[-_MOST_WAITING:]

@@ -1,4 +1,5 @@
-"""Specify steps without their memory: the input, and the state of the model, which is cheap to read in every step."""
+"""Specify steps without holding their tensors: the input, and the model's state, which is cheap to read in every
+step."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from rotor_py.distributed.sharding import at_rest
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What of an input tensor decides how much memory a step takes."""
+    """The properties of an input tensor that decide how much memory a step takes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -33,19 +34,19 @@ class TensorSpec:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
 
     def covers(self, other: TensorSpec) -> bool:
-        """Whether `other` is the same but for a first dimension that may be smaller: a batch with fewer samples."""
+        """Whether `other` differs at most by a smaller first dimension: a batch with fewer samples."""
         if not self._differs_in_size_alone(other):
             return False
-        return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]  # of scalars, all are empty
+        return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]  # scalars have empty shapes
 
     def reaches(self, other: TensorSpec) -> bool:
-        """Whether `other` is the same but for dimensions that may be smaller."""
+        """Whether `other` differs at most by smaller dimensions."""
         if not self._differs_in_size_alone(other):
             return False
         return all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
 
     def _differs_in_size_alone(self, other: TensorSpec) -> bool:
-        # One by one: every step asks for each tensor, and `replace` takes ten times as long.
+        # Field by field: every step compares each tensor, and `replace` takes ten times as long.
         return (
             len(other.shape) == len(self.shape)
             and other.dtype == self.dtype
@@ -60,11 +61,11 @@ class TensorSpec:
 
 
 _PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec})
-"""What is compared by `==` at once, and without a surprise."""
+"""Types whose `==` is cheap and returns a bool."""
 
 
 def spec_of(value: Any) -> Any:
-    """`value` with a `TensorSpec` in the place of every tensor."""
+    """Return `value` with a `TensorSpec` in the place of every tensor."""
     # Most inputs are nestings of these, and every step comes here: `tree_map_only` takes five times as long.
     if isinstance(value, torch.Tensor):
         return TensorSpec.of(value)
@@ -79,9 +80,9 @@ def spec_of(value: Any) -> Any:
 
 
 def identical_specs(planned: Any, spec: Any) -> bool:
-    """Whether two specs are equal, where that shows without asking what else is in them than tensors and constants.
+    """Whether two specs are equal, by comparing tensors and constants only.
 
-    If so, both are of the same kind, and each covers the other. If not, they may still.
+    If True, both are of the same kind, and each covers the other. If False, they may still be.
     """
     kind = type(planned)
     if kind is not type(spec):
@@ -99,15 +100,15 @@ def covers(planned: Any, value: Any) -> bool:
 
 
 def reaches(planned: Any, value: Any) -> bool:
-    """Whether every tensor of `value` is as the one of `planned`, the spec of an input, or smaller."""
+    """Whether every tensor of `value` equals its counterpart in the spec `planned`, or is smaller."""
     return _agree(planned, spec_of(value), TensorSpec.reaches)
 
 
 def same_kind(planned: Any, spec: Any) -> bool:
     """Whether a step on `spec` has the same graph as one on `planned`, as far as the input tells.
 
-    It does if gradients are wanted in the same places, and if all that is not a tensor is equal. Shapes, dtypes and
-    devices are not compared.
+    It does if the same tensors need gradients, and all other values are equal. Shapes, dtypes and devices are not
+    compared.
     """
     return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad)
 
@@ -124,7 +125,7 @@ def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], 
 
 
 def _equal(before: Any, after: Any) -> bool:
-    """Whether two values that are no tensors are equal; NumPy's arrays, if all of their elements are."""
+    """Whether two values that are not tensors are equal; NumPy arrays, if all of their elements are."""
     try:
         return bool(before == after)  # an array compares each element, and has no truth value of its own: ValueError
     except ValueError:
@@ -132,7 +133,7 @@ def _equal(before: Any, after: Any) -> bool:
 
 
 def describe(spec: Any) -> str:
-    """A spec, as one says it."""
+    """Format a spec for an error."""
     specs = [leaf for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
     return " and ".join(map(str, specs)) or "without tensors"
 
@@ -143,28 +144,28 @@ _GRADIENT = attrgetter("grad")
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Layers and their modes, parameters and what they are, autocast. Two states are equal if a plan serves both."""
+    """Layers, parameters, their properties, and autocast. Two states are equal if one plan serves both."""
 
     # Objects by their `id`: `==` of two parameters would compare their elements.
     modules: tuple[int, ...]
     """the id of every module"""
     modes: tuple[bool, ...]
-    """whether it is in training mode"""
+    """whether each module is in training mode"""
     parameters: tuple[int, ...]
     """the id of every parameter"""
     trained: tuple[bool, ...]
-    """whether it is, each of them"""
+    """whether each parameter is trained"""
     dtypes: tuple[torch.dtype, ...]
     places: tuple[torch.device, ...]
-    """the device of each"""
+    """the device of each parameter"""
     autocast: tuple[torch.dtype | None, ...]
-    """its dtype on the CPU and on CUDA; None where it is off"""
+    """autocast's dtype on the CPU and on CUDA; None where it is off"""
     has_gradients: bool = field(compare=False)
-    """whether a trained parameter has a gradient already: no part of the kind of step"""
+    """whether a trained parameter has a gradient already: not part of the kind of step"""
 
     @property
     def devices(self) -> frozenset[torch.device]:
-        """Those of the parameters."""
+        """The devices of the parameters."""
         return frozenset(self.places)
 
     @property
@@ -177,7 +178,7 @@ class ModelState:
         return self.modules == other.modules and self.parameters == other.parameters
 
     def looks_like(self, other: ModelState) -> bool:
-        """Whether modes, dtypes and what is trained are the same, in a copy of the layers too."""
+        """Whether modes, dtypes and trained parameters are the same, also for a copy of the layers."""
         mine, theirs = ((each.modes, each.trained, each.dtypes, each.places) for each in (self, other))
         return mine == theirs
 
@@ -197,7 +198,7 @@ class ModelState:
             modules=tuple(map(id, modules)),
             modes=tuple(map(_MODE, modules)),
             parameters=tuple(map(id, parameters)),
-            # Not a tuple for each parameter: Python's garbage collection would come more often.
+            # Not a tuple per parameter: these would trigger Python's garbage collection more often.
             trained=trained,
             dtypes=tuple(map(_DTYPE, parameters)),
             places=tuple(map(_DEVICE, parameters)),
@@ -209,11 +210,11 @@ class ModelState:
 
 
 def _within(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """The modules and the parameters of a model; what is there twice comes twice."""
-    # Every step comes here. `modules()` and `parameters()` take longer, since they leave out what comes twice.
+    """Return the modules and parameters of a model, with duplicates."""
+    # Every step comes here. `modules()` and `parameters()` take longer, since they remove duplicates.
     modules: list[nn.Module | None] = [model]
     parameters: list[nn.Parameter | None] = []
-    for module in modules:  # grows as it goes
+    for module in modules:  # grows while it is iterated
         if module is not None:
             modules += module._modules.values()
             parameters += module._parameters.values()
@@ -222,19 +223,19 @@ def _within(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """A step of the model in this state on an input of this spec (`input_spec.spec_of`)."""
+    """A step of the model in this state on an input of this spec (`spec_of`)."""
 
     model: ModelState
     input: Any
     answers: tuple[bool, ...] | None = None
-    """how the batch answers what a captured model asks about its data; None where that is not known yet"""
+    """the batch's answers to a captured model's questions about its data; None if not known yet"""
 
     def same_step(self, other: StepSpec) -> bool:
-        """Whether one plan serves both, as far as sizes allow it: the same state, and gradients in the same places."""
+        """Whether one plan serves both, sizes aside: same state, and the same tensors need gradients."""
         alike = self.answers is None or other.answers is None or self.answers == other.answers
         return alike and self.model == other.model and same_kind(self.input, other.input)
 
     def identical(self, other: StepSpec) -> bool:
-        """Whether all is equal, and that shows at once: a plan for the one then serves and covers the other."""
+        """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other."""
         alike = self.answers is None or other.answers is None or self.answers == other.answers
         return alike and self.model == other.model and identical_specs(self.input, other.input)

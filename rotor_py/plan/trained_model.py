@@ -1,4 +1,4 @@
-"""The model that is planned for, as planning sees it: what is called, what is cut, and who trains it together."""
+"""Describe the model to plan for: the module that is called, the part that is cut, and the processes that train it."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ from rotor_solver import InfeasibleError
 
 
 class TrainedModel:
-    """`whole` is what is called; `core` is what of it can be cut into stages, without what distributes or compiles."""
+    """`whole` is the module that is called; `core` its part that is cut into stages, without DDP or compile
+    wrappers."""
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.whole = whole
         self.core = core
         self.settings = settings
         self.offload = None if settings.offload is None else Offload(settings.offload)
-        """where plans may move activations to"""
+        """the offload tier of the plans"""
         self._stepped: tuple[object, SteppedParameters] | None = None
-        """the parameters that are stepped in the backward, and those that the optimizer had then"""
+        """the parameters that are stepped in the backward, and the optimizer's parameters at that time"""
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The processes that train this model together, as far as is known."""
+        """The processes that train this model together, as far as known."""
         given = self.settings.process_group
         return given if given is not None else processes(self.whole)
 
@@ -64,7 +65,7 @@ class TrainedModel:
         return is_sharded(self.core)
 
     def refuse_several_processes(self) -> None:
-        """UnsupportedModelError if a setting is for one process, and several train the model, or it is sharded."""
+        """Raise UnsupportedModelError for a one-process setting with several processes or a sharded model."""
         option, offload = one_process_only(self.settings), one_process_only(self.settings, SHARDED)
         if option is None and offload is None:
             return
@@ -86,13 +87,13 @@ class TrainedModel:
             )
 
     def step_on(self, value: Any) -> StepSpec:
-        """A step on `value` with the model as it is now."""
+        """Return the spec of a step on `value` with the model as it is now."""
         return StepSpec(ModelState.of(self.core), spec_of(value))
 
     def device_of(self, spec: Any = None) -> torch.device:
-        """The device that a step on the input of this spec trains on, and whose memory the limit is about.
+        """Return the device that a step on this input trains on, and whose memory the limit is about.
 
-        UnsupportedModelError if model and input are on several.
+        Raises UnsupportedModelError if model and input are on several.
         """
         devices = ModelState.of(self.core).devices | {
             leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)
@@ -110,7 +111,7 @@ class TrainedModel:
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return NONE_STEPPED
-        # Some steps ask for it, and what a step takes is found by steps of a twin.
+        # Cached, since several steps ask for it, and finding the bytes of a step runs steps of a twin.
         groups = [group["params"] for group in optimizer.param_groups]
         now = tuple((id(each), each.requires_grad) for parameters in groups for each in parameters)
         if self._stepped is None or self._stepped[0] != now:
@@ -118,7 +119,7 @@ class TrainedModel:
         return self._stepped[1]
 
     def stepping(self) -> dict[str, Any] | None:
-        """What a plan's file says of the optimizer that steps parameters in the backward; None without one."""
+        """Entry in a plan's file on the optimizer that steps parameters in the backward; None without one."""
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return None
@@ -130,21 +131,21 @@ class TrainedModel:
         }
 
     def optimizer_cost(self, given: torch.optim.Optimizer) -> OptimizerCost:
-        """What `given` keeps, and what its own step needs: for parameters that are not stepped in the backward.
+        """Return the cost of `given`, its state and its step, for parameters that are not stepped in the backward.
 
-        UnknownOptimizerError if that cannot be found.
+        Raises UnknownOptimizerError if that cannot be found.
         """
         cost, stepped = optimizer_cost(given), self.stepped()
         return replace(cost, step_bytes=step_bytes_without(given, set(stepped.scratch))) if stepped else cost
 
     def limit_bytes(self, device: torch.device) -> int:
-        """The limit of the whole step, in bytes. ValueError if it is not one."""
+        """Return the limit of the whole step, in bytes. Raises ValueError if it is invalid."""
         return limit_bytes(self.settings.mem_limit, device)
 
     def budget(
         self, measurement: Measurement, sample: Any, device: torch.device, noticed: OptimizerCost | None
     ) -> Budget:
-        """The memory of a step that was measured on `sample`; `noticed` is what optimizers cost that nobody named."""
+        """Return the budget of a step measured on `sample`; `noticed` is the cost of undeclared optimizers."""
         given, stepped = self.settings.optimizer, self.stepped()
         cost = noticed if given is None else self.optimizer_cost(given)
         with at_rest(self.core):
@@ -155,7 +156,7 @@ class TrainedModel:
                 device,
                 fresh_gradients=self.settings.fresh_grads,
                 optimizer=cost,
-                communication=communication_bytes(self.whole),  # DDP has buckets alone as well
+                communication=communication_bytes(self.whole),  # DDP has buckets even in a single process
                 buckets=around(self.whole) is not None,
                 stepped=stepped,
             )
@@ -167,9 +168,9 @@ class TrainedModel:
     def static_infeasibility(
         self, sample: Any, device: torch.device, noticed: OptimizerCost | None
     ) -> InfeasibleError | None:
-        """The error for a step on `sample` whose parameters, state and batch alone are above the limit, or None.
+        """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None.
 
-        `noticed` is what optimizers cost that nobody named. ValueError for a limit that is none.
+        `noticed` is the cost of undeclared optimizers. Raises ValueError for an invalid limit.
         """
         settings = self.settings
         if settings.by_hand is not None and settings.mem_limit is None:
@@ -187,7 +188,7 @@ class TrainedModel:
             )
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
-        """The budget for as many forwards in flight, if they are more than it has room for already."""
+        """Return the budget for this number of forwards in flight, if it has no room for them already."""
         if forwards <= budget.forwards:
             return budget
         with at_rest(self.core):
@@ -195,18 +196,18 @@ class TrainedModel:
         return budget.with_forwards(forwards, measurement, gradients)
 
     def with_fresh_gradients(self, budget: Budget, measurement: Measurement, device: torch.device) -> Budget:
-        """The budget of the same step in a loop that frees gradients between steps, where this one keeps them."""
+        """Return the budget of the same step in a loop that frees gradients between steps."""
         with at_rest(self.core):
             gradients = trained_bytes(self.core, device, self.stepped())
         return budget.with_fresh_gradients(measurement, gradients)
 
     def with_gradients_left_over(self, budget: Budget, device: torch.device) -> Budget:
-        """The budget with room for gradients that other kinds of steps have left in `grad`."""
+        """Return the budget with room for gradients that other kinds of steps have left in `grad`."""
         fresh = self.settings.fresh_grads
         return budget.with_gradients_of(self.core, device, fresh=fresh, stepped=self.stepped())
 
     def with_communication(self, budget: Budget) -> Budget:
-        """The budget with room for what processes send to each other.
+        """Return the budget with room for communication between processes.
 
         It shows late: DistributedDataParallel is known in its first forward, and whole gradients that FSDP keeps are
         asked for from step to step (`set_requires_gradient_sync`).

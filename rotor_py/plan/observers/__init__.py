@@ -1,1 +1,1 @@
-"""Observers of a step: undeclared memory, forwards in flight, and regions of the caller that checkpoint the model."""
+"""Observe steps: undeclared memory, forwards in flight, and the caller's checkpoint regions around the model."""

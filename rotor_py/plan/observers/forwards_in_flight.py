@@ -1,10 +1,8 @@
-"""Forwards in flight: those whose backward is still to come while another forward of the model begins.
+"""Track forwards in flight: those whose backward is still to come while another forward begins.
 
-Losses that are added up, siamese networks, a discriminator on real and fake, the microbatches of a pipeline have
-several. A plan leaves room for as many as were told or seen before (`StepPlan.most_in_flight`). Where it leaves none
-for the one that is about to begin, that one gets a sequence of its own, if there is one that still fits.
-
-Another sequence for forwards in flight: more of them were seen than there is room for, or in another order.
+Summed losses, siamese networks, a discriminator on real and fake, and a pipeline's microbatches have several. A plan
+leaves room for as many as were declared or seen before (`StepPlan.most_in_flight`). If the next forward does not fit,
+it gets its own sequence that does, if there is one. Later, a plan is solved for the number and order seen.
 """
 
 from __future__ import annotations
@@ -34,11 +32,12 @@ _log = logging.getLogger("rotor_py")
 
 
 _MOST_KNOWN = 64
-"""Loads and sequences that are remembered; a guess, more than the kinds of steps that a model takes in turn."""
+"""Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn; others are solved
+again."""
 
 
 class _Forward:
-    """One forward, as long as somebody can still go backward through it. Its graph keeps it alive, and nothing else."""
+    """One forward, for as long as a backward through it is possible. Only its graph keeps it alive."""
 
     __slots__ = ("__weakref__", "counted", "plan", "sequence", "used")
 
@@ -46,7 +45,7 @@ class _Forward:
         self.plan, self.sequence = plan, sequence
         self.used = False
         self.counted = False
-        """whether its backward has been looked at"""
+        """whether its backward has been observed"""
 
 
 Flying = list[_Forward]
@@ -59,40 +58,40 @@ class Forwards:
         self._flying: list[ref[_Forward]] = []
         self._remembered: dict[Hashable, tuple[object, Any]] = {}
         self._warned = 0
-        """the most forwards at once that were warned of"""
+        """the most forwards at once that a warning has named"""
         self._knows_split = False
-        """whether a backward for inputs alone has come, with another to follow for parameters"""
+        """whether a backward for inputs only has come, with another to follow for parameters"""
 
     def in_flight(self) -> list[_Forward]:
-        """Those whose backward has not begun, and whose graph somebody still has."""
+        """Return the forwards whose backward has not begun and whose graph is alive."""
         found = [forward for each in self._flying if (forward := each()) is not None and not forward.used]
         self._flying = [ref(each) for each in found]
         return found
 
     def forward_begins(self, forward: PlannedForward) -> None:
-        """Nothing shows yet."""
+        """Do nothing yet."""
 
     def forward_failed(self, forward: PlannedForward) -> None:
-        """It is not in flight."""
+        """Do nothing: it is not in flight."""
 
     def forward_returned(self, forward: PlannedForward, output: Any) -> None:
-        """A forward has returned `output`. It is in flight until its last backward begins or its graph is gone."""
+        """Track a forward that returned `output`, until its last backward begins or its graph is gone."""
         flying = _Forward(forward.plan, forward.sequence)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                # The hook belongs to the graph: where the output is dropped, it goes, and the forward with it.
+                # The hook belongs to the graph: if the output is dropped, the hook goes, and the forward with it.
                 tensor.register_hook(partial(self._begin_backward, flying, forward.model))
         self._flying.append(ref(flying))
 
     def _begin_backward(self, forward: _Forward, model: TrainedModel, gradient: torch.Tensor) -> None:
         self._notice_order(forward, model)
-        forward.used = not retains_graph()  # with the graph, all that it holds stays
+        forward.used = not retains_graph()  # a retained graph keeps its tensors
         if not (forward.used or self._knows_split) and _is_for_inputs_alone(model):
             self._knows_split = True
             self._warn_of_split_backwards(forward, model)
 
     def _notice_order(self, forward: _Forward, model: TrainedModel) -> None:
-        """See whether the backward of `forward`, which begins, comes in reverse of the forwards that are in flight."""
+        """Record whether the backward of `forward`, which begins, comes in reverse of the forwards in flight."""
         if forward.used or forward.counted:
             return
         forward.counted, flying = True, self.in_flight()
@@ -105,7 +104,7 @@ class Forwards:
             each.plan.order.otherwise = True
 
     def _warn_of_order(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> None:
-        """Log a warning if the limit has no room for what is held in another order than `plan` was made for."""
+        """Warn if the limit has no room for a backward order other than the one `plan` was made for."""
         if plan.unlimited(model.settings):
             return
         budget = self._budget(plan, model, len(flying)).with_backward_order("any")
@@ -124,7 +123,7 @@ class Forwards:
         )  # fmt: skip
 
     def _warn_of_split_backwards(self, forward: _Forward, model: TrainedModel) -> None:
-        """Log a warning if the limit has no room for what is held from a backward for inputs to one for parameters."""
+        """Warn if the limit has no room for values held from a backward for inputs to one for parameters."""
         plan = forward.plan
         if plan.unlimited(model.settings):
             return
@@ -146,14 +145,14 @@ class Forwards:
         )  # fmt: skip
 
     def held_bytes(self, model: TrainedModel) -> int:
-        """What those in flight hold until their backwards."""
+        """Return the bytes that forwards in flight hold until their backwards."""
         return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
 
     def sequence_beside(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> Sequence:
-        """The sequence for a forward by `plan` that begins while those of `flying` wait.
+        """Return the sequence for a forward by `plan` that begins while those of `flying` wait.
 
-        It is that which the plan has for so many if there is room for it; else one that fits into what is left, if
-        there is any. Else a warning is logged, once, and it is that of the plan, beyond the limit.
+        Use the plan's sequence for this number if there is room, else another one that fits into the rest. If none
+        does, use the plan's beyond the limit, and warn once.
         """
         assert plan.sequence is not None
         count = len(flying) + 1
@@ -170,33 +169,32 @@ class Forwards:
         peak = max(running, budget.optimizer_peak_bytes)
         if peak <= limit:
             return planned
-        # Not where processes follow the same sequences: what is in flight in the others is not known here.
+        # Only a single process: processes follow the same sequences, and cannot see each other's forwards in flight.
         if running > limit and model.alone and plan.found_for(model.settings):
             rest = limit - budget.fixed.total - held - budget.held_beside - budget.snapshot_bytes
             squeezed = self._squeezed(budget.chain, rest, working)
             if squeezed is not None:
                 return squeezed
-        if count > max(self._warned, plan.budget.forwards):  # else it was told of when the plan was made
+        if count > max(self._warned, plan.budget.forwards):  # else the warning came when the plan was made
             self._warned = count
             _warn(count, held, peak, limit, model)
         return planned
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
-        """The budget of the plan for `count` forwards at least."""
         device = model.device_of(plan.input_spec)
         make = partial(model.with_forwards, plan.budget, plan.measurement, device, count)
         found: Budget = self._remember(("budget", id(plan.budget), count), plan.budget, make)
         return found
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
-        # A budget for one forward does not say what it holds beside its chain.
+        # A budget for one forward does not say what it holds outside its chain.
         budget = self._budget(plan, model, 2)
         make = partial(budget.footprint, sequence)
         found: Footprint = self._remember(("footprint", id(budget), id(sequence)), (budget, sequence), make)
         return found
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
-        """The best sequence within `rest` bytes that leaves `working` of them while it waits; None if there is none."""
+        """Best sequence within `rest` bytes that leaves `working` of them while it waits; None if there is none."""
 
         def solve() -> Sequence | None:
             try:
@@ -208,11 +206,11 @@ class Forwards:
         return found
 
     def _remember(self, key: Hashable, of: object, make: Callable[[], Any]) -> Any:
-        """What `make` returns, made once for each key; `of` are the objects whose ids are in the key."""
+        """Cache the result of `make` by `key`; `of` are the objects whose ids are in the key."""
         if key not in self._remembered:
             if len(self._remembered) == _MOST_KNOWN:
                 self._remembered.clear()
-            self._remembered[key] = of, make()  # as long as `of` is here, no other object has its id
+            self._remembered[key] = of, make()  # holding `of` keeps its id from being reused
         return self._remembered[key][1]
 
 
@@ -229,18 +227,18 @@ def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> 
 
 
 def _is_for_inputs_alone(model: TrainedModel) -> bool:
-    """Whether the backward that is running goes through none of the model's parameters."""
+    """Whether the running backward goes through none of the model's parameters."""
     trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
     with torch.enable_grad():  # older releases of torch find the edge of a leaf by making a view of it
         return bool(trained) and not any(goes_through(get_gradient_edge(each).node) for each in trained)
 
 
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
-    """Have a sequence for as many forwards in flight as were seen, and for the order in which their backwards come.
+    """Solve for the number of forwards in flight seen, and for the order of their backwards.
 
-    None of them may be in flight at this moment. A line in the log says so if another sequence is found. A warning is
-    logged if there is none: training then goes on with the sequence in use, beyond the limit. Where several processes
-    have to plan together, they do so for what they were told, and sequences by hand or from a file stay.
+    No forward may be in flight. Logs a line if another sequence is found. If there is none, warns, and training goes on
+    with the sequence in use, beyond the limit. Processes that plan together plan for the declared number; sequences by
+    hand or from a file stay.
     """
     if not model.alone:
         return
@@ -253,7 +251,7 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     sooner = order == "reverse" and plan.budget.forwards > 1 and plan.budget.backward_order != order
     plan.budget = plan.budget.with_backward_order(order)
     assert plan.sequence is not None
-    # A plan for any order holds in reverse, too, but a faster one may be found.
+    # A plan for any order also holds in reverse, but a faster one may be found.
     if plan.budget.peak_bytes(plan.sequence) <= model.limit_bytes(device) and not sooner:
         return
     forwards, before, name = plan.budget.forwards, plan.sequence, type(model.core).__name__

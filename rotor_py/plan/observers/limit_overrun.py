@@ -1,8 +1,7 @@
-"""What a step has really taken, compared with its plan; and another plan where it was more.
+"""Compare a step's measured peak with its plan, and solve again after an overrun.
 
-What runs outside of the model, a loss above all, shows only while a step is watched.
-
-A plan that was predicted for a device, compared with the first step that follows it there.
+Memory outside the model, above all the loss, shows only in a watched step. Predicted plans are compared with their
+first step on the device.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ _log = logging.getLogger("rotor_py")
 
 
 _WORTH_SAYING = 10
-"""A cause is named if it makes at least this part of what is over the limit. A guess: it is for the reader."""
+"""Share of an overrun from which a cause is named. A guess: a wrong one only changes the text of a warning."""
 
 
 def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Count what a step by `plan` has shown, in bytes: its peak, and `loss`, the phase that follows its forward.
+    """Count the measured bytes of a step by `plan`: its peak, and `loss`, the phase that follows its forward.
 
-    Where the limit has no room for that, the plan is solved again, once, and a line in the log says what was found. If
-    no plan has room, or if it is not ours to change, the line is a warning, and training goes on beyond the limit.
+    If the limit has no room for them, solve again, once per plan, and log the result. If no plan has room, or the plan
+    must not change, warn, and training goes on beyond the limit.
     """
     planned = plan.measurement.loss
     found = _cost(loss, planned, plan.budget.chain.activation[-1])
     if found == planned and peak_bytes <= limit:
         return
     assert plan.sequence is not None
-    limit = max(limit, plan.budget.peak_bytes(plan.sequence))  # a plan may be beyond it, as was said when it was made
+    limit = max(limit, plan.budget.peak_bytes(plan.sequence))  # a plan may exceed it, as its warning said
     measurement = replace(plan.measurement, loss=found)
     kept = found.kept_bytes - planned.kept_bytes
     budget = plan.budget.with_found(measurement, kept, fresh_gradients=plan.fresh_gradients)
-    # What the loss does not explain is held by somebody, for as long as anyone can tell.
+    # Bytes that the loss does not explain count as held throughout the step.
     other = max(0, peak_bytes - budget.peak_bytes(plan.sequence)) if peak_bytes > limit else 0
     budget = budget.with_found(measurement, other, fresh_gradients=plan.fresh_gradients)
     peak = budget.peak_bytes(plan.sequence)
@@ -64,7 +63,7 @@ def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model:
 
 
 def tell_of_several_plans(peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Log that a step went over its limit whose forwards follow several plans: which one to change nobody can know."""
+    """Warn of a step over its limit whose forwards follow several plans: nothing says which one to change."""
     plan.overruns += 1
     _log.warning(
         "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes). Its forwards follow several plans, "
@@ -76,7 +75,7 @@ def tell_of_several_plans(peak_bytes: int, limit: int, plan: StepPlan, model: Tr
 
 
 def _cost(loss: Phase, planned: LossCost, gradient_bytes: int) -> LossCost:
-    """What the loss needs, as `measure_loss` counts: the chain has the gradient of the output by itself."""
+    """Return the loss cost as `measure_loss` counts it: the gradient of the output is part of the chain."""
     return replace(
         planned,
         temp_bytes=max(planned.temp_bytes, loss.rise - gradient_bytes),
@@ -100,14 +99,14 @@ def _of_others(size: int, limit: int) -> str:
 
 
 def _plan_again(plan: StepPlan, model: TrainedModel) -> str:
-    """Solve again, where that may be done; what came of it, in words."""
+    """Solve again, where allowed; return the outcome in words."""
     plan.overruns += 1
     if plan.file is not None:
         return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
     if model.settings.by_hand is not None:
         return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
     if not model.alone:
-        # The others may have found nothing: they would not come to solve together, and all would wait.
+        # Other processes may have found nothing, would not join the solve, and all would wait.
         return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
     if plan.overruns > 1:
         return "It was planned again before, and the plan stays: training goes on, beyond the limit."
@@ -120,16 +119,18 @@ def _plan_again(plan: StepPlan, model: TrainedModel) -> str:
 
 
 MARGIN = 0.05
-"""The part of a predicted peak by which a step may differ before the model is measured. A guess: transformers differ by
-less than a hundredth, and convolutions by more where a library takes much memory for itself."""
+"""Share of a predicted peak by which a step may differ before the model is measured. A guess: transformers differ by
+less than a hundredth, convolutions by more where a library takes much memory for itself. Too small costs a needless
+measurement, too large hides a wrong prediction."""
 _MOST_ASKED = 16
-"""Forwards in which processes ask each other what they have seen. A guess: the first step shows it, and is watched."""
+"""Forwards in which processes exchange what they have seen. A guess: the first step is watched and shows it. Too few,
+and a wrong prediction stays in use."""
 
 
 def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Note what the first step shows that follows a predicted plan; nothing for other plans and steps.
+    """Compare the first step by a predicted plan with its prediction; do nothing for other plans and steps.
 
-    If the peak differs by more than the margin, the model is to be measured (`disproved`), and a warning says so.
+    If the peak differs by more than the margin, mark the model for measuring (`disproved`), and warn.
     """
     if plan.file is None or plan.file.predicted_for is None or plan.prediction_holds is not None:
         return
@@ -139,8 +140,8 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
         budget.fixed.total + budget.before_bytes,
         budget.beside_chain(plan.sequence) + simulate(budget.chain, plan.sequence).peak,
     )
-    # In a first step, gradients that are kept are only made. A watch on the CPU counts the state that an optimizer will
-    # make when it steps; on CUDA it is not there yet.
+    # In a first step, kept gradients are only made then. A watch on the CPU counts the state that an optimizer will
+    # make when it steps; on CUDA that state is not there yet.
     on_cpu = model.device_of(plan.input_spec).type == "cpu"
     missing = budget.fixed.gradients + (0 if on_cpu else budget.fixed.optimizer)
     plan.prediction_holds = (1 - MARGIN) * expected - missing <= peak_bytes <= (1 + MARGIN) * expected
@@ -158,10 +159,10 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
 
 
 def disproved(plan: StepPlan, model: TrainedModel, *, as_large: bool) -> bool:
-    """Whether a step has shown that the prediction does not hold here, so that the model is measured now.
+    """Whether a step has disproved the prediction, so that the model is measured now.
 
-    Of several processes, all measure or none. So they ask each other in the forwards that follow the first, and measure
-    once any has seen it and all have a batch `as_large` as the plan is for: a larger one would be refused later.
+    Either all processes measure or none. They exchange results in the forwards after the first, and measure once any
+    has a wrong prediction and all have a batch `as_large` as the plan's: a larger one would be refused later.
     """
     if plan.file is None or plan.file.predicted_for is None:
         return False

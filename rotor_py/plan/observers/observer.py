@@ -1,4 +1,4 @@
-"""What observers see of a planned forward: one small interface for all of them."""
+"""Define the interface of observers of planned forwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PlannedForward:
     """A forward of `model` on `value` by a plan.
 
     Attributes:
-        sequence: the sequence that it follows; that of the plan, unless other forwards are in flight.
+        sequence: the sequence that it follows: the plan's, unless other forwards are in flight.
         in_flight: how many other forwards are in flight when it begins.
     """
 
@@ -27,13 +27,13 @@ class PlannedForward:
 
 
 class Observer(Protocol):
-    """Observes planned forwards and what follows them. It must not hold what a forward takes or returns."""
+    """Observes planned forwards and what follows. Must not hold a forward's inputs or outputs."""
 
     def forward_begins(self, forward: PlannedForward) -> None:
         """Prepare for a forward that is about to run."""
 
     def forward_failed(self, forward: PlannedForward) -> None:
-        """Let go of what belongs to a forward that has raised an error."""
+        """Release everything that belongs to a forward that has raised an error."""
 
     def forward_returned(self, forward: PlannedForward, output: Any) -> None:
-        """Observe what follows a forward: hooks belong to the graph of `output`, and go with it."""
+        """Observe the rest of the step: hooks belong to the graph of `output`, and go with it."""

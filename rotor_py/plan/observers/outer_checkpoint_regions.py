@@ -1,21 +1,17 @@
-"""What the caller has around the model that sees what autograd saves; neither measuring nor a plan is its business.
+"""Hide measuring and planned forwards from the caller's saved-tensor hooks and checkpoint regions.
 
 # Note [Regions of the caller]
 #
-# `torch.utils.checkpoint` saves nothing of a region, and runs it again when its backward asks for what it would have
-# saved, which it finds by counting. A plan saves another number of tensors in each of its ways, and may change between
-# the two runs. So the region sees nothing of a planned forward:
+# `torch.utils.checkpoint` saves nothing of a region, and recomputes it when its backward asks for a saved tensor, which
+# it finds by counting. The number of saved tensors depends on the plan's storage modes, and the plan may change before
+# the recompute. So the region sees nothing of a planned forward:
 #
-#  1. What the plan keeps is kept, as if the region ended before the model and began anew after it. If nothing else in
-#     the region needs it, the model is not run again.
-#  2. If something else does, the model runs a second time. Nobody goes backward through that: it keeps as little as
-#     there is (`second_runs.py`).
-#  3. Of the operators that selective checkpointing counts, none are those of the model, in either run.
-#  4. Of a reentrant region, the first run has no gradients, and is none of ours. The second is an ordinary forward.
-
-Forwards that run again inside of a region of the caller's, beside what their first run has kept for its backward.
-
-Rule 2 of the Note in `callers_hooks.py`: nobody goes backward through them.
+#  1. The plan's saved tensors stay, as if the region ended before the model and began anew after it. If nothing else in
+#     the region needs it, the model is not recomputed.
+#  2. Otherwise the model runs a second time. No backward goes through that run: it keeps as little as possible
+#     (`NestedRecompute`).
+#  3. Selective checkpointing counts none of the model's operators, in either run.
+#  4. In a reentrant region, the first run has no gradients and no plan. The second is an ordinary forward.
 """
 
 from __future__ import annotations
@@ -40,30 +36,30 @@ _REGIONS = "torch.utils.checkpoint"
 _Hook = Callable[[Any], Any]
 _innermost: Callable[[bool], tuple[_Hook, _Hook] | None]
 _innermost = getattr(c_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-"""The hooks that were put there last, those too that are off. Before torch 2.8, nobody can tell."""
+"""The innermost hooks, also those that are off. Unknown before torch 2.8."""
 
 
 @contextmanager
 def outer_hooks_aside() -> Iterator[None]:
-    """As long as this lasts, hooks that the caller has on saved tensors see nothing.
+    """Hide everything inside the context from the caller's saved-tensor hooks.
 
-    Those of `torch.utils.checkpoint` run the model again for the backward of a stage that is measured, which then is
-    measured inside of measuring, without end. Before torch 2.8 nobody can tell which hooks there are, and they stay.
+    Hooks of `torch.utils.checkpoint` recompute the model for the backward of a measured stage, which would measure
+    inside of measuring, without end. Before torch 2.8 the hooks are unknown, and stay.
     """
     with _hooks_aside(lambda pack: True):
         yield
 
 
 def anything_around() -> bool:
-    """Whether there are saved-tensor hooks or modes of the caller; if not, there is nothing to put aside."""
+    """Whether the caller has saved-tensor hooks or modes to hide from."""
     return _innermost(True) is not None or bool(dispatch_mode_stack())
 
 
 @contextmanager
 def outer_regions_aside() -> Iterator[bool]:
-    """As long as this lasts, regions of `torch.utils.checkpoint` see nothing; see the Note [Regions of the caller].
+    """Hide the context from regions of `torch.utils.checkpoint`; see the Note [Regions of the caller].
 
-    Yields whether one of them is run again for its backward. Before torch 2.8, nothing of this is known.
+    Yields whether one of them is recomputing for its backward. Before torch 2.8, this is unknown.
     """
     with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
@@ -71,9 +67,9 @@ def outer_regions_aside() -> Iterator[bool]:
 
 @contextmanager
 def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
-    """Without the innermost hooks, as far as `which` says so of the function that packs; yields those functions."""
+    """Remove the innermost hooks whose pack function satisfies `which`; yield these functions."""
     hooks: list[tuple[_Hook, _Hook]] = []
-    # Those too that are off while something is traced.
+    # Also those that are off while something is traced.
     while (found := _innermost(True)) is not None and which(found[0]):
         c_autograd._pop_saved_tensors_default_hooks()
         hooks.append(found)
@@ -86,7 +82,7 @@ def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
 
 @contextmanager
 def _modes_aside() -> Iterator[None]:
-    """Without the modes of selective checkpointing, which count operators."""
+    """Remove the modes of selective checkpointing, which count operators."""
     modes = dispatch_mode_stack()
     if not any(type(mode).__module__ == _REGIONS for mode in modes):
         yield
@@ -107,16 +103,16 @@ def _replace(modes: list[Any], others: list[Any]) -> None:
 
 
 class NestedRecompute:
-    """The sequences of forwards that run again inside of a region of the caller (Rule 2 of the Note)."""
+    """The sequences of forwards that a region of the caller recomputes (Rule 2 of the Note)."""
 
     def __init__(self) -> None:
         self._known: tuple[Budget, Sequence, int] | None = None
         self._warned = False
 
     def sequence(self, plan: StepPlan, held_bytes: int, model: TrainedModel) -> Sequence:
-        """One that keeps as little as there is; `held_bytes` are what forwards in flight hold.
+        """Return a sequence that keeps as little as possible; forwards in flight hold `held_bytes`.
 
-        A warning is logged, once, if that is beyond the limit.
+        Warns, once, if that is beyond the limit.
         """
         if self._known is None or self._known[0] is not plan.budget:
             sequence = recompute_all(plan.budget.chain)

@@ -1,7 +1,4 @@
-"""Optimizers that nobody named, because a trainer makes them: they are noticed when they step.
-
-Gradients that are there when a step begins, although they were said to be freed between steps.
-"""
+"""Detect undeclared memory: optimizers that a trainer makes, at their first step, and gradients kept between steps."""
 
 from __future__ import annotations
 
@@ -24,24 +21,24 @@ _log = logging.getLogger("rotor_py")
 
 
 class Noticing(Protocol):
-    """A model that wants to know what the optimizers cost that train its parameters."""
+    """A model that counts the cost of optimizers that train its parameters."""
 
     def parameters(self) -> Iterable[torch.nn.Parameter]: ...
 
     def optimizer_noticed(self) -> None: ...
 
 
-# Weak on both sides: neither a model nor an optimizer is to live longer because it was noticed.
+# Weak on both sides: neither a model nor an optimizer may live longer for being tracked.
 _seen: WeakKeyDictionary[Noticing, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]] = WeakKeyDictionary()
-"""The models that wait, and the optimizers that have stepped since; None for those that cost them nothing."""
+"""The waiting models, and the optimizers that have stepped since; None for those that cost them nothing."""
 _hooks: list[Any] = []
-"""The one hook on all optimizers. It is registered once a model waits: importing this library changes no optimizer."""
+"""The one hook on all optimizers. Registered once a model waits: importing this library changes no optimizer."""
 
 
 def wait_for_optimizers(model: Noticing) -> None:
-    """Have `model.optimizer_noticed()` called before the first step of every optimizer that trains it.
+    """Call `model.optimizer_noticed()` before the first step of every optimizer that trains it.
 
-    Before it, because the first step makes the optimizer's state, which takes memory.
+    Before, because the first step allocates the optimizer's state.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_about_to_step))
@@ -49,7 +46,7 @@ def wait_for_optimizers(model: Noticing) -> None:
 
 
 def noticed_cost(model: Noticing) -> OptimizerCost | None:
-    """What all optimizers cost that have been noticed, and are still there."""
+    """Return the total cost of the detected optimizers that are still alive."""
     costs = [cost for cost in _seen.get(model, {}).values() if cost is not None]
     return together(costs) if costs else None
 
@@ -60,7 +57,7 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
         return
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model, seen in waiting:
-        seen[optimizer] = None  # before anything is found out: each is looked at in its first step only
+        seen[optimizer] = None  # before anything is found out: each optimizer is inspected in its first step only
         if not any(id(parameter) in trained for parameter in model.parameters()):
             continue
         try:
@@ -72,18 +69,18 @@ def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> 
 
 
 class KeptGradients:
-    """Notices them before the forward, so that the first step that finds them stays inside the limit, too."""
+    """Detects kept gradients before the forward, so that the first step with them stays inside the limit, too."""
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
         self._known: tuple[object, ...] = ()
-        """the sequence and the limit that were looked at last"""
+        """the last sequence and limit that were checked"""
 
     def notice(self, plan: StepPlan, plan_again: Callable[[], None]) -> None:
-        """Look whether a step by `plan` has room for gradients that are there when it begins.
+        """Check that a step by `plan` has room for gradients that exist when it begins.
 
-        If not, `plan_again` is called, which raises InfeasibleError if no plan has, and a line in the log says so.
-        Where the plan is not ours to change, the line is a warning, and training goes on beyond the limit.
+        If not, call `plan_again`, which raises InfeasibleError if no plan fits, and log a line. If the plan must not
+        change, warn, and training goes on beyond the limit.
         """
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):
             return
@@ -94,7 +91,7 @@ class KeptGradients:
         if self._known == known:
             return
         self._known = known
-        # Together: the gradients that are there, and those that the plan has the backward make. No step takes more.
+        # Together: the gradients that exist, and those that the backward makes by plan. No step takes more.
         kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False, stepped=self._model.stepped())
         peak = kept.peak_bytes(plan.sequence)
         if peak <= limit:

@@ -1,10 +1,8 @@
-"""Which steps are watched, and from where to where.
+"""Watch steps: measure memory from a step's first forward to the end of its last backward.
 
-A step begins with our forward, and ends when the backward does that goes through its output. In between, the caller's
-loss runs. Control comes to us when the gradient of the output arrives, and when autograd has let go of its pass. A
-forward that begins while others are in flight joins their step, which ends with the last backward of them all.
-
-One step that is watched, from its first forward to the end of its last backward.
+A step begins with our forward, and ends when the backward through its output does. In between, the caller's loss runs.
+We regain control when the gradient of the output arrives, and when autograd has released its pass. A forward that
+begins while others are in flight joins their step, which ends with the last backward of them all.
 """
 
 from __future__ import annotations
@@ -24,7 +22,8 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 
 _MOST_FORWARDS = 256
-"""In one step. A guess, far above the microbatches of a pipeline: a step with more may never come to its end."""
+"""Forwards of one step. A guess, far above a pipeline's microbatches: a step with more may never end, and is not
+watched."""
 
 
 class _Token:
@@ -34,7 +33,7 @@ class _Token:
 
 
 class WatchedStep:
-    """Its phases are forwards and what follows them, then backwards and what follows them, numbered in their order."""
+    """One watched step. Phases, in order: each forward and its loss, then each backward and the time after it."""
 
     def __init__(
         self,
@@ -46,20 +45,20 @@ class WatchedStep:
     ) -> None:
         self.watch = watch
         self.forwards = 0
-        """that have returned"""
+        """forwards that have returned"""
         self._model, self._plan, self._sequence, self._limit_bytes = model, plan, plan.sequence, limit_bytes
         self._gradients = gradients
-        """those that were there when it began"""
+        """gradients that existed when it began"""
         self._token: weakref.ref[_Token] | None = None
         self._most, self._one_plan = 1, True
         self._losses: list[str] = []
-        """the phases that follow a forward, as long as no gradient has come"""
+        """the phases that follow a forward, until a gradient arrives"""
         self._backwards, self._done = 0, 0
-        """gradients that have come, and those whose pass is over"""
+        """gradients that have arrived, and those whose pass is over"""
         self._in_first_pass = 0
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
-        """Let a forward by `plan` join the step, one of so many in flight; False if it is over, or has no end."""
+        """Let a forward by `plan`, with `in_flight` others, join the step; False if it is over, or has no end."""
         if self._token is None or self._token() is None:
             return False
         if self.forwards == _MOST_FORWARDS:
@@ -71,15 +70,15 @@ class WatchedStep:
         return True
 
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
-        """A forward has returned these tensors, which need gradients."""
+        """Register the outputs that need gradients of a forward that has returned."""
         token = None if self._token is None else self._token()
         if token is None:
             if self.forwards:
                 return  # its other forwards were dropped while this one ran, so it is over
             token = _Token()
             self._token = weakref.ref(token)
-            # When the last owner of the token lets go of it, the step is over: with its last backward pass, or without
-            # one where the outputs were dropped.
+            # The step is over when the last owner releases the token: with its last backward pass, or without one if
+            # the outputs were dropped.
             weakref.finalize(token, self._over).atexit = False
         self.forwards += 1
         loss = f"loss {self.forwards}"
@@ -88,40 +87,40 @@ class WatchedStep:
             self._losses.append(loss)
         owned = [token]
         for tensor in outputs:
-            # The hook belongs to the graph: where the output is dropped, it goes, and the token with it.
+            # The hook belongs to the graph: if the output is dropped, the hook goes, and the token with it.
             tensor.register_hook(partial(_gradient_arrived, self, owned))
 
     def begin_backward(self) -> None:
-        """The gradient of an output has come."""
+        """Record that the gradient of an output has arrived."""
         self._backwards += 1
         self.watch.mark(f"backward {self._backwards}")
 
     def end_backward(self) -> None:
-        """The pass is over that brought the gradient of an output."""
+        """Record that the pass of an output's gradient is over."""
         self._done += 1
         self._in_first_pass = self._in_first_pass or self._backwards
         self.watch.mark(f"after {self._done}")
 
     def _over(self) -> None:
         phases = self.watch.stop()
-        # Gradients that were freed on the way would count beside the new ones (Rule 4 of the Note in
+        # Gradients freed during the step would count on top of the new ones (Rule 4 of the Note in
         # `rotor_profiling/step.py`).
         if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
             return
         plan, peak_bytes = self._plan, max(phase.peak for phase in phases.values())
         plan.watched = self._sequence
         if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
-            return  # another one was found meanwhile, or will be: more forwards are noticed by themselves
+            return  # another sequence was found meanwhile, or will be: extra forwards are detected separately
         if self._one_plan:
             compare_with_prediction(peak_bytes, plan, self._model)
             if plan.prediction_holds is False:
-                return  # it is measured, so nothing of it has to be made good
+                return  # measured, so there is no prediction to correct
             account_for(self._loss(phases), peak_bytes, self._limit_bytes, plan, self._model)
         elif peak_bytes > self._limit_bytes:
             tell_of_several_plans(peak_bytes, self._limit_bytes, plan, self._model)
 
     def _loss(self, phases: dict[str, Phase]) -> Phase:
-        """What one loss takes. Losses of forwards that go backward together share what follows the last forward."""
+        """Return the phase of one loss. Losses of forwards that go backward together share the last forward's phase."""
         *before, last = (phases[name] for name in self._losses)
         rise = sum(phase.kept for phase in before) + last.rise
         kept = sum(phase.kept for phase in (*before, last))
@@ -143,40 +142,38 @@ def _pass_done(step: WatchedStep, token: _Token) -> None:
 
 
 _MOST_OVERRUNS = 1
-"""Steps over the limit that are planned for; one more is told of, and then there is nothing new to say."""
+"""Overruns that are planned for; one more is logged, and later ones add nothing new."""
 
 
 class WatchedSteps:
-    """Watches steps of one model, and has what they show accounted for."""
+    """Watches steps of one model, and accounts for what they show."""
 
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
         self._step: weakref.ref[WatchedStep] | None = None
-        """the last one; its outputs' graphs keep it alive, and the plan that it holds"""
+        """the last step; its outputs' graphs keep it and its plan alive"""
         self._watch: StepWatch | None = None
-        """that of the last step"""
         self._running: WatchedStep | None = None
-        """that of the forward that is running"""
         self._device: tuple[StepPlan, torch.device] | None = None
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
-        """of the last step that was watched"""
+        """outputs of the last watched step"""
 
     def forward_begins(self, forward: PlannedForward) -> None:
-        """Watch the step that begins with a forward, or that it joins, unless there is nothing to watch for.
+        """Watch the step that a forward begins, unless there is nothing to watch for.
 
-        It joins the last step if others are in flight.
+        The forward joins the last step if others are in flight.
         """
         plan, in_flight = forward.plan, forward.in_flight
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
             if self._watch is not None:
-                self._watch.stop()  # it has come to its end long ago, or nobody knows where it will
+                self._watch.stop()  # it ended long ago, or its end is unknown
             step = None if in_flight else self._begin(plan, forward.value)
             self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
         self._running = step
 
     def forward_failed(self, forward: PlannedForward) -> None:
-        """The step is not watched any longer."""
+        """Stop watching the step."""
         self._running = None
         if self._watch is not None:
             self._watch.stop()
@@ -197,17 +194,17 @@ class WatchedSteps:
         return None if watch is None else WatchedStep(watch, self._model, plan, limit, gradients)
 
     def _device_of(self, plan: StepPlan) -> torch.device:
-        # Every step on CUDA asks for it, and looking at all parameters would take longer than watching does.
+        # Every step on CUDA asks for it, and inspecting all parameters would take longer than watching does.
         if self._device is None or self._device[0] is not plan:
             self._device = plan, self._model.device_of(plan.input_spec)
         return self._device[1]
 
     def _present_bytes(self, plan: StepPlan, value: Any, gradients: list[torch.Tensor], device: torch.device) -> int:
-        """What a step on the CPU finds when it begins: nobody counts that."""
+        """Return the bytes that a step on the CPU finds at its begin: no counter has them."""
         core = self._model.core
         present = [*core.parameters(), *core.buffers(), *gradients, *tensors_in(value)]
-        # A caller holds the last output until the new one is there. And the first step has no optimizer state yet, but
-        # is to be seen as those that follow.
+        # A caller holds the last output until the new one exists. And the first step has no optimizer state yet, but is
+        # compared as later steps are.
         outputs = sum(storage.nbytes() for each in self._outputs if (storage := each()) is not None)
         here = storage_bytes(tensor for tensor in present if tensor.device == device)
         if self._model.settings.step_in_backward is not None:
@@ -215,7 +212,6 @@ class WatchedSteps:
         return here + outputs + plan.budget.fixed.optimizer
 
     def forward_returned(self, forward: PlannedForward, output: Any) -> None:
-        """A forward of the step has returned `output`."""
         step, self._running = self._running, None
         if step is None:
             return

@@ -1,1 +1,1 @@
-"""Where the stages of a model come from: a chain of layers, or the graph that TorchDynamo captures."""
+"""Provide the stages of a model: from a chain of layers, or from the graph that TorchDynamo captures."""

@@ -1,4 +1,4 @@
-"""The graphs that TorchDynamo captures of a model that is no chain of layers."""
+"""Cut and run models that are no chain of layers, by the graphs that TorchDynamo captures."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _log = logging.getLogger("rotor_py")
 
 
 class GraphSource:
-    """The graphs that TorchDynamo captures of any other model. Values are pairs of arguments and keywords."""
+    """Stages from the graphs that TorchDynamo captures. Values are pairs of arguments and keywords."""
 
     captured = True
 
     def __init__(self, model: nn.Module, granularity: int, compiler: StageCompiler | None = None) -> None:
-        # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
+        # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
         from rotor_py.capture.session import CaptureSession
 
         self._model = model
@@ -49,9 +49,7 @@ class GraphSource:
         return as_entered(self._model, given) if dist.is_initialized() else given
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether no tensor of `value` is larger in any dimension. Where other sizes change what the model does, Dynamo
-        captures another graph, which is noticed.
-        """
+        """Whether no tensor of `value` is larger in any dimension. Dynamo captures anew if sizes change the graph."""
         return reaches(planned, value)
 
     def measure(self, value: Any, how: Measuring) -> Measured:
@@ -79,12 +77,12 @@ class GraphSource:
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
         arguments, keywords = value
-        # Dynamo calls `_run_stages` in the course of the forward.
+        # Dynamo calls `_run_stages` during the forward.
         by_plan = partial(self._run_stages, how)
         return self._session.run(arguments, keywords, by_plan, partial(_tell_of_capture, value))
 
     def _run_stages(self, how: Following, cut: Cut, value: Any) -> Any:
-        """Run the stages of the main graph, for the shapes that TorchDynamo found this time: `cut` is theirs."""
+        """Run the stages of the main graph; `cut` is for the shapes that TorchDynamo found this time."""
         from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 
         for _, layer in cut.prefix:

@@ -1,4 +1,4 @@
-"""The layers of a nesting of `nn.Sequential`, as they stand."""
+"""Use the layers of a nesting of `nn.Sequential` as stages."""
 
 from __future__ import annotations
 
@@ -32,39 +32,37 @@ if TYPE_CHECKING:
     from rotor_py.capture.captured_layer import CapturedLayer
 
 
-# What the layers of a chain offer beside their forward: to be stored in part, where that is worth capturing them.
-#
-# To capture a layer takes TorchDynamo up to seconds, so it is done once for each kind of layer, and for none that could
-# not gain by it: whose operators save little, or that is a single operator.
+# Partial storage of layers. TorchDynamo takes up to seconds to capture a layer, so only one layer of each kind is
+# captured, and none that cannot gain: whose operators save little, or that is a single operator.
 
 _LEAST_BYTES = 2**20
-"""What a layer has to save beside its input and output. A guess: for less, nobody wants to wait for TorchDynamo."""
+"""Least saved bytes of a layer that is captured. A guess: less gains too little for the time that TorchDynamo takes."""
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."
-"""Where layers come from that are single operators, if they have no layers inside."""
+"""Packages whose layers are single operators, if they have no layers inside."""
 
 
 class LayerParts:
-    """What the layers of one model offer, each known by its module. `fully_shard` may have `sharded` the model."""
+    """The storage modes of one model's layers, by module. `fully_shard` may have `sharded` the model."""
 
     def __init__(self, *, sharded: bool = False) -> None:
         self._sharded = sharded
         self._found: dict[int, CapturedLayer] = {}
-        """by the id of the layer, which what is found keeps alive"""
+        """by the id of the layer, which the value keeps alive"""
         self._kinds: dict[Hashable, CapturedLayer | None] = {}
         """the first layer of a kind, if it can be stored in part"""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: what was found is bound to these layers, and a copy finds its own."""
+        """Pickle nothing: the entries are bound to these layers, and a copy finds its own."""
         return {**self.__dict__, "_found": {}, "_kinds": {}}
 
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
-        """Find out how a layer of this kind can be stored on the input `value`, if no other one of the kind was seen.
+        """Find the storage modes of a layer on the input `value`, once for each kind of layer.
 
-        Nothing of the layer is changed. Of one that saves less than a mebibyte, `saved_bytes` beside its parameters,
-        input and output, nothing is found out.
+        Does not change the layer. Skips layers that save less than a mebibyte: `saved_bytes` besides parameters, input
+        and output.
         """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
@@ -75,13 +73,13 @@ class LayerParts:
             self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
 
     def of(self, function: nn.Module) -> StageOffers | None:
-        """What was found of a layer; None if that is nothing."""
+        """Return the storage modes found for a layer, or None."""
         return self._found.get(id(function))
 
     def planned(
         self, function: nn.Module, name: str, ways: Sequence[str], keepers: Container[str]
     ) -> StageOffers | None:
-        """What a layer offers that a plan may store by these `ways`, those of `keepers` among them."""
+        """Return a layer's storage modes among these `ways`, including those of `keepers`."""
         own = dict.fromkeys(each for each in (own_of(way, keepers) for way in ways) if each is not None)
         if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
             from rotor_py.capture.captured_layer import CapturedLayer
@@ -90,7 +88,7 @@ class LayerParts:
         return self.of(function)
 
     def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
-        # Not at the top: it imports TorchDynamo, which takes as long as importing the rest of torch.
+        # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
         from rotor_py.capture.captured_layer import CapturedLayer
 
         found = CapturedLayer(function, name, sharded=self._sharded)
@@ -98,17 +96,17 @@ class LayerParts:
 
 
 def _may_gain(function: nn.Module, value: Any) -> bool:
-    """Whether a layer may be more than one operator, and is one that can be captured."""
+    """Whether a layer can be captured and may be more than one operator."""
     operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
     tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
     plain = all(type(each) in _PLAIN and layout_of(each) is None for each in tensors)
-    # Those of modules inside of the layer are not there all the time. Without hooks, as now, only their class shows it.
+    # Hooks of modules inside the layer come and go. Without hooks, as now, only their class shows FSDP.
     gathered_inside = any(is_fsdp_module(each) for each in function.modules() if each is not function)
     return not operator and plain and not gathered_inside and calls_forward_alone(function)
 
 
 class LayerSource:
-    """The layers of a nesting of `nn.Sequential`, as they stand."""
+    """The layers of a nesting of `nn.Sequential` as stages."""
 
     captured = False
     answers = None
@@ -122,7 +120,7 @@ class LayerSource:
         return LayerSource(self._model)
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """The one value that goes into the first layer."""
+        """Return the one value that goes into the first layer."""
         if len(arguments) == 1 and not keywords:
             return arguments[0]
         bound = inspect.signature(self._model.forward).bind(*arguments, **keywords)
@@ -130,7 +128,7 @@ class LayerSource:
         return value
 
     def covers(self, planned: Any, value: Any) -> bool:
-        """Whether `value` is a batch with no more samples. Of other sizes nothing is known: a layer may do anything."""
+        """Whether `value` is a batch with no more samples. Other sizes are never covered: a layer may do anything."""
         return covers(planned, value)
 
     def measure(self, value: Any, how: Measuring) -> Measured:
@@ -138,12 +136,12 @@ class LayerSource:
         with operators(), attributes_kept(self._model, caches=False):
             found = cut(self._model, value, how.device)
             measurement = measure(found, value, how.device, measuring_options(self._model, how), parts)
-        # Only now: after an error, the plan that there was goes on.
+        # Only now: after an error, the earlier plan stays.
         self._parts, self._replay = parts, SequenceExecutor(self._model)
         return Measured([MeasuredCut(found, measurement)], value)
 
     def follow(self, cut: Cut) -> None:
-        """There is one way, and `run` is given it."""
+        """Do nothing: there is one variant, and `run` receives it."""
 
     def same_graph(self, other: Source) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Measuring stages and running them, as it is done wherever they come from."""
+"""Measure and run stages, for all sources."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from rotor_py.stage.storage_modes import ELSEWHERE
 from rotor_solver import Sequence
 
 _MOST_READ = 8
-"""Sequences that are remembered as they were read. A guess: each forward in flight may follow one of its own."""
+"""Parsed sequences to cache. A guess: each forward in flight may follow its own. Too few are parsed again in each
+step."""
 
 
 class _Read(NamedTuple):
-    """A sequence as it was read, for stages that are stored in these ways."""
-
     sequence: Sequence
     stages: Operations[NamedStage]
     ways: tuple[tuple[str, ...], ...]
@@ -38,12 +37,12 @@ class _Read(NamedTuple):
 
 
 class SequenceExecutor:
-    """Runs stages by sequences, each of which it reads once while it is in use; its runners serve all forwards."""
+    """Runs stages by sequences. Parses each sequence once while it is in use; its runners serve all forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._read: list[_Read] = []
-        """those that were followed last, the latest at the end"""
+        """the most recently used, latest at the end"""
 
     def __call__(
         self,
@@ -53,7 +52,7 @@ class SequenceExecutor:
         how: Following,
         context: tuple[Any, ...] = (),
     ) -> Any:
-        """Run `stages` on `value`; `make` makes their runners, if there are none yet for this sequence."""
+        """Run `stages` on `value`; `make` makes their runners, if this sequence has none yet."""
         # Compared as objects: comparing thousands of operations would take longer than small stages do.
         read = next(
             (
@@ -85,7 +84,7 @@ class SequenceExecutor:
 
 
 def measuring_options(model: nn.Module, how: Measuring) -> MeasuringOptions:
-    """How the stages of `model` are measured."""
+    """Return the options for measuring the stages of `model`."""
     settings = how.settings
     return MeasuringOptions(
         loss=settings.loss,
@@ -99,6 +98,6 @@ def measuring_options(model: nn.Module, how: Measuring) -> MeasuringOptions:
         elsewhere=ELSEWHERE in settings.keepers,
         closely=how.closely,
         stepped=stepped_parameters(model, settings.step_in_backward),
-        # Elsewhere the device works meanwhile, also where it is predicted.
+        # Other devices work in parallel to Python, simulated ones too.
         as_node=single_stage_node if how.device.type == "cpu" and prediction() is None else None,
     )

@@ -1,4 +1,4 @@
-"""What planning asks of the stages of a model, wherever they come from."""
+"""Define the interface of stage sources."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class Measured(NamedTuple):
-    """What measuring a step found out; `sample` is all that the caller passes in, and holds during the step.
+    """Result of measuring a step; `sample` is everything that the caller passes in and holds during the step.
 
-    `ways` are those to run the stages, the last of which is plain, and is followed until another one is chosen.
+    `ways` are the variants of running the stages. The last is plain, and in use until another one is chosen.
     """
 
     ways: list[MeasuredCut]
@@ -34,18 +34,19 @@ class Measured(NamedTuple):
 
     @property
     def plain(self) -> MeasuredCut:
-        """The way in which nothing is compiled."""
+        """The variant without compiled stages."""
         return self.ways[-1]
 
 
 Rooms = Callable[[Measurement, Any], "Room"]
-"""What a step leaves for a graph that is compiled whole, by what the plain step costs and its sample."""
+"""Budget that a step leaves for a graph compiled whole, given the plain step's costs and its sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """How stages are measured; `rooms` are for what is compiled whole. Times have to be close (`closely`) for a limit
-    that is read off the curve of all plans.
+    """How stages are measured; `rooms` are for graphs compiled whole.
+
+    Times have to be close (`closely`) for a limit that is read off the curve of all plans.
     """
 
     device: torch.device
@@ -57,9 +58,9 @@ class Measuring:
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How stages are run: by `sequence`, in which the options of each stage are the `ways` of these names, those of
-    `keepers` among them. With `smaller` plans, what runs out of memory runs again by one of these. What the sequence
-    moves goes to `tier`.
+    """How stages are run: by `sequence`, whose options are the storage modes `ways`, including those of `keepers`.
+
+    With `smaller` plans, stages that run out of memory are recomputed by one of these. Offloads go to `tier`.
     """
 
     sequence: Sequence
@@ -75,43 +76,43 @@ class Source(Protocol):
 
     @property
     def captured(self) -> bool:
-        """Whether TorchDynamo captures the stages. Graphs are made for an input, and made anew for a larger one.
+        """Whether TorchDynamo captures the stages. Graphs are captured anew for a larger input.
 
-        Layers are there whatever comes. A larger input for them is refused, so that no step takes more memory than the
-        user was told.
+        Layers are independent of the input, and refuse a larger one, so that no step takes more memory than the user
+        was told.
         """
 
     @property
     def answers(self) -> tuple[bool, ...] | None:
-        """How the batch that was measured answers what the model asks about its data; None if nothing is known."""
+        """The measured batch's answers to the model's questions about its data; None if unknown."""
 
     def renewed(self) -> Source:
-        """One for another kind of step, or for a copy of the model."""
+        """Return a source for another kind of step, or for a copy of the model."""
 
     def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """What the model is called with, as one value. TypeError if the model does not take these arguments."""
+        """Return the arguments as one value. Raises TypeError if the model does not take them."""
 
     def covers(self, planned: Any, value: Any) -> bool:
         """Whether `value` needs no more memory than the input whose spec is `planned`."""
 
     def measure(self, value: Any, how: Measuring) -> Measured:
-        """Cut the model into stages and measure them on `value`. UnsupportedModelError if it cannot be cut."""
+        """Cut the model into stages and measure them on `value`. Raises UnsupportedModelError if it cannot be cut."""
 
     def follow(self, cut: Cut) -> None:
-        """Run the stages as `cut` has them: one of the ways that were measured."""
+        """Run the stages as in `cut`, one of the measured variants."""
 
     def same_graph(self, other: Source) -> bool:
-        """Whether the stages of both are the same but for sizes."""
+        """Whether the stages of both are equal except for sizes."""
 
     def adopt(self, plan: Plan) -> Cut | None:
-        """Cut as a plan from a file says; None if the cut shows when the model runs.
+        """Cut as in a plan from a file; None if the cut shows only when the model runs.
 
-        PlanMismatchError if it was made for another model.
+        Raises PlanMismatchError if the plan was made for another model.
         """
 
     def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
         """Run the model forward on `value`, so that its backward follows the sequence.
 
-        PlanMismatchError if the model takes another way than it did when it was measured, OtherDataError if it does so
-        because of the data.
+        Raises PlanMismatchError if the graph differs from the measured one, OtherDataError if the batch's data are the
+        reason.
         """

@@ -1,4 +1,4 @@
-"""Which source the stages of a model come from."""
+"""Choose the source of a model's stages."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from rotor_py.plan.sources.source import Source
 
 
 def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
-    """Layers where the model is a chain of them: they need no capturing, and have names that a user knows.
+    """Return layers for a chain of layers: they need no capturing, and have names that a user knows.
 
-    Stages to `compile` with these options of Inductor are captured in any case. A layer is code that may do anything
-    beside computing its output, and compiled it would do that once; TorchDynamo sees to it that it is done. So are
-    models that `fully_shard` gathers in another dtype: hooks cast what their layers take, and are not there while a
-    layer is measured.
+    Stages to `compile` with these options of Inductor are always captured. A layer may have side effects, which
+    compiling would run only once; TorchDynamo handles them. Models that `fully_shard` gathers in another dtype are
+    captured too: hooks cast the inputs of their layers, and are absent while a layer is measured.
     """
     if compile is not None:
-        # Here, since most plans do without Inductor.
+        # Imported late: most plans do without Inductor.
         from rotor_py.compile.partitioner import StagePartitions
 
         return GraphSource(model, granularity, StageCompiler(compile, StagePartitions()))
