@@ -368,7 +368,7 @@ def _reference(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one. Sharded ones are gathered in the run, so not known before it."""
+    """Whether a tensor is a parameter or a view of one. Sharded ones are gathered in the run, so unknown before."""
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 

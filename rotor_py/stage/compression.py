@@ -169,7 +169,7 @@ class _Trial:
             self.pays = spared >= _LEAST_SHARE * saved and spared > 0
             there = storages(tensors_in([value, output, _owned(self._function)]))
             self.saved_bytes = sum(size for address, size in noting.seen.items() if address not in there)
-            tried.let_go()
+            tried.let_go()  # the graph keeps `tried` alive
             return output
 
         return watched

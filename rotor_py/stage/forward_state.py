@@ -47,7 +47,7 @@ class EarlierRuns:
         return self._modes_now() != self._modes
 
     def refuse_changes(self) -> None:
-        """Raise RuntimeError if a module was switched between training and evaluation, or a parameter was written to."""
+        """Raise RuntimeError if a module switched between training and evaluation, or a parameter was written to."""
         if self.switched:
             raise InvalidStateError(
                 f"stage {self._name!r} was switched between training and evaluation after its forward, and has to be "

@@ -78,7 +78,7 @@ class Keeper(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the storage mode: the text after "stored" in a report. Plan files contain it, so it must not change."""
+        """Name of the storage mode: the text after "stored" in a report. Plan files contain it: never change it."""
 
     @property
     def keeps_the_rest(self) -> bool:
