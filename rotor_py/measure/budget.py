@@ -68,7 +68,6 @@ class Budget(StepMemory):
         return in_nodes(chain) if self.in_nodes else chain
 
     def _held_beside(self, measurement: Measurement) -> int:
-        """Return the bytes that a forward in flight holds outside its chain."""
         loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
         # How much of the loss's memory its backward needs is unknown: all of it counts.
         return self.fixed.batch + carried + measurement.held_bytes + loss.kept_bytes + loss.temp_bytes

@@ -94,7 +94,6 @@ def _installed() -> str:
 
 
 def _users_file(module: ModuleType) -> Path | None:
-    """Return the file of a user's module; None for other modules."""
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     if not isinstance(file, str) or file.startswith(_LIBRARY_FOLDERS) or name.partition(".")[0] in _OURS:
         return None
@@ -191,7 +190,6 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """Return the full name of a library's class or function."""
     owner = getattr(value, "__self__", None)
     # Many functions of torch are methods of a C class and have no module.
     module = getattr(value, "__module__", None) or getattr(owner, "__module__", None) or ""

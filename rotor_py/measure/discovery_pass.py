@@ -285,7 +285,6 @@ class DiscoveryPass:
         return None if given is None else self._with_handed_on(number, given, arriving)
 
     def _asked(self, number: int, arriving: Layouts) -> Hashable:
-        """Return the key of the layouts that a stage gives."""
         passed = tuple(self._handed_on(number).items())
         return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
 

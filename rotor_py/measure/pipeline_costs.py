@@ -69,7 +69,6 @@ def pipeline_costs(
 
 
 def _with_prefix(measurement: Measurement) -> Chain:
-    """Return the chain with the prefix added to its first stage."""
     # Parts of a pipeline share no parameters.
     chain = replace(measurement, summed_gradients=()).chain(fresh_gradients=False)
     prefix = measurement.prefix

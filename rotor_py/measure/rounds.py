@@ -93,7 +93,6 @@ class StageTimes:
         return any(run.node is not None for run in self._runs.get(kind, ()))
 
     def _turn(self, kind: Hashable, kinds: Sequence[Hashable]) -> int:
-        """Return the index of the stage of a `kind` to time next."""
         at = [position for position, each in enumerate(kinds) if each == kind]
         return at[len(self._runs.get(kind, ())) % len(at)]
 
@@ -112,7 +111,6 @@ class StageTimes:
         return taken + one_more <= max(self._steps * sum(map(self._seconds, kinds)), LITTLE_SECONDS)
 
     def _seconds_of_round(self, kind: Hashable) -> float:
-        """Return the seconds of a run in all storage modes, and as a node."""
         runs = self._runs[kind]
         ways = max(sum(map(sum, run.ways)) for run in runs)
         return ways + max(sum(run.node) for run in runs if run.node is not None)

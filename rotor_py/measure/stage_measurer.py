@@ -99,7 +99,6 @@ class CarriedTensors:
             self._found[name] = replace(self._found[name], last=stage)
 
     def _tensors(self, value: Any) -> list[torch.Tensor]:
-        """Return the carried tensors in `value`, the stage's input."""
         tensors = tensors_in(value)
         return [tensors[position] for position in self.now.values()]
 
@@ -300,7 +299,6 @@ class StageMeasurer:
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
-        """Time the stages at these indices in one pass."""
         value = self._input
         with stopwatch(self._device) as watch:
             for number in range(max(wanted) + 1):
@@ -395,12 +393,10 @@ class StageMeasurer:
         return StageMemory(found, decided_bytes(function), recall_moving(function), names, undecided), output
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
-        """Return a runner that stores a stage whole, and one for each of its other `ways`."""
         runner = self._chain.runner(number, ways)
         return [runner.by(option) for option in range(1 + len(ways))]
 
     def _costs_of(self, kind: Hashable) -> tuple[StageCost, tuple[Way, ...]]:
-        """Return the costs of a signature stored whole, and its other storage modes."""
         known = self._known[kind]
         weighed = known.weighed
         whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))

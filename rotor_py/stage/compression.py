@@ -155,8 +155,6 @@ class _Trial:
         self._keeper, self._function = keeper, function
 
     def watch(self, run: Run) -> Run:
-        """Wrap `run` with the count."""
-
         def watched(value: Any) -> Any:
             tried = _Tried(self._keeper.form)
             noting = self._keeper._keeping(tried, self._function, value, _Noting)
@@ -176,14 +174,11 @@ class _Trial:
 
 
 class _Noting(Keeping):
-    """Record all storages that autograd saves, and their bytes."""
-
     def __init__(self, form: Form, untouched: Iterable[torch.Tensor], *, least_bytes: int) -> None:
         super().__init__(form, untouched, least_bytes=least_bytes)
         self.seen: dict[int, int] = {}
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """Record the storage, then save as `Keeping` does."""
         if is_plain(tensor) or is_fake(tensor):
             self.seen.update(storages([tensor]))
         return super().save(tensor, for_numbers=for_numbers)
@@ -206,16 +201,13 @@ class _Tried:
         self._memory: list[torch.Tensor] = []  # held, so that no address is reused
 
     def let_go(self) -> None:
-        """Release the held tensors."""
         self._memory.clear()
 
     def keep(self, memory: torch.Tensor) -> Kept | None:
-        """Record the packed bytes; keep nothing."""
         self._note(memory, self._form.keep(memory))
         return None
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> Kept | None:
-        """Record the bytes of the signs; keep nothing."""
         self._note(memory, self._form.keep_sign(memory, need))
         return None
 

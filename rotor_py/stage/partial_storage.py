@@ -39,8 +39,6 @@ class Call:
     wanted: frozenset[int] | None = None
 
     def __call__(self, values: Mapping[int, Any]) -> Any:
-        """Compute the value from `values`."""
-
         def read(each: Any) -> Any:
             if not isinstance(each, Value):
                 return each
@@ -145,7 +143,6 @@ class PartialSaving:
         self._end_if_complete()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        """Return the object that autograd saves in place of `tensor`."""
         storage, saved = tensor.untyped_storage(), _Saved()
         view = _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         found = self._storages.get(storage._cdata)
@@ -263,8 +260,6 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Position of a tensor in its storage."""
-
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
