@@ -227,6 +227,5 @@ def _as_it_was(container: Any, content: Any) -> bool:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Restore the content of a container."""
     container.clear()
     container.update(content) if isinstance(container, dict | set) else container.extend(content)

@@ -82,8 +82,6 @@ class Prediction(Backend, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Addresses:
-    """Identify storages by address."""
-
     block: int = 1
 
     def key(self, storage: torch.UntypedStorage) -> int:
@@ -214,8 +212,6 @@ def _allocate(device: torch.device, stream: int) -> None:
 
 
 class _Both(torch.autograd.Function):
-    """Multiply in the forward and in the backward."""
-
     @staticmethod
     def forward(ctx: Any, scalar: torch.Tensor) -> torch.Tensor:
         return _product(scalar)

@@ -188,7 +188,6 @@ def _twin(
 
 
 def _left_to_torch(group: dict[str, Any]) -> bool:
-    """Whether torch chooses `foreach` for a parameter group."""
     return group.get("foreach", False) is None and not group.get("fused")
 
 

@@ -243,12 +243,10 @@ def _comparable(context: StageContext) -> bool:
 
 
 def _kept_by(runner: Runner, value: Any, context: StageContext, surroundings: Any) -> int:
-    """Return the bytes that a stage's graph keeps in one mode."""
     with memory_meter(context.device) as meter:
         run_to_save(runner, value, surroundings, meter)
     return meter.phases["attach"].kept
 
 
 def _run_of(seconds: Mapping[int, Mapping[str, float]]) -> StageRun:
-    """Make a run of the stage from the `seconds` of phases in each mode."""
     return StageRun(tuple((way["forward"], way.get("backward", 0.0)) for _, way in sorted(seconds.items())))
