@@ -1,7 +1,7 @@
-"""What modules keep in plain attributes, such as a count of their calls: found as it was, and put back.
+"""Record and restore plain attributes of modules, such as a count of calls.
 
-Parameters, buffers and modules are none of them: those are in tables of their own. A module that was generated from a
-graph (`HasKind`) sets none.
+Parameters, buffers and submodules have tables of their own. Modules generated from a graph (`HasKind`) set no
+attributes.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from rotor_solver.errors import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
 _CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
-"""These very classes: a class of somebody else's may refuse to be filled, as the outputs of transformers do."""
+"""Exactly these classes: a subclass may refuse to be filled, as the outputs of transformers do."""
 _MISSING = object()
 
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""By module that has run, the attributes that a run was seen to change from one value to another."""
+"""Per module that has run, the attributes that a run changed from one value to another."""
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""By module that has run, the tensors among them that a run was seen to write into."""
+"""Per module that has run, the tensor attributes that a run wrote into."""
 
 
 Contents = list[tuple[Any, Any]]
-"""Containers, each with a copy that has what is in it."""
+"""Containers, each with a shallow copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An attribute that a run has changed, and what was there before: `_MISSING` if nothing was.
+    """An attribute that a run changed, with its former value; `_MISSING` if it did not exist.
 
-    Of a tensor that was written into, `values` are a copy from before.
+    `values` are a copy of the former values of a tensor that was written into.
     """
 
     module: nn.Module
@@ -52,23 +52,23 @@ class Change:
     contents: Contents
 
     def find_as_before(self) -> None:
-        """Have what a run like it finds as it was before. It may change that, and not the tensor that graphs hold."""
+        """Restore the former state for a recomputation, which may change it, but not the tensor that graphs hold."""
         self._set(self.value if self.values is None else self.values.clone())
 
     def put_back(self) -> None:
-        """Have the very object there that was, with what was in it."""
+        """Restore the original object and its contents."""
         if self.values is not None:
-            # By way of `data`, which leaves the version: a graph may have saved the tensor.
+            # Through `data`, which leaves the version: a graph may have saved the tensor.
             self.value.data.copy_(self.values)
         self._set(self.value)
 
     @property
     def made(self) -> bool:
-        """Whether there was nothing before."""
+        """Whether the attribute was missing or None before."""
         return self.value is None or self.value is _MISSING
 
     def _set(self, value: Any) -> None:
-        # Not `setattr`: a class may do something of its own there.
+        # Not `setattr`, which a class may override.
         if value is _MISSING:
             vars(self.module).pop(self.name, None)
         else:
@@ -80,7 +80,7 @@ class Change:
 
 @dataclass(slots=True)
 class _Before:
-    """The attributes of one module before a run: contents of containers, and versions and copies of tensors."""
+    """Attributes of one module before a run: contents of containers, versions and copies of tensors."""
 
     entries: dict[str, Any]
     contents: dict[str, Contents] = field(default_factory=dict)
@@ -89,25 +89,25 @@ class _Before:
 
 
 class Attributes:
-    """The plain attributes of the modules of `function`, as they are now.
+    """Snapshot of the plain attributes of the modules of `function`.
 
-    Of tensors that runs write into, it has copies: of all, where a module has not run before.
+    Copies the tensors that runs write into; all tensors of a module that has not run before.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._before = [(module, _before(module)) for module in _plain_modules(function)]
 
     def changes(self) -> list[Change]:
-        """What a run since then has changed.
+        """Return the changes since the snapshot.
 
-        RuntimeError if it has written into a tensor for the first time, of which there is no copy.
+        Raises RuntimeError if a tensor was written into for the first time, so that there is no copy.
         """
         return [each for module, before in self._before for each in _changes(module, before)]
 
     def put_back(self, *, caches: bool = True) -> None:
-        """Have all attributes as they were.
+        """Restore all attributes.
 
-        Without `caches`, what was made where nothing was before stays, if later runs have found and not changed it.
+        Without `caches`, values made where none was before stay, if later runs read but never changed them.
         """
         for change in self.changes():
             if caches or not change.made or change.name in _changing[change.module]:
@@ -116,7 +116,7 @@ class Attributes:
 
 @contextmanager
 def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Iterator[None]:
-    """Put back the attributes of the modules of `function`, whatever is run in here; `caches`: see `put_back`."""
+    """Restore the attributes of `function`'s modules when the context exits. `caches`: see `Attributes.put_back`."""
     before = Attributes(function)
     try:
         yield
@@ -125,12 +125,12 @@ def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Ite
 
 
 def sets_attributes(function: Callable[..., Any]) -> bool:
-    """Whether a run of `function` was seen to change an attribute from one value to another."""
+    """Whether a run of `function` has changed an attribute from one value to another."""
     return any(_changing.get(module) for module in _plain_modules(function))
 
 
 def kept_bytes(function: Callable[..., Any]) -> int:
-    """Bytes of the tensors in attributes that are held for another run of `function`, as far as runs have shown."""
+    """Return the bytes of tensor attributes held for a recomputation of `function`, as far as known."""
     modules = _plain_modules(function)
     # Recurrent layers have lists of their parameters.
     tables = [table for module in modules for table in (module._parameters, module._buffers)]
@@ -138,15 +138,15 @@ def kept_bytes(function: Callable[..., Any]) -> int:
     found = 0
     for module in modules:
         for name in _changing.get(module, ()):
-            copies = 2 if name in _written[module] else 1  # the next run writes into a copy
+            copies = 2 if name in _written[module] else 1  # the recomputation writes into a copy
             found += copies * storage_bytes(tensors_in(vars(module).get(name)), owned)
     return found
 
 
 def with_gradients(changes: Iterable[Change]) -> list[str]:
-    """The names of attributes that have been given tensors with a gradient, but for those that hooks make anew.
+    """Return the names of attributes set to tensors with a gradient, except those that hooks recreate.
 
-    Such are the weights of `torch.nn.utils.weight_norm`.
+    Hooks recreate the weights of `torch.nn.utils.weight_norm`, for example.
     """
     return [
         change.name
@@ -207,7 +207,7 @@ def _changes(module: nn.Module, before: _Before) -> Iterator[Change]:
 
 
 def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """A container with a copy of it, and so for the containers in it; one that is in itself comes once."""
+    """Iterate over a container and those nested in it, each once and with a copy."""
     seen.add(id(container))
     yield container, copy(container)
     for each in container.values() if isinstance(container, dict) else container:
@@ -216,7 +216,7 @@ def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 def _as_it_was(container: Any, content: Any) -> bool:
-    """Whether a container has the same objects in it."""
+    """Whether a container holds the same objects."""
     if len(container) != len(content):
         return False
     if isinstance(container, set):
@@ -227,6 +227,5 @@ def _as_it_was(container: Any, content: Any) -> bool:
 
 
 def _fill(container: Any, content: Any) -> None:
-    """Have this content in a container again."""
     container.clear()
     container.update(content) if isinstance(container, dict | set) else container.extend(content)

@@ -1,9 +1,8 @@
-"""What memory and time are read from: chosen here, in one place, for all that is measured.
+"""Select where memory and time are read from, for all measurements.
 
-There are three things to read, and for each a small protocol: a `MemoryMeter`, a `Stopwatch`, and `Storages`, which
-says what a storage is called and how many bytes its allocator counts. What is on the CPU or on CUDA is measured. For a
-device that is not there, `using` puts other instruments in their place, which predict; nothing else differs: the same
-code runs, on tensors without memory.
+Three protocols: a `MemoryMeter`, a `Stopwatch`, and `Storages`, which identifies storages and counts their bytes.
+Devices present, CPU or CUDA, are measured. For an absent device, `using` installs instruments that predict; the same
+code then runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -24,67 +23,65 @@ from rotor_profiling.torch_compat import function_mode_stack, pop_function_mode,
 from rotor_solver.errors import InvalidValueError
 
 _CUDA_BLOCK = 512
-"""Bytes: the caching allocator rounds every request up to a multiple of it (`kMinBlockSize` in torch)."""
+"""The caching allocator rounds every request up to a multiple of these bytes (`kMinBlockSize` in torch)."""
 
 
 class Storages(Protocol):
-    """What storages are called, and their bytes."""
+    """Keys of storages, and their bytes."""
 
     def key(self, storage: torch.UntypedStorage) -> int:
-        """A number that no other storage has that is alive."""
+        """Return a number that is unique among live storages."""
 
     def allocated(self, size: int) -> int:
-        """The bytes that the device's allocator counts for a request of `size` bytes."""
+        """Return the bytes that the device's allocator counts for a request of `size` bytes."""
 
 
 class Backend(Protocol):
-    """What memory and time of one device are read from."""
+    """Instruments for memory and time of one device."""
 
     @property
     def storages(self) -> Storages: ...
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:
-        """A meter for what runs on `device`."""
+        """Return a meter for `device`."""
 
     def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
-        """A stopwatch for what this thread runs on `device`."""
+        """Return a stopwatch for this thread's work on `device`."""
 
 
 class Prediction(Backend, Protocol):
-    """Backend for a device that is not there, and what else has to be known of it."""
+    """Backend for an absent device, with its properties."""
 
     @property
     def name(self) -> str:
-        """What the device is called, for people."""
+        """Display name of the device."""
 
     @property
     def all_names(self) -> str:
-        """What all devices that train together are called, of which it is one."""
+        """Display name of all devices that train together, of which it is one."""
 
     @property
     def kind(self) -> str:
-        """The kind of device that is predicted: "cuda", though the tensors are on the CPU."""
+        """Type of the predicted device: "cuda", though the tensors are on the CPU."""
 
     @property
     def memory_bytes(self) -> int:
-        """All the memory that the device can give this process."""
+        """Memory of the device available to this process."""
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes a second to the host's memory, and as many back at the same time."""
+        """Bytes per second to host memory; as many back at the same time."""
 
     @property
     def workspace_bytes(self) -> int:
-        """What libraries allocate there once, and keep."""
+        """Bytes that libraries allocate once and keep."""
 
     def operators(self) -> AbstractContextManager[object]:
-        """Inside, the operators run that PyTorch chooses on that device."""
+        """Return a context that runs the operators that PyTorch chooses on that device."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Addresses:
-    """Storages that have memory are called by their address."""
-
     block: int = 1
 
     def key(self, storage: torch.UntypedStorage) -> int:
@@ -117,9 +114,9 @@ class _MeasuredOnCuda:
 
 @cache
 def _wake_engine(device: torch.device) -> None:
-    """Have the thread in which PyTorch's engine runs backwards on `device` take the device's context.
+    """Initialize the device context in the thread in which the engine runs backwards on `device`.
 
-    cuBLAS warns that it has to set the context where a matrix product comes first, as in the backward of a stage.
+    Otherwise cuBLAS warns if a matrix product comes first, as in the backward of a stage.
     """
     with torch.enable_grad():
         scalar = torch.zeros((), device=device, requires_grad=True)
@@ -132,7 +129,7 @@ _prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.predict
 
 @contextmanager
 def using(prediction: Prediction) -> Iterator[None]:
-    """Inside, all that is measured is predicted for another device, in this thread."""
+    """Predict all measurements for another device inside this context, in this thread."""
     before = _prediction.set(prediction)
     try:
         yield
@@ -141,12 +138,12 @@ def using(prediction: Prediction) -> Iterator[None]:
 
 
 def prediction() -> Prediction | None:
-    """What predicts at the moment; None where things are measured."""
+    """Return the active prediction; None while measuring."""
     return _prediction.get()
 
 
 def backend_for(kind: str) -> Backend:
-    """The instruments for a kind of device. ValueError for one whose allocator cannot be read."""
+    """Return the instruments for a device type. Raises ValueError if its allocator cannot be read."""
     found = _prediction.get() or _MEASURED.get(kind)
     if found is None:
         raise InvalidValueError(
@@ -158,29 +155,29 @@ def backend_for(kind: str) -> Backend:
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """A meter for what runs on `device`. ValueError for a kind of device whose allocator cannot be read."""
+    """Return a meter for `device`. Raises ValueError for a device type whose allocator cannot be read."""
     return backend_for(device.type).memory_meter(device)
 
 
 def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
-    """A stopwatch for what this thread runs on `device`."""
+    """Return a stopwatch for this thread's work on `device`."""
     return backend_for(device.type).stopwatch(device)
 
 
 def storages_of(kind: str) -> Storages:
-    """What storages on a kind of device are called, and their bytes; of an unknown kind, as on the CPU."""
+    """Return the storage counter of a device type; for an unknown type, that of the CPU."""
     return (_prediction.get() or _MEASURED.get(kind, _MEASURED["cpu"])).storages
 
 
 def operators() -> AbstractContextManager[object]:
-    """Inside, the operators run that the device chooses: others than those here, where it is not there."""
+    """Return a context that runs the operators that the device chooses, even if it is absent."""
     found = _prediction.get()
     return nullcontext() if found is None else found.operators()
 
 
 @contextmanager
 def operators_as_called() -> Iterator[None]:
-    """Inside, nothing stands for operators that run on another device: TorchDynamo would trace it."""
+    """Suspend the substitution of operators for an absent device, which TorchDynamo would trace."""
     if _prediction.get() is None:
         yield
         return
@@ -192,23 +189,22 @@ def operators_as_called() -> Iterator[None]:
             push_function_mode(mode)
 
 
-# What libraries allocate on a CUDA device when they are first asked, and keep: there before a step is planned.
+# Workspaces that libraries allocate on a CUDA device at first use and keep: allocated before planning a step.
 
 
 def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
-    """Have the memory allocated that matrix products take for good, if `model` has any: in forwards and in backwards.
+    """Allocate the persistent workspaces of matrix products, if `model` has any, for forwards and backwards.
 
-    cuBLAS and cuBLASLt have a workspace in every thread, which PyTorch allocates when the thread first asks for it
-    (`getCurrentCUDABlasHandle` and `getCUDABlasLtWorkspace` in aten/src/ATen/cuda). The engine runs backwards in a
-    thread of its own, and a linear layer that is run again there needs what so far only forwards needed: on an H200
-    with torch 2.11, 1 MiB that was not there when the step was planned. Where measurements are read from a file,
-    no backward has run at all.
+    cuBLAS and cuBLASLt have a workspace per thread, which PyTorch allocates at the thread's first use
+    (`getCurrentCUDABlasHandle` and `getCUDABlasLtWorkspace` in aten/src/ATen/cuda). The engine runs backwards in its
+    own thread, and a linear layer recomputed there needs its workspace too: on an H200 with torch 2.11, 1 MiB missing
+    from the plan. With cached measurements, no backward has run before planning.
     """
     if device.type == "cuda" and prediction() is None and any(each.dim() == 2 for each in model.parameters()):
         _allocate(device, torch.cuda.current_stream(device).cuda_stream)
 
 
-@cache  # once for each stream, as workspaces are
+@cache  # once per stream, like workspaces
 def _allocate(device: torch.device, stream: int) -> None:
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         scalar = torch.zeros((), device=device, dtype=torch.float32, requires_grad=True)
@@ -216,8 +212,6 @@ def _allocate(device: torch.device, stream: int) -> None:
 
 
 class _Both(torch.autograd.Function):
-    """Multiplies in its forward, and again in its backward."""
-
     @staticmethod
     def forward(ctx: Any, scalar: torch.Tensor) -> torch.Tensor:
         return _product(scalar)
@@ -228,7 +222,7 @@ class _Both(torch.autograd.Function):
 
 
 def _product(scalar: torch.Tensor) -> torch.Tensor:
-    """Of a linear layer with a bias, which cuBLASLt computes, and of two matrices."""
+    """Compute a linear layer with a bias, which uses cuBLASLt, and a product of two matrices."""
     with torch.no_grad():
         square = scalar.new_zeros(16, 16)
         return torch.addmm(square[0], square, square).mm(square).sum()

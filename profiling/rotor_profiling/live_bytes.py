@@ -1,4 +1,4 @@
-"""Bytes of the storages that live while code runs, counted from outside."""
+"""Count the bytes of live storages while code runs."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from rotor_profiling.followed_storages import FollowedStorages
 from rotor_profiling.storage import allocated, local
 
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
-"""Bytes that an operator's kernel allocates while it runs, and frees: of (operator, arguments, keywords, result)."""
+"""Returns the temporary bytes of an operator's kernel, from (operator, arguments, keywords, result)."""
 
 
 def no_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Of kernels of which nothing is known."""
+    """Return 0: nothing is known of the kernel."""
     return 0
 
 
 class LiveBytes(FollowedStorages):
-    """Counts the bytes of storages on devices of `kinds` that are created while the mode is active.
+    """Count the bytes of storages on devices of `kinds` that are created while the mode is active.
 
-    Sizes are those that the allocator of `kind` would count; `scratch` is what kernels need beside their results.
+    Sizes are those that the allocator of `kind` would count; `scratch` gives the temporary bytes of kernels.
     """
 
     def __init__(self, kinds: set[str], kind: str, scratch: OperatorBytes = no_scratch) -> None:
         super().__init__()
         self.now = 0
-        """The bytes that are alive, of storages created since the mode was made, or since `reset`."""
+        """live bytes of storages created since construction or `reset`"""
         self.peak = 0
-        """The most bytes that were alive at once since the mode was made, or since `reset` or `begin_peak`."""
+        """most live bytes since construction, `reset` or `begin_peak`"""
         self.peak_with_held = 0
-        """The peak if nothing had been freed that somebody has asked to `hold`."""
+        """the peak if no storage passed to `hold` had been freed"""
         self._kinds, self._kind, self._scratch = kinds, kind, scratch
         self._sizes: dict[int, int] = {}
         self._to_hold: set[int] = set()
         self._gone = 0
 
     def reset(self) -> None:
-        """Forget what is alive: only storages created from here on count."""
+        """Forget live storages: only those created from now on count."""
         self.forget()
         self._sizes.clear()
         self.now = self.peak = self.peak_with_held = self._gone = 0
         self._to_hold.clear()
 
     def begin_peak(self) -> None:
-        """Have the peak begin anew at what is alive now."""
+        """Restart the peak at the present live bytes."""
         self.peak, self.peak_with_held = self.now, self.now + self._gone
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor for `peak_with_held` as if it was there for good."""
+        """Count the storage of a tensor in `peak_with_held` as if it was never freed."""
         number = self._followed.get(local(tensor).untyped_storage()._cdata)
         if number in self._sizes:
             self._to_hold.add(number)

@@ -1,4 +1,4 @@
-"""What the loss costs: the time of its forward and backward together, and the bytes it needs beyond its gradient."""
+"""Measure a loss: seconds of forward and backward together, and bytes beyond its gradient."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UnusableLossError(DescribedError, ValueError):
 class LossCost:
     """At most `temp_bytes` are held while the loss runs; `kept_bytes` stay to the end of the step.
 
-    What stays is the value of the loss, and the gradient of one that its backward starts with.
+    Those are the value of the loss, and the gradient of one that starts its backward.
     """
 
     seconds: float
@@ -39,24 +39,24 @@ def measure_loss(
 ) -> LossCost:
     """Measure `loss` on `output`, whose tensors that need a gradient have `requires_grad` set.
 
-    UnusableLossError if the loss is not a single number with a gradient, or wants more than the output.
+    Raises UnusableLossError if the loss is not a single number with a gradient, or takes other arguments.
     """
     _refuse_other_arguments(loss)
     state = RandomState.now((device,))
     try:
         with torch.enable_grad():
-            _check(loss(leaves_of(output)))  # a first run, too: libraries allocate in it what they keep for good
+            _check(loss(leaves_of(output)))  # also a warm-up: libraries allocate persistent memory in it
             with memory_meter(device) as meter:
                 leaf = leaves_of(output)
                 meter.mark("loss")
                 value = loss(leaf)
                 value.backward()
                 wait_for(gradients_at(leaf))
-                # In training, `backward` holds the gradient that it starts with until all stages are done. Here it is
-                # gone when the call returns, so it is measured by itself.
+                # In training, `backward` holds its first gradient until all stages are done. Here it is gone when the
+                # call returns, so it is measured separately.
                 meter.mark("start of a backward")
                 first_gradient = torch.ones_like(value)
-                meter.mark("end")  # so that letting go of them below counts in no phase
+                meter.mark("end")  # so that releasing them below counts in no phase
                 del value, leaf, first_gradient
 
             def run() -> None:
@@ -69,7 +69,7 @@ def measure_loss(
     finally:
         state.restore()
     phase, start = meter.phases["loss"], meter.phases["start of a backward"]
-    # The gradient of the output is in memory with the loss, but the solver counts it by itself, as δ_L.
+    # The gradient of the output is in memory with the loss, but the solver counts it separately, as δ_L.
     return LossCost(
         seconds=seconds,
         temp_bytes=max(0, phase.rise - output_bytes),
@@ -88,7 +88,7 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
             kind="loss_signature",
             name=name,
         ) from None
-    except ValueError:  # some functions written in C have no signature
+    except ValueError:  # some C functions have no signature
         pass
 
 

@@ -1,8 +1,7 @@
-"""Bytes that PyTorch's allocators hand out while a piece of code runs.
+"""Meter the bytes that PyTorch's allocators hand out while code runs.
 
-On CUDA the allocator's own counters are read. The CPU allocator keeps none, and the resident size of the process says
-little about tensors; but the profiler reports every allocation and every free of the CPU allocator, so that their
-running sum is exact.
+On CUDA, reads the allocator's counters. The CPU allocator has none, and the resident size says little about tensors;
+but the profiler reports every CPU allocation and free, so their running sum is exact.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ _HOLD = "rotor_profiling.hold:"
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Memory of one phase in bytes, relative to the moment when the meter started."""
+    """Memory of one phase in bytes, relative to the start of the meter."""
 
     start: int
     peak: int
     end: int
     peak_with_held: int | None = field(default=None, compare=False)
-    """The peak if nothing had been freed that somebody has asked to `hold`; None where single frees do not show."""
+    """The peak if no tensor passed to `hold` had been freed; None where single frees are not visible."""
 
     @property
     def rise(self) -> int:
-        """The most that was held at once, beyond what was held when the phase started."""
+        """Most bytes held at once, above the start of the phase."""
         return self.peak - self.start
 
     @property
     def kept(self) -> int:
-        """What is still held at the end of the phase, beyond what was held at its start."""
+        """Bytes held at the end of the phase, above its start."""
         return self.end - self.start
 
 
 class MemoryMeter(Protocol):
-    """A context manager that splits what runs inside it into named phases.
+    """A context manager that splits the work inside it into named phases.
 
-    `mark(name)` starts the phase `name`; it lasts until the next mark or the end of the context. `phases` can be read
-    once the context has been left. Work before the first mark belongs to the phase `""`. The storage of a tensor that
-    was made inside counts for `Phase.peak_with_held` after `hold(tensor)`, as if it was there for good.
+    `mark(name)` starts the phase `name`, up to the next mark or the end of the context. Work before the first mark is
+    the phase `""`. `phases` is valid after the context exits. After `hold(tensor)`, the storage of a tensor made inside
+    counts for `Phase.peak_with_held` as if it was never freed.
     """
 
     @property
@@ -69,15 +68,15 @@ class MemoryMeter(Protocol):
 
 @dataclass(slots=True)
 class CpuMeter:
-    """Allocator events of the CPU, collected by the profiler of PyTorch.
+    """Meter of CPU allocator events, collected by PyTorch's profiler.
 
-    Frees of blocks that are older than the meter are not counted: the profiler does not know their sizes. Of operators
-    it records nothing: with small ones, that would take longer than they do.
+    Ignores frees of blocks older than the meter, whose sizes the profiler does not know. Does not record operators: for
+    small ones, that would take longer than they do.
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
     curve: list[tuple[float, int]] = field(default_factory=list)
-    """Seconds since the first event, and the bytes held from then on, relative to the moment when the meter started."""
+    """(Seconds since the first event, bytes held from then on relative to the meter's start)."""
     _profile: Any = None
 
     def __enter__(self) -> CpuMeter:
@@ -102,7 +101,7 @@ class CpuMeter:
         with _quiet():
             profile.__exit__(kind, error, trace)
         if error is None:
-            # The tree is in the order of who called whom, not of time.
+            # The tree is in call order, not time order.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             self.phases, self.curve = _split(events)
 
@@ -116,19 +115,20 @@ def _record(name: str) -> None:
 
 
 def _record_operators(enabled: bool) -> None:
-    """Whether profilers see the operators that this thread runs, as they do by default."""
-    torch_compat.enable_record_function(enabled)  # a switch of this thread, for which torch has no public name
+    """Set whether profilers see this thread's operators, as they do by default."""
+    torch_compat.enable_record_function(enabled)  # thread-local switch without a public name
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
-    """(time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-); of what is held
-    from then on, without a mark and with 0 bytes.
+    """Yield (time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-).
+
+    Calls of `hold` have no mark and 0 bytes.
     """
     pending = list(roots)
     while pending:
         event = pending.pop()
         name = event.name
-        if name == "[memory]":  # nothing happens inside of it; to ask for its children takes longest of all
+        if name == "[memory]":  # a leaf; asking for its children is the slowest step
             block = event.extra_fields
             if block.device.type == "cpu":
                 yield event.start_time_ns, "", block.ptr, block.alloc_size
@@ -146,7 +146,7 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
     live: dict[int, int] = {}
     name, start, peak, held = "", 0, 0, 0  # before the first mark
     to_hold: set[int] = set()
-    gone, with_held = 0, 0  # bytes that should be there and are not, and the peak if they were
+    gone, with_held = 0, 0  # freed bytes to be held, and the peak with them
     for time, mark, address, size in events:
         if mark:
             phases[name] = Phase(start, peak, held, with_held)
@@ -155,8 +155,8 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
             if address in live:
                 to_hold.add(address)
         else:
-            # By address, not by the size of the free: a block that an earlier meter saw allocated is reported as well.
-            # What an allocation finds at its address has been freed, by a thread whose events are not collected.
+            # By address, not by the size of the free: frees of blocks allocated under an earlier meter are reported
+            # too. A block at the address of a new allocation was freed by a thread whose events are not collected.
             freed = live.pop(address, 0)
             held -= freed
             if address in to_hold:
@@ -176,10 +176,10 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the log lines that the profiler writes when it starts and stops off stderr.
+    """Keep the profiler's start and stop messages off stderr.
 
-    Its C++ library writes them past `sys.stderr`, and reads `KINETO_LOG_LEVEL` before any code of ours runs. So the
-    file descriptor itself points elsewhere for the moment.
+    Its C++ library bypasses `sys.stderr`, and reads `KINETO_LOG_LEVEL` before any of our code runs. So this redirects
+    the file descriptor.
     """
     sys.stderr.flush()
     try:
@@ -199,7 +199,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass(slots=True)
 class CudaMeter:
-    """Counters of the CUDA caching allocator; sizes are those of its blocks (multiples of 512 bytes)."""
+    """Meter of the CUDA caching allocator's counters; sizes are those of its blocks (multiples of 512 bytes)."""
 
     device: torch.device
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -218,22 +218,22 @@ class CudaMeter:
         peak = torch.cuda.max_memory_allocated(self.device) - self._origin
         self.phases[self._name] = Phase(self._start, peak, held)
         self._name, self._start = name, held
-        torch.cuda.reset_peak_memory_stats(self.device)  # to what is held now, so the next peak is that of its phase
+        torch.cuda.reset_peak_memory_stats(self.device)  # to the present bytes, so the next peak is of its phase
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Counters do not tell when a single tensor is freed."""
+        """Do nothing: counters do not show when a single tensor is freed."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.mark("")  # ends the last phase; the one that it begins is never read
+            self.mark("")  # ends the last phase; the phase that this begins is never read
 
 
 class ClockedMeter:
-    """`meter`, with the `seconds` of its phases by a `watch`, without those in which it marks them.
+    """Add the `seconds` of phases to `meter`, timed by `watch`, without the time of marking.
 
-    Phases of one name add up. The phase that the end of the context ends has none, and without a watch, none has any.
+    Phases of one name add up. The phase begun by the end of the context has no seconds; without a watch, none has.
     """
 
     def __init__(self, meter: MemoryMeter, watch: Stopwatch | None) -> None:
@@ -243,7 +243,7 @@ class ClockedMeter:
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """Those of the meter."""
+        """Phases of the meter."""
         return self._meter.phases
 
     def mark(self, name: str) -> None:
@@ -252,13 +252,13 @@ class ClockedMeter:
             self._meter.mark(name)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """As the meter does."""
+        """Hold a tensor, as the meter does."""
         with self._uncounted(self._names[-1]):
             self._meter.hold(tensor)
 
     @contextmanager
     def _uncounted(self, then: str) -> Iterator[None]:
-        """What happens in here takes no time; `then` is the phase that goes on, or begins."""
+        """Exclude this context from the time; `then` is the phase that continues or begins."""
         if self._watch is not None:
             self._watch.lap()
         yield
@@ -276,7 +276,7 @@ class ClockedMeter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._watch is not None:
-            laps = self._watch.stop()[::2]  # every other one does not count
+            laps = self._watch.stop()[::2]  # every other lap is marking
             for name, seconds in zip(self._names, laps, strict=False):
                 self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._meter.__exit__(kind, error, trace)

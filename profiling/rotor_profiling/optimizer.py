@@ -1,4 +1,4 @@
-"""Bytes that an optimizer keeps and needs, found by letting a twin of it take steps on stand-ins."""
+"""Find the bytes that an optimizer keeps and needs, by stepping a copy of it on substitute tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rotor_profiling.torch_compat import tree_map_only, unset_fake_temporarily
 from rotor_solver.errors import DescribedError
 
 _SCALARS = 64
-"""Bytes of numbers that operators wrap as tensors for themselves, which a dispatch mode does not see. A guess: eight
-numbers, of eight bytes each."""
+"""Bytes of scalars that operators wrap as tensors, which a dispatch mode does not see. A guess: eight numbers of eight
+bytes; if too small, the step is underestimated by as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCost:
-    """`state_bytes` stay from step to step, and `present_bytes` of them are there already.
+    """`state_bytes` stay from step to step; `present_bytes` of them exist already.
 
     `step()` needs `step_bytes` more while it runs, once there is a state.
     """
@@ -36,7 +36,7 @@ class OptimizerCost:
 
 
 def together(costs: Iterable[OptimizerCost]) -> OptimizerCost:
-    """What several optimizers cost that step one after the other. ValueError if there are none."""
+    """Return the joint cost of optimizers that step one after the other. Raises ValueError if there are none."""
     costs = list(costs)
     return OptimizerCost(
         sum(cost.state_bytes for cost in costs),
@@ -50,22 +50,21 @@ class UnknownOptimizerError(DescribedError, ValueError):
 
 
 def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
-    """What `optimizer` will keep and need in training, though it may not have taken a step yet.
+    """Return the memory that `optimizer` will keep and need in training, even before its first step.
 
-    A twin of the optimizer takes two steps: the first makes its state, the second shows what a step needs once there is
-    one. They are taken on meta tensors, which need no memory. If the optimizer has to read values, they are taken on
-    zeros, one parameter at a time. The optimizer and its parameters are not touched. UnknownOptimizerError if neither
-    works.
+    A copy of the optimizer takes two steps: the first creates its state, the second shows the memory of a later step.
+    It steps meta tensors, or, if it has to read values, zeros, one parameter at a time. The optimizer and its
+    parameters stay untouched. Raises UnknownOptimizerError if neither works.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     devices = {parameter.device.type for parameter in parameters}
-    # Of parameters on both, those on CUDA are the ones whose memory is short.
+    # Of both, CUDA memory is the scarce one.
     kind = "cuda" if "cuda" in devices else "cpu"
     if (predicted := prediction()) is not None:
         kind = predicted.kind
     try:
         state, step = _on_meta(optimizer, kind)
-    except Exception:  # any: an optimizer may be anybody's code, and the second way may work
+    except Exception:  # any: an optimizer may be user code, and the second way may work
         try:
             state, step = _on_zeros(optimizer, kind)
         except Exception as error:
@@ -81,9 +80,9 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
 
 
 def _fused_step(optimizer: torch.optim.Optimizer) -> int:
-    """What a `fused` step takes on the CPU: its kernel copies a parameter that is not contiguous, one after the other.
+    """Return the temporary bytes of a `fused` CPU step, whose kernel copies non-contiguous parameters one by one.
 
-    Weights of convolutions are not, if the model is in `channels_last`. Zeros like the largest are stepped.
+    Convolution weights are non-contiguous in `channels_last`. Steps zeros like the largest.
     """
     most = 0
     for group in optimizer.param_groups if prediction() is None else ():
@@ -113,7 +112,7 @@ def _on_meta(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
 
 
 def _counters_on_device(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, kind: str) -> int:
-    """Bytes of the steps that `fused` and `capturable` optimizers count on a CUDA device, and their twin on the CPU."""
+    """Return bytes of step counters that `fused` and `capturable` optimizers keep on CUDA, and copies on the CPU."""
     if kind != "cuda":
         return 0
     counters = [
@@ -133,10 +132,10 @@ def _on_zeros(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
         for parameter in group["params"]:
             alone = copy.copy(optimizer)
             alone.param_groups = [{**group, "params": [parameter]}]
-            with unset_fake_temporarily():  # values are read, so the zeros of a fake parameter are real, too
+            with unset_fake_temporarily():  # values are read, so zeros for a fake parameter are real too
                 twin = _twin(alone, _zeros, foreach=False)
                 twin.step()
-                with CpuMeter() as meter:  # of any kind of parameter: the zeros are on the CPU
+                with CpuMeter() as meter:  # for any parameter: the zeros are on the CPU
                     twin.step()
             state += _state_bytes(twin, {"cpu"}, kind)
             step = max(step, meter.phases[""].peak)
@@ -161,9 +160,9 @@ def _twin(
     foreach: bool,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    """The same optimizer for stand-ins of its parameters, and of what it keeps of them already."""
-    # A copy, since the arguments of its constructor are unknown. torch's optimizers leave hooks out of a copy, so the
-    # user's are not called.
+    """Copy an optimizer for substitutes of its parameters and of their state."""
+    # A copy, since the constructor's arguments are unknown. torch's optimizers do not copy hooks, so the user's are not
+    # called.
     twin = copy.copy(optimizer)
     twin.state = defaultdict(dict)
     groups = []
@@ -171,15 +170,15 @@ def _twin(
         stand_ins = {p: _stand_in(make(p)) for p in group["params"] if p.requires_grad}
         for parameter, stand_in in stand_ins.items():
             if parameter in optimizer.state:
-                # Single numbers keep their values: an optimizer reads the count of its steps.
+                # Single numbers keep their values: an optimizer reads its step count.
                 twin.state[stand_in] = tree_map_only(
                     torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), optimizer.state[parameter]
                 )
         group = dict(group, params=list(stand_ins.values()))
-        # On CUDA torch chooses `foreach` where nothing is said, which needs more memory; for meta tensors it would not.
+        # By default torch chooses `foreach` on CUDA, which needs more memory, but not for meta tensors.
         if foreach and _left_to_torch(group):
             group["foreach"] = True
-        # Both refuse tensors that are not on a device of theirs.
+        # Both refuse tensors on other devices.
         for only_on_devices in ("fused", "capturable"):
             if group.get(only_on_devices) and not (fused and only_on_devices == "fused"):
                 group[only_on_devices] = False
@@ -189,13 +188,12 @@ def _twin(
 
 
 def _left_to_torch(group: dict[str, Any]) -> bool:
-    """Whether torch chooses `foreach` for a group of parameters."""
     return group.get("foreach", False) is None and not group.get("fused")
 
 
 @contextmanager
 def stepping_as_on_cuda(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, an optimizer of fake tensors on the CPU steps as it does on CUDA, if CUDA is predicted."""
+    """Make an optimizer of fake tensors on the CPU step as on CUDA inside this context, if CUDA is predicted."""
     groups = [group for group in optimizer.param_groups if _left_to_torch(group)]
     predicted = prediction()
     if predicted is None or predicted.kind != "cuda":
@@ -215,14 +213,14 @@ def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
     return twin
 
 
-# Optimizers that step one parameter as they step all of them, and what that takes.
+# Optimizers that step each parameter independently, and the memory of such a step.
 #
-# Such an optimizer reads and writes nothing but the parameter, its gradient, its own state and the settings of its
-# group. So stepping the parameters one after the other, in any order, gives the numbers of one step for all.
+# Such an optimizer accesses only the parameter, its gradient, its state and its group's settings. So stepping
+# parameters one by one, in any order, gives the numbers of a joint step.
 
 
-# Of torch.optim. LBFGS is not among them: it looks at all parameters together, and needs a closure. Nor is SparseAdam:
-# its cost cannot be found, since its twin would need sparse gradients.
+# From torch.optim. Not LBFGS, which uses all parameters together and needs a closure. Nor SparseAdam, whose cost cannot
+# be found: its copy would need sparse gradients.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
@@ -230,22 +228,22 @@ _NAMES = (
 
 
 def steps_per_parameter(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `optimizer` is known to step each parameter by itself: one of torch, with the `step` that torch wrote."""
-    known = [getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)]  # Muon is new in torch 2.9
+    """Whether `optimizer` is known to step each parameter independently: one of torch, with torch's own `step`."""
+    known = [getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)]  # Muon: since torch 2.9
     mine = plain_step(type(optimizer))
     return any(isinstance(optimizer, kind) and mine is plain_step(kind) for kind in known)
 
 
 def plain_step(kind: type[torch.optim.Optimizer]) -> Any:
-    """The `step` of an optimizer's class without what `torch.optim` puts around it: hooks, and profilers' label."""
+    """Return the `step` of an optimizer class without torch's wrapper for hooks and profiling."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
-    """Bytes that the step of each trained parameter alone needs, once there is a state; by the parameter's id.
+    """Return the temporary bytes of each trained parameter's own step, once there is a state, by the parameter's id.
 
-    UnknownOptimizerError if that cannot be found.
+    Raises UnknownOptimizerError if they cannot be found.
     """
     found: dict[int, int] = {}
     known: dict[Any, int] = {}
@@ -261,7 +259,10 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int:
-    """Bytes that a step of the parameters needs whose ids are not in `apart`. UnknownOptimizerError as above."""
+    """Return the temporary bytes of a step without the parameters whose ids are in `apart`.
+
+    Raises UnknownOptimizerError as above.
+    """
     groups = [
         {**group, "params": [each for each in group["params"] if each.requires_grad and id(each) not in apart]}
         for group in optimizer.param_groups
@@ -271,6 +272,6 @@ def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int
 
 
 def _cost_of(groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> OptimizerCost:
-    alone = copy.copy(optimizer)  # torch's optimizers leave hooks out of a copy
+    alone = copy.copy(optimizer)  # torch's optimizers do not copy hooks
     alone.param_groups = groups
     return optimizer_cost(alone)

@@ -1,28 +1,28 @@
 """Bytes of a training step: its peak, and those of one that runs in the caller's own code, phase by phase.
 
-A meter (`memory.py`) encloses what it measures. A step cannot be enclosed: between our forward and the end of the
-backward, a loss runs that nobody passed in. So a watch is started, marked and stopped from wherever control comes by.
+A meter (`memory.py`) encloses the measured code. A step cannot be enclosed: the caller's loss runs between our forward
+and the end of the backward. So a watch starts, marks and stops wherever our code gets control.
 
 # Note [Listening to the CPU's allocator while the caller's code runs]
 #
-# On CUDA a watch reads counters. The CPU's allocator has none: it reports to the profiler of the
-# thread. That profiler stays on in code that is not ours, so it must not stand in anybody's way.
+# On CUDA a watch reads counters. The CPU allocator has none: it reports to the thread's profiler, which stays on in the
+# caller's code and must not disturb it.
 #
-#  1. It is PyTorch's older profiler. The newer one, which the meters use, has one session for the whole process: a
-#     second one in another thread ends in a segmentation fault. The older one belongs to its thread, and changes
-#     nothing of what runs: no operator, no mode, no compiled function. An operator takes some 20 µs longer.
+#  1. It is PyTorch's legacy profiler. The newer one, which the meters use, has one session per process: a second one in
+#     another thread ends in a segmentation fault. The legacy one belongs to its thread, and changes no operator,
+#     mode or compiled function. An operator takes some 20 µs longer.
 #  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
-#     ours or the user's own, the watch gives way, and has seen nothing.
-#  3. It is stopped where it was started: in the same thread, and not inside of autograd's engine, which puts the
-#     profiler of the thread back after every node, and forgets that it was stopped: what listens would never go, and
-#     take the next profiler's memory for its own. A watch that is to stop in there, as in a forward that
-#     `torch.utils.checkpoint` recomputes, has seen nothing, and ends with the engine's pass.
-#  4. A free has a size and no address, so that of a block which is older counts as any other, if it is reported: where
-#     an earlier profiler saw a block at that address. If such a block is in `present_bytes`, it has to come from an
-#     earlier watch, or it must not be freed. Of others that are freed, the sums are too small from then on.
-#  5. What processes send to each other is freed by whoever lets go of it last. If that is a thread of the backend, the
-#     profiler does not see it, and a step would show more than it takes. So where there are several processes, nothing
-#     is watched. (Stages are measured several times instead, and the least counts: see `stage/measured_ways.py`.)
+#     ours or the user's own, the watch gives way and reports nothing.
+#  3. It must stop where it started: in the same thread, and not inside autograd's engine, which restores the thread's
+#     profiler after every node and so undoes a stop: the listener would stay forever, and take the next profiler's
+#     memory for its own. A watch asked to stop there, as in a forward that `torch.utils.checkpoint` recomputes, reports
+#     nothing, and ends with the engine's pass.
+#  4. A free has a size and no address, so the free of an older block counts like any other, if it is reported: where an
+#     earlier profiler saw a block at that address. If `present_bytes` contains such a block, it must come from an
+#     earlier watch, or must not be freed. If others are freed, the sums are too small from then on.
+#  5. Memory that processes send to each other is freed by its last holder. If that is a backend thread, the profiler
+#     misses the free, and a step would show too many bytes. So with several processes, nothing is watched. (Stages are
+#     measured several times instead, and the least counts: see `measure_bytes` in `stage/cost.py`.)
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from rotor_solver.errors import InvalidStateError
 
 
 def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], device: torch.device) -> int:
-    """The most bytes that `device` holds while `step` runs.
+    """Return the most bytes that `device` holds while `step` runs.
 
-    On CUDA, that is all that the process has allocated. On the CPU, nobody counts what is already there; so it is the
-    bytes of the tensors `present` (parameters, buffers, gradients, optimizer state, the batch) and what `step` adds.
-    ValueError for a kind of device whose allocator cannot be read.
+    On CUDA, all that the process has allocated. The CPU has no such count: there, the bytes of the tensors `present`
+    (parameters, buffers, gradients, optimizer state, the batch) plus those that `step` adds. Raises ValueError for a
+    device type whose allocator cannot be read.
     """
     return measured_phases(lambda mark: step(), present, device)[""].peak
 
@@ -57,10 +57,10 @@ def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], d
 def measured_phases(
     step: Callable[[Callable[[str], None]], object], present: Iterable[torch.Tensor], device: torch.device
 ) -> dict[str, Phase]:
-    """The bytes that `device` holds in each phase of `step`, counted as `measured_peak` counts.
+    """Return the bytes that `device` holds in each phase of `step`, counted as in `measured_peak`.
 
-    `step` gets a function that begins the phase of a given name and ends the one before; the first phase is named "".
-    ValueError for a kind of device whose allocator cannot be read.
+    `step` gets a function that begins a named phase and ends the one before; the first phase is named "". Raises
+    ValueError for a device type whose allocator cannot be read.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -75,13 +75,12 @@ def measured_phases(
 
 
 def measured_curve(step: Callable[[], object], present: Iterable[torch.Tensor]) -> list[tuple[float, int]]:
-    """The bytes that the CPU holds while `step` runs: (seconds since its first allocation, bytes from then on).
+    """Return the bytes that the CPU holds while `step` runs: (seconds since its first allocation, bytes from then on).
 
-    Counted as `measured_peak` counts, which is the curve's highest point. The profiler that listens makes the step a
-    little slower.
+    Counted as in `measured_peak`, which is the curve's highest point. The profiler makes the step a little slower.
     """
     before = storage_bytes(tensor for tensor in present if tensor.device.type == "cpu")
-    with CpuMeter() as meter:  # CUDA's allocator has counters, but tells no history
+    with CpuMeter() as meter:  # CUDA's allocator has counters, but no history
         step()
     return [(seconds, before + held) for seconds, held in meter.curve]
 
@@ -90,24 +89,24 @@ _MARK = "rotor_profiling.watch:"
 
 
 class StepWatch(Protocol):
-    """A watch that runs. What comes before the first mark is the phase `""`."""
+    """A running watch. Everything before the first mark is the phase `""`."""
 
     def mark(self, name: str) -> None:
         """Begin the phase `name`."""
 
     def stop(self) -> dict[str, Phase] | None:
-        """End the last phase. All phases in bytes of the whole device; None if the watch had to give way.
+        """End the last phase; return all phases in bytes of the whole device, or None if the watch had to give way.
 
-        Stopped twice, it has nothing to say the second time.
+        A second call returns None.
         """
 
 
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
-    """Watch what is allocated on `device` from now on; None if that cannot be done now.
+    """Watch allocations on `device` from now on; None if that is not possible now.
 
-    `present_bytes` is what is there already; on CUDA it is not needed. A peak there is exact if it is higher than all
-    that were before. Else it is what was held at the phase's ends, which is less than the truth, and no more than the
-    highest peak before. If that was above `limit_bytes`, it would hide what is to be seen, and is reset.
+    `present_bytes` are those held already, not needed on CUDA. There, a peak is exact if it exceeds all earlier ones.
+    Else the phase reports the bytes at its ends: at most the true peak, which is at most the highest earlier peak. If
+    that exceeds `limit_bytes`, it would hide what matters, so it is reset.
     """
     if device.type == "cuda":
         return _CudaWatch(device, limit_bytes)
@@ -126,12 +125,12 @@ class _CpuWatch:
 
     def mark(self, name: str) -> None:
         if self._listens and threading.get_ident() == self._thread:
-            # An event among the allocations, so that they are in one order.
+            # An event among the allocations, so that both are in one order.
             with torch.autograd.profiler.record_function(_MARK + name):
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
-        # In another thread, the profiler goes on until its own comes by, at the next watch or meter (Rule 3).
+        # In another thread, the profiler runs on until its own thread starts the next watch or meter (Rule 3).
         if not self._listens or threading.get_ident() != self._thread:
             return None
         if _in_engine():
@@ -143,7 +142,7 @@ class _CpuWatch:
         return phases if self._complete else None
 
     def give_way(self) -> None:
-        """Stop, for another profiler is about to start. RuntimeError if that cannot be done now."""
+        """Stop because another profiler is about to start. Raises RuntimeError if that is not possible now."""
         self.stop()
         if self._listens and _is_on() and _in_engine():
             raise InvalidStateError(
@@ -170,11 +169,11 @@ def give_way() -> None:
 def _can_listen() -> bool:
     if several_processes():  # Rule 5
         return False
-    # Private functions of torch. Where they are missing, nothing is watched.
+    # Private functions of torch. If missing, nothing is watched.
     functions = (torch.autograd, "_enable_profiler_legacy"), (torch.autograd, "_disable_profiler_legacy")
     if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
         return False
-    # Not inside of a backward (Rule 3): there, a forward runs as a recomputation.
+    # Not inside a backward (Rule 3), where a forward runs as a recomputation.
     if _is_on() or _in_engine():
         return False
     _have_profilers_announced()
@@ -183,8 +182,8 @@ def _can_listen() -> bool:
 
 @functools.cache
 def _have_profilers_announced() -> None:
-    """Give way to any profiler that starts from now on (Rule 2), and in processes that are forked."""
-    # Each calls this function of torch right before it starts. If the older one was still on, it would raise an error.
+    """Give way to any profiler that starts from now on (Rule 2), and in forked processes."""
+    # Each profiler calls this torch function right before it starts, and fails if the legacy one is still on.
     profiler: Any = torch.autograd.profiler
     started = profiler._run_on_profiler_start
 
@@ -199,7 +198,6 @@ def _have_profilers_announced() -> None:
 
 
 def _is_on() -> bool:
-    """Whether this thread has a profiler."""
     return bool(torch_compat.profiler_enabled())
 
 
@@ -208,10 +206,10 @@ def _in_engine() -> bool:
 
 
 def _when_pass_is_freed(do: Callable[[], object]) -> None:
-    """Call `do` when the engine has let go of the pass that it works at, and returns to its caller."""
+    """Call `do` when the engine has released its current pass and returns to its caller."""
 
     def hold(token: object) -> None:
-        """The pass owns its callbacks, and this one the token."""
+        """Do nothing: the pass owns its callbacks, and this one the token."""
 
     token = _Token()
     weakref.finalize(token, do).atexit = False
@@ -223,7 +221,7 @@ class _Token:
 
 
 def _config() -> Any:
-    """As `torch.autograd.profiler_legacy` has it, which warns that it is old and parses all events when it stops."""
+    """Return the config of `torch.autograd.profiler_legacy`, which itself warns of its age and parses all events."""
     kinds: Any = torch.autograd
     shapes, memory, stack, flops, modules = False, True, False, False, False
     experimental = torch_compat.ExperimentalConfig()
@@ -235,7 +233,7 @@ def _enable(config: Any) -> None:
 
 
 def _disable() -> list[list[Any]]:
-    """The events of all threads that worked for this one."""
+    """Return the events of all threads that worked for this one."""
     found: list[list[Any]] = torch_compat.disable_profiler_legacy()
     return found
 
@@ -254,8 +252,8 @@ def _split(threads: list[list[Any]], present_bytes: int) -> dict[str, Phase]:
 
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
-    """(mark or "", bytes) of every mark and every allocation (+) or free (-)."""
-    # One list, as a rule. Another thread that autograd had work for the first one comes after it, for want of a clock.
+    """Yield (mark or "", bytes) of every mark and every allocation (+) or free (-)."""
+    # Usually one list. Those of other threads that autograd used come after it, since there is no common clock.
     for events in threads:
         for event in events:
             kind = event.kind()
@@ -291,6 +289,6 @@ class _CudaWatch:
 
 
 def _counters(device: torch.device) -> tuple[int, int]:
-    """What PyTorch has handed out on `device`, now and at the most."""
+    """Return the bytes that PyTorch has allocated on `device`, now and at the peak."""
     found = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
     return found["current"], found["peak"]

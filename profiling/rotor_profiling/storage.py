@@ -1,4 +1,4 @@
-"""Bytes of tensors, each piece of memory counted once however many tensors share it."""
+"""Count bytes of tensors, each storage once however many tensors share it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rotor_profiling.torch_compat import FakeTensor, tree_leaves
 
 
 def allocated(size: int, kind: str) -> int:
-    """The bytes that the allocator of a kind of device counts for a request of `size` bytes."""
+    """Return the bytes that the allocator of a device type counts for a request of `size` bytes."""
     return storages_of(kind).allocated(size)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested structure of tuples, lists, dicts and registered classes, in order."""
+    """Return the tensors of a nested structure of tuples, lists, dicts and registered classes, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     kind = type(value)
-    if kind not in (tuple, list, dict):  # most are, and what follows is many times as fast
+    if kind not in (tuple, list, dict):  # fast path for most values, many times as fast as pytrees
         return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
     found: list[torch.Tensor] = []
-    for each in value.values() if kind is dict else value:  # a dict in the order of pytrees: as its keys came in
+    for each in value.values() if kind is dict else value:  # dicts in pytree order: insertion order
         if isinstance(each, torch.Tensor):
             found.append(each)
         elif each is not None:
@@ -34,12 +34,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _WRAPPERS = ("_local_tensor", "elem")
-"""Where subclasses of tensors keep the tensor that they wrap: `DTensor`, and `AsyncCollectiveTensor`, which is the
-result of a collective that may still be on its way. One may be inside the other."""
+"""Attributes in which tensor subclasses keep the tensor that they wrap: `DTensor`, and `AsyncCollectiveTensor`, the
+result of a collective that may be in progress. They may be nested."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process has, where processes share it (`DTensor`); else the tensor."""
+    """Return the local part of a distributed tensor (`DTensor`); else the tensor."""
     while type(tensor) not in _PLAIN and (inner := _wrapped(tensor)) is not None:
         tensor = inner
     return tensor
@@ -60,15 +60,15 @@ def wait_for(value: Any) -> None:
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Hashable, Hashable] | None:
-    """How processes share a `DTensor`: its mesh, and its placements there. None for any other tensor."""
+    """Return the mesh and placements of a `DTensor`; None for any other tensor."""
     mesh = getattr(tensor, "device_mesh", None)
     return None if mesh is None else (mesh, getattr(tensor, "placements", None))
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them.
+    """Return address and bytes of every distinct storage behind `tensors`, as the device's allocator counts them.
 
-    Empty storages are left out: they all have the address 0. Those without memory have another number for an address.
+    Leaves out empty storages, which all have the address 0. Those of fake tensors have another number as address.
     """
     sizes: dict[int, int] = {}
     for tensor in tensors:
@@ -80,7 +80,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int] = ()) -> int:
-    """Bytes behind `tensors`, without the storages whose addresses are in `owned_elsewhere`."""
+    """Return the bytes behind `tensors`, without the storages whose addresses are in `owned_elsewhere`."""
     sizes = storages(tensors)
     for address in owned_elsewhere:
         sizes.pop(address, None)
@@ -88,18 +88,18 @@ def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int
 
 
 def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
-    """Bytes of a new tensor like each of `tensors`, on its own device or on one of another `kind`."""
+    """Return the bytes of new tensors like `tensors`, on their own devices or on one of another `kind`."""
     here = [local(tensor) for tensor in tensors]
     return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in here)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has values that can be read: not if it stands for one that would take memory."""
+    """Whether a tensor's values can be read: not if it is a fake or meta tensor."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit for bit. Of tensors without values, whether they look alike."""
+    """Whether tensors are equal bit for bit; for fake tensors, whether shape and dtype agree."""
     if has_values(found) and has_values(expected):
         return torch.equal(found, expected)
     return found.shape == expected.shape and found.dtype == expected.dtype

@@ -1,4 +1,4 @@
-"""Seconds that a piece of code takes on its device, whatever else the machine does meanwhile."""
+"""Time code on its device, robust against other load on the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-# Guesses. Fewer runs make times that jump from plan to plan, more runs make measuring take minutes.
+# Guesses. With fewer runs, times vary from plan to plan; with more, measuring takes minutes.
 FEWEST_RUNS = 3
 MOST_RUNS = 7
 ENOUGH_SECONDS = 0.02
@@ -22,32 +22,32 @@ class Stopwatch(Protocol):
 
     @property
     def exact(self) -> bool:
-        """Whether every run shows the same, so that one is enough."""
+        """Whether every run shows the same, so that one suffices."""
 
     def start(self) -> None: ...
 
     def lap(self) -> None: ...
 
     def stop(self) -> list[float]:
-        """The seconds of all laps since the start."""
+        """Return the seconds of all laps since the start."""
 
 
 @contextmanager
 def cpu_stopwatch() -> Iterator[Stopwatch]:
-    """A stopwatch for what this thread runs on the CPU."""
+    """Make a stopwatch for this thread's work on the CPU."""
     with _waiting_for_a_core() as waited:
         yield _CpuStopwatch(waited)
 
 
 def cuda_stopwatch(device: torch.device) -> Stopwatch:
-    """A stopwatch for what this thread runs on a CUDA device."""
+    """Make a stopwatch for this thread's work on a CUDA device."""
     return _CudaStopwatch(device)
 
 
 def seconds_of(run: Callable[[], None], watch: Stopwatch, before: Callable[[], None] | None = None) -> float:
-    """The seconds of `run`, which is repeated until they rest on enough runs; what comes `before` it is not counted."""
+    """Return the seconds of `run`, repeated often enough; calls of `before` do not count."""
     measured: list[float] = []
-    # Processes have to run equally often, but their clocks differ. With equal bounds no clock decides.
+    # Processes must run equally often, but their clocks differ. Equal bounds keep clocks out of the decision.
     most = FEWEST_RUNS if several_processes() else MOST_RUNS
     while len(measured) < FEWEST_RUNS or (sum(measured) < ENOUGH_SECONDS and len(measured) < most):
         if before is not None:
@@ -62,18 +62,18 @@ def seconds_of(run: Callable[[], None], watch: Stopwatch, before: Callable[[], N
 
 
 def lower_quartile(samples: list[float]) -> float:
-    """The value that a quarter of the `samples` is below: what disturbs a run makes it longer, and never shorter."""
+    """Return the lower quartile of the `samples`: disturbances only make a run longer."""
     return _quantile(samples, 0.25)
 
 
 def spread(samples: list[float]) -> float:
-    """How far the middle half of the `samples` reaches, as a part of their median; 0 for a single one."""
+    """Return the interquartile range of the `samples` over their median; 0 for a single one."""
     middle = _quantile(samples, 0.5)
     return (_quantile(samples, 0.75) - _quantile(samples, 0.25)) / middle if middle else 0.0
 
 
 def several_processes() -> bool:
-    """Whether this process is one of several: they may have to run as often, as a collective waits for all of them."""
+    """Whether this process is one of several, which may have to run equally often since collectives wait for all."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -87,10 +87,10 @@ def _quantile(samples: list[float], part: float) -> float:
 
 @contextmanager
 def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
-    """A function that says for how many seconds this thread has been ready to run, and something else ran instead.
+    """Yield a function that returns the seconds for which this thread was runnable but not running.
 
-    Linux counts them: the second number in `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds. Where
-    nobody counts, it says 0.
+    Linux counts them: the second number in `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds.
+    Returns 0 on other systems.
     """
     try:
         file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
@@ -104,7 +104,7 @@ def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
 
 
 class _CpuStopwatch:
-    """Seconds in which this thread runs, or waits for something else than a core."""
+    """Seconds in which this thread runs, or waits for anything but a core."""
 
     exact = False
 
@@ -120,10 +120,10 @@ class _CpuStopwatch:
         self._times.append(self._now())
 
     def _now(self) -> float:
-        """The seconds in which the thread has not waited for a core.
+        """Return the time without waits for a core.
 
-        Both clocks are read until the thread has not waited in between. Else a lap would be as much too short, or too
-        long, as it has waited; and the least of several is taken.
+        Reads both clocks until no wait comes in between. Otherwise a lap would be too short or too long by that wait,
+        and estimates prefer the shortest.
         """
         waited = self._waited()
         while True:
@@ -133,12 +133,12 @@ class _CpuStopwatch:
             waited = after
 
     def stop(self) -> list[float]:
-        # One clock counts in nanoseconds, and the other may not: a lap without work may come out negative.
+        # One clock counts in nanoseconds, and the other may not: an empty lap may come out negative.
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
 
 
 class _CudaStopwatch:
-    """Events, not the host's clock: kernels run long after the call that launched them has returned."""
+    """Times CUDA events, not the host's clock: kernels run long after their launch returns."""
 
     exact = False
 

@@ -1,6 +1,6 @@
-"""Classes of torch whose modules take long to import: nothing is of such a class unless somebody has imported it.
+"""Test for classes of torch whose modules are slow to import: nothing is of such a class before its import.
 
-`import torch` leaves TorchDynamo, DTensor and FSDP out, and so do we until a model needs them.
+`import torch` leaves out TorchDynamo, DTensor and FSDP, and so does this project until a model needs them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is a tensor that several processes share."""
+    """Whether a value is a tensor distributed over processes."""
     return _is_of(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_fake(value: object) -> bool:
-    """Whether a value is a tensor without memory."""
+    """Whether a value is a fake tensor."""
     return _is_of(value, "torch._subclasses.fake_tensor", "FakeTensor")
 
 
 def is_optimized(module: object) -> TypeGuard[OptimizedModule]:
-    """Whether a module is what `torch.compile` makes of one."""
+    """Whether a module is the result of `torch.compile`."""
     return _is_of(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
@@ -37,12 +37,12 @@ def is_fsdp_module(module: object) -> bool:
 
 
 def has_fsdp_module(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to any module of a model. Quick, since it is asked in every step."""
+    """Whether `fully_shard` was applied to any module of a model. Fast, since every step calls it."""
     classes = _fsdp_classes()
-    # `fully_shard` derives a class for the modules that it is applied to.
+    # `fully_shard` derives a class for each type of module.
     if not any(each and each.__subclasses__() for each in classes):
         return False
-    pending = [model]  # not by `modules()`, which takes longer, since it leaves out what comes twice
+    pending = [model]  # not by `modules()`, whose deduplication takes longer
     while pending:
         module = pending.pop()
         if isinstance(module, classes):
@@ -61,5 +61,5 @@ def _is_of(value: object, module: str, name: str) -> bool:
 
 
 def _class(module: str, name: str) -> Any:
-    """The class, or () where nobody has imported it, or somebody is about to."""
+    """Return the class, or () if its module is not, or only partly, imported."""
     return getattr(sys.modules.get(module), name, ())

@@ -1,6 +1,6 @@
 """Private names of torch that this project uses, in one place. tests/test_torch_compat.py has a contract for each.
 
-A name is imported when it is first used: TorchDynamo, Inductor and FSDP take seconds to import.
+A name is imported at first use: TorchDynamo, Inductor and FSDP take seconds to import.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ NAMES = {
     "unset_fake_temporarily": "torch._subclasses.fake_tensor.unset_fake_temporarily",
     "will_engine_execute_node": "torch._C._will_engine_execute_node",
 }
-"""Where torch has each name."""
+"""Torch's path of each name."""
 
 
 def __getattr__(name: str) -> Any:

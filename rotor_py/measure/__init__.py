@@ -1,1 +1,1 @@
-"""What a model costs as a chain, and how a limit in bytes is divided."""
+"""Measure the costs of a model as a chain, and divide a limit in bytes."""

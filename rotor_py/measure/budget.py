@@ -1,4 +1,4 @@
-"""How a limit for the whole step is divided: what is fixed, and what is left for the chain."""
+"""Divide a limit for the whole step into fixed memory and memory for the chain."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from rotor_solver.in_flight import least_in_flight_sequence
 from rotor_solver.moving import Link, solve_moving
 
 _WORTH = 0.005
-"""The share of time that different sequences in reverse have to save: as much as the solver's gap may be."""
+"""Share of time that distinct sequences for backwards in reverse must save: at most the solver's gap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget(StepMemory):
-    """The memory of a step, the sequences that fit into a limit for all of it, and what is learnt of it late."""
+    """The memory of a step, and the sequences that fit a limit for all of it."""
 
     def with_optimizer(self, cost: OptimizerCost) -> Budget:
-        """The same budget, now that the optimizer is known."""
+        """Return this budget with the cost of the optimizer."""
         return replace(self, fixed=replace(self.fixed, optimizer=cost.state_bytes), step_bytes=cost.step_bytes)
 
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """The budget for as many forwards in flight at once; `gradient_bytes` are those of all trained parameters.
+        """Return the budget for `forwards` in flight. `gradient_bytes` are those of all trained parameters.
 
-        The first one to go backward leaves as many, so they are in memory while the others run: in `grad`, or, where
-        one pass goes through all of them, with the engine, which adds them up before it adds them to what is kept.
+        The first backward leaves gradients in memory while the others run: in `grad`, or in the engine if one backward
+        goes through all forwards and sums before it accumulates.
         """
         if forwards == self.forwards:
             return self
@@ -60,7 +60,7 @@ class Budget(StepMemory):
         )
 
     def with_backward_order(self, order: str) -> Budget:
-        """The budget for backwards that come in this order, one of `rotor_solver.in_flight.ORDERS`."""
+        """Return the budget for backwards in this order, one of `rotor_solver.in_flight.ORDERS`."""
         return self if order == self.backward_order else replace(self, backward_order=order)
 
     def _chain(self, measurement: Measurement, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
@@ -68,14 +68,13 @@ class Budget(StepMemory):
         return in_nodes(chain) if self.in_nodes else chain
 
     def _held_beside(self, measurement: Measurement) -> int:
-        """What a forward in flight holds beside its chain."""
         loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
-        # How much of what the loss needs it keeps for its backward is not known: all of it counts.
+        # How much of the loss's memory its backward needs is unknown: all of it counts.
         return self.fixed.batch + carried + measurement.held_bytes + loss.kept_bytes + loss.temp_bytes
 
     def least_bytes(self) -> int:
-        """The least limit for which there is a plan."""
-        # Storing all may need least: it needs no snapshots, and recomputing may save less than they take.
+        """Return the least limit for which there is a plan."""
+        # Storing all may need least: it needs no snapshots, which may exceed the savings of recomputing.
         stored = self.peak_bytes(store_all(self.chain))
         return min(stored, self.peak_bytes(self._least_sequence()))
 
@@ -85,14 +84,14 @@ class Budget(StepMemory):
         return least_in_flight_sequence(self.chain, self.forwards, self.backward_order)
 
     def solve(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
-        """A sequence for a whole step within `mem_limit` bytes.
+        """Return a sequence for a whole step within `mem_limit` bytes.
 
-        Raises InfeasibleError if nothing fits, with the least limit that works as `min_bytes`, and ValueError if
+        Raises InfeasibleError if nothing fits, with the least feasible limit as `min_bytes`, and ValueError if
         `algorithm` cannot solve this chain.
         """
         stored = store_all(self.chain)
-        # Storing all needs no snapshots. It may fit into the limit although it does not fit into `chain_limit`, which
-        # leaves room for them. Other algorithms are asked in any case: their sequence is wanted, not the fastest.
+        # Storing all needs no snapshots, so it may fit the limit but not `chain_limit`, which leaves room for them.
+        # Other algorithms run in any case: the caller wants their sequence, not the fastest.
         if isinstance(algorithm, Persistent) and self.peak_bytes(stored) <= mem_limit:
             return StoreAll().solve(self.chain, simulate(self.chain, stored).peak)
         if mem_limit < self.least_bytes():
@@ -107,18 +106,18 @@ class Budget(StepMemory):
         return sequence
 
     def _solve_moving(self, mem_limit: int, algorithm: Persistent, link: Link) -> Sequence:
-        """A sequence whose stages may be stored elsewhere. Where nothing moves, it is the one without moves."""
+        """Return a sequence that may offload stages; the plain one if it offloads nothing."""
         found = solve_moving(self.chain, self.chain_limit(mem_limit), link, algorithm.slots)
         return replace(found.sequence, moves=found.moves) if found.moves.stages else found.sequence
 
     def _solve_for_all(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
-        """The sequence of the first forward in flight, and those of the others beside it where they differ."""
+        """Return the sequence of the first forward in flight, with those of the others where they differ."""
         limit, order = self.chain_limit(mem_limit), self.backward_order
         if isinstance(algorithm, Persistent):
             return solve_in_flight(
                 self.chain, limit, self.forwards, order, worth=_WORTH, slots=algorithm.slots
             ).sequence
-        # Of another algorithm, nothing is known but that it keeps its limit: the largest limit at which all fit.
+        # Any other algorithm only promises to keep its limit. Bisect for the largest limit at which all fit.
         little, much, found = 0, limit + 1, None
         while much - little > 1:
             middle = (little + much) // 2
@@ -134,9 +133,10 @@ class Budget(StepMemory):
         return self._least_sequence() if found is None else found
 
     def refuse(self, mem_limit: int, remedy: str = "") -> InfeasibleError:
-        """The error for a limit that is too small, in bytes of the whole step; `remedy` is a sentence before ours.
+        """Return the error for a limit that is too small, in bytes of the whole step.
 
-        Its words are those by which accelerate's `find_executable_batch_size` knows that a batch was too large.
+        `remedy` is a sentence before the default remedies. The words match those by which accelerate's
+        `find_executable_batch_size` detects a batch that is too large.
         """
         least = self.least_bytes()
         largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
@@ -152,9 +152,9 @@ class Budget(StepMemory):
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 
     def with_fresh_gradients(self, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """The budget of the same step where gradients, `gradient_bytes` in all, are freed between steps.
+        """Return the budget of this step with gradients, `gradient_bytes` in all, freed between steps.
 
-        Of several forwards in flight, the first backward leaves them for the others, so it is as it was.
+        With several forwards in flight, unchanged: the first backward leaves gradients for the others.
         """
         if self.forwards > 1:
             return self
@@ -166,13 +166,13 @@ class Budget(StepMemory):
         )
 
     def with_communication(self, size: int) -> Budget:
-        """The same budget with `size` bytes for communication between processes."""
+        """Return this budget with `size` bytes for communication between processes."""
         return replace(self, fixed=replace(self.fixed, communication=size))
 
     def with_gradients_of(
         self, model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
     ) -> Budget:
-        """The same budget, with room for all gradients that are there now."""
+        """Return this budget with room for all gradients present now."""
         waiting = trained_bytes(model, device) if self.forwards > 1 else 0
         gradients = max(
             self.fixed.gradients, waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
@@ -180,7 +180,7 @@ class Budget(StepMemory):
         return replace(self, fixed=replace(self.fixed, gradients=gradients))
 
     def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
-        """The same budget, now that `measurement` says more of the chain, and `more_bytes` are held all the time."""
+        """Return this budget with an updated chain from `measurement`, and `more_bytes` held throughout the step."""
         found = replace(self, fixed=replace(self.fixed, other=self.fixed.other + more_bytes))
         if self.forwards > 1:
             found = replace(found, held_beside=self._held_beside(measurement))
@@ -189,7 +189,7 @@ class Budget(StepMemory):
 
 
 def in_nodes(chain: Chain) -> Chain:
-    """The chain where every stage is a node of ours, and its graph is apart from the caller's."""
+    """Return the chain with every stage as a custom autograd node, whose graph is separate from the caller's."""
     stages = []
     for stage in chain.stages:
         options = tuple(replace(each, backward_temp=each.backward_temp_of_replay) for each in stage.options)
@@ -209,10 +209,18 @@ def make_budget(
     buckets: bool = False,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> Budget:
-    """The budget of a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
+    """Make the budget of a step of `model` on `sample`.
 
-    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are. The backward
-    steps the parameters in `stepped`, and `optimizer` steps the others.
+    Args:
+        model: The model.
+        sample: The batch.
+        measurement: Its measured costs.
+        device: The device of the limit.
+        fresh_gradients: Whether gradients are freed between steps.
+        optimizer: Cost of the optimizer; None if unknown. It steps the parameters not `stepped`.
+        communication: Bytes for communication between processes.
+        buckets: Whether `communication` is already allocated, as DistributedDataParallel's buckets are.
+        stepped: Parameters stepped in the backward.
     """
     fixed = count_fixed_memory(
         model,
@@ -225,7 +233,7 @@ def make_budget(
         buckets=buckets,
         stepped=stepped,
     )
-    # The caller holds the batch and the output until the step ends, the optimizer's part included.
+    # The caller holds the batch and the output until the step ends, through the optimizer's step.
     prefix = measurement.prefix
     output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0

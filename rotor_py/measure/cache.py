@@ -1,4 +1,4 @@
-"""Measurements that are kept on disk, so that the same stage is not measured again in the next run."""
+"""Cache measurements on disk, so that later runs do not measure the same stage again."""
 
 from __future__ import annotations
 
@@ -36,8 +36,10 @@ from rotor_solver import InvalidValueError
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What the second walk finds: bytes of the stage stored whole, then in each of the `ways`; bytes of what it
-    decides; buffers that it changes, by position; whether it is known to decide nothing.
+    """Measured bytes of a stage: stored whole, then in each of the `ways`.
+
+    `decided_bytes`: bytes of its decisions. `moving`: indices of changed buffers. `undecided`: whether it decides
+    nothing.
     """
 
     bytes: tuple[StageBytes, ...]
@@ -48,23 +50,22 @@ class StageMemory:
 
 
 Runs = Sequence[StageRun]
-"""What the other walks find."""
+"""Timed runs of a stage."""
 
 
 _STARTED = time.time()
-"""When this file was read, and most others: what is written later is not what this process runs."""
+"""Import time of this file: a file written later is not the code that this process runs."""
 _OURS = frozenset({"rotor_py", "rotor_profiling", "rotor_solver", "rotor_cli"})
-"""Packages that have a digest of their own."""
+"""Packages with a digest of their own."""
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def code_of(kind: type) -> str | None:
-    """A digest of the code that a class may run; None where nobody can say.
+    """Return a digest of the code that a class may run; None if unknown.
 
-    A layer calls what its file imports, and that calls other files. So all files count that the process has imported,
-    and the versions of all libraries: one measurement too many is better than one of other code. A class that was made
-    in a function or typed into a notebook has no code that a later process would find, and nor has a file that was
-    written since it was read.
+    A layer calls its file's imports, which call other files. So all imported files and all library versions count: a
+    superfluous measurement is better than one of other code. None for a class made in a function or a notebook, which a
+    later process cannot find, and if a file changed after its import.
     """
     module = sys.modules.get(kind.__module__)
     if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):
@@ -88,36 +89,35 @@ def _digest(_modules: int, _second: int) -> str | None:
 
 @cache
 def _installed() -> str:
-    """The libraries that are there, whether or not they have been imported: some are, while a model is measured."""
+    """Name and version of all installed libraries, imported or not: measuring imports some."""
     return " ".join(sorted(f"{each.name} {each.version}" for each in distributions()))
 
 
 def _users_file(module: ModuleType) -> Path | None:
-    """The file of a module of the user's; None for another one."""
     file, name = getattr(module, "__file__", None), getattr(module, "__name__", "")
     if not isinstance(file, str) or file.startswith(_LIBRARY_FOLDERS) or name.partition(".")[0] in _OURS:
         return None
-    return None if name.startswith("torch.") else Path(file)  # some of torch have names of files that are not there
+    return None if name.startswith("torch.") else Path(file)  # some modules of torch name files that do not exist
 
 
 _OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
-"""Where classes of ours come from that say in their kind all that they do."""
+"""Prefixes of our classes whose signature describes them fully."""
 _LIBRARIES = ("torch.", "_operator.", "math.", "builtins.")
-"""Where functions and classes come from whose code changes with their version alone."""
+"""Prefixes of functions and classes that change only with the library version."""
 _NAMESPACES = ("aten", "prims")
 
 
 class UnstableKeyError(Exception):
-    """Part of a key means something in this process alone: a function of the user's, an object that is only itself."""
+    """A part of the key is meaningful only in this process: a user's function, or an object compared by identity."""
 
 
 def digest_of(key: Hashable) -> str:
-    """A text that is equal for equal keys, in every process. UnstableKeyError if there is none."""
+    """Return a text that is equal for equal keys in every process. Raises UnstableKeyError if there is none."""
     return hashlib.sha256(_text(key).encode()).hexdigest()
 
 
 def environment(device: torch.device) -> tuple[Hashable, ...]:
-    """What seconds and bytes of a stage depend on beside the stage: versions, the device, settings of torch."""
+    """Return the environment that times and bytes depend on: versions, the device, settings of torch."""
     cuda = device.type == "cuda"
     autocast = tuple(
         (kind, str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None)
@@ -148,7 +148,7 @@ def environment(device: torch.device) -> tuple[Hashable, ...]:
 
 @cache
 def _code() -> str:
-    """A digest of our own code: what is measured, and how, changes with it."""
+    """Return a digest of our own code, with which measurements change."""
     found = hashlib.sha256()
     for package in (Path(__file__).parents[1], Path(timing.__file__).parent):
         for file in sorted(package.rglob("*.py")):
@@ -190,9 +190,8 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str:
-    """The full name of a class or a function of a library."""
     owner = getattr(value, "__self__", None)
-    # Many functions of torch are methods of a class in C, and have no module.
+    # Many functions of torch are methods of a C class and have no module.
     module = getattr(value, "__module__", None) or getattr(owner, "__module__", None) or ""
     name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
@@ -209,28 +208,28 @@ def _name(value: Any) -> str:
 
 _log = logging.getLogger("rotor_py")
 _MOST_FILES = 20_000
-"""Of a few kilobytes each; above that, the older half is removed."""
+"""Of a few kilobytes each. Above that, the older half is removed."""
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: `$XDG_CACHE_HOME/rotor_plan`, by default in `~/.cache`."""
+    """Return the folder of measurements: `$XDG_CACHE_HOME/rotor_plan`, by default in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rotor_plan" / "measurements"
 
 
 def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementCache | None:
-    """The measurements made on `device` with these `settings`; None where they would not mean the same elsewhere.
+    """Return the cache for `device` and these `settings`; None where measurements are not reusable.
 
-    That is so for several processes, which measure together, and inside of a mode that changes what operators do.
+    That holds for several processes, which measure together, and inside a dispatch mode, which changes operators.
     """
     if several_processes() or current_dispatch_mode() is not None:
         return None
-    with suppress(OSError, RuntimeError):  # no home directory, or it cannot be written to
+    with suppress(OSError, RuntimeError):  # no home directory, or not writable
         return MeasurementCache(cache_folder(), (environment(device), settings))
     return None
 
 
 class MeasurementCache:
-    """Measurements in `folder` that were made in the same `surroundings`."""
+    """Measurements in `folder` that were made in the same environment."""
 
     def __init__(self, folder: Path, surroundings: Hashable) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +237,7 @@ class MeasurementCache:
         self._surroundings = surroundings
 
     def find(self, kind: Hashable) -> dict[str, Any] | None:
-        """What is kept of a kind of stage; None if nothing is, or it cannot be read."""
+        """Return the data of a stage signature; None if absent or unreadable."""
         try:
             found = json.loads(self._file(kind).read_text(encoding="utf-8"))
         except (UnstableKeyError, OSError, ValueError):
@@ -246,10 +245,10 @@ class MeasurementCache:
         return found if isinstance(found, dict) else None
 
     def keep(self, kind: Hashable, data: dict[str, Any]) -> None:
-        """Keep `data` of a kind of stage, if the kind means the same in other processes, and the disk takes it."""
+        """Store `data` of a stage signature, if the signature is stable across processes and the disk takes it."""
         try:
             file = self._file(kind)
-            # Written beside and moved: another process reads all of it or nothing.
+            # Written to a temporary file and renamed, so readers see all of it or nothing.
             with NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="utf-8") as made:
                 json.dump(data, made)
             os.replace(made.name, file)
@@ -259,7 +258,7 @@ class MeasurementCache:
             _log.debug("a measurement is not kept: %s", error, extra=record_fields("not_cached"))
 
     def make_room(self) -> None:
-        """Remove the older half of the files if there are very many."""
+        """Remove the older half of the files if there are too many."""
         with suppress(OSError):
             files = list(self._folder.iterdir())
             if len(files) > _MOST_FILES:
@@ -270,18 +269,18 @@ class MeasurementCache:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
 
 
-# What was found of kinds of stages, kept for the next run of a program: bytes and seconds.
+# Bytes and seconds by stage signature, kept for later runs.
 #
-# What the first walk finds is not kept. Whether a stage's numbers depend on the graph may be seen with some weights and
-# not with others, so every model is looked at anew.
+# Findings of the discovery pass are not kept: some weights show that a stage's numbers depend on the graph and others
+# do not, so every model is examined anew.
 
 
 _UNREADABLE = (KeyError, TypeError, ValueError)
-"""What a file raises that somebody has written into."""
+"""Errors raised by a file that was edited."""
 
 
 class KeptKinds:
-    """What `cache` knows of kinds of stages: nothing without one."""
+    """Cached measurements by stage signature; empty without a `cache`."""
 
     def __init__(self, cache: MeasurementCache | None) -> None:
         self._cache = cache
@@ -289,7 +288,7 @@ class KeptKinds:
             cache.make_room()
 
     def measured(self, kind: Hashable) -> tuple[StageMemory, Runs] | None:
-        """What the other walks of an earlier run have found: bytes and seconds."""
+        """Return the bytes and seconds that an earlier run measured."""
         data = self._find("measured", kind)
         try:
             return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])))
@@ -297,7 +296,7 @@ class KeptKinds:
             return None
 
     def keep_measured(self, kind: Hashable, found: StageMemory, runs: Runs) -> None:
-        """Keep what the other walks have found."""
+        """Store measured bytes and seconds."""
         data = {
             "bytes": [asdict(way) for way in found.bytes],
             "ways": list(found.ways),

@@ -1,4 +1,4 @@
-"""Cutting a model into the stages of a chain."""
+"""Cut a model into the stages of a chain."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from rotor_py.stage.error_context import During
 from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
-"""A module, and its dotted path in the model."""
+"""Dotted path in the model, and module."""
 _NOTHING: Sharding = MappingProxyType({})
 JOINT = "+"
-"""Between the names of layers that are one stage."""
+"""Joins the names of layers that form one stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A model as a chain: `prefix` runs first and never has a gradient; `stages` are what a sequence is about.
+    """A model as a chain: `prefix` runs first, without gradients; a sequence schedules the `stages`.
 
-    `input_owned` says that the caller holds the chain's input throughout, so that dropping it would free nothing.
-    `sharding` has the parameters that have to be gathered to measure a stage by itself. `members` are the layers of
-    every stage, where its name does not say them.
+    `input_owned`: the caller holds the chain's input throughout, so dropping it frees nothing. `sharding`: parameters
+    to gather for measuring a stage alone. `members`: the layers of each stage, where its name does not list them.
     """
 
     prefix: tuple[Layer, ...]
@@ -44,23 +43,23 @@ class Cut:
     members: tuple[tuple[str, ...], ...] | None = None
 
     def groups(self) -> list[list[str]]:
-        """The names of the layers of every stage."""
+        """Return the layer names of every stage."""
         if self.members is not None:
             return [list(names) for names in self.members]
         return [name.split(JOINT) for name, _ in self.stages]
 
 
 def is_chain(model: nn.Module) -> bool:
-    """Whether `model` is a nesting of `nn.Sequential`, so that its layers are its stages."""
-    # Not `isinstance`: a subclass may have a forward that does more than to call its layers in order. So may a model of
-    # which somebody has replaced the forward: Accelerate puts autocast around it.
+    """Whether `model` is a nested `nn.Sequential`, so that its layers are its stages."""
+    # Not `isinstance`: a subclass's forward may do more than call its layers in order. So may a replaced forward:
+    # Accelerate puts autocast around it.
     return type(model).forward is nn.Sequential.forward and "forward" not in model.__dict__
 
 
 def layers(model: nn.Module) -> list[Layer]:
-    """The layers of any nesting of `nn.Sequential`, with their dotted paths, in the order in which they run.
+    """Return the layers of nested `nn.Sequential`s, with their dotted paths, in execution order.
 
-    A container with hooks, or with a `forward` of its own, is one layer: whoever hooked it wants it to be called.
+    A container with hooks or a `forward` of its own is one layer, so that its hooks are called. Raises
     UnsupportedModelError if `model` itself is not such a chain.
     """
     if not is_chain(model):
@@ -89,28 +88,29 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
-    """Cut `model` into stages by running it once on the input `value`, one layer at a time, without gradients. What
-    follows the last layer that has to be run to know what it does (`StageOffers.makes_its_own`) is not run.
+    """Cut `model` into stages by running it once on the input `value`, layer by layer, without gradients.
 
-    A layer that makes nothing new, because it writes into its input or returns a view of it, is joined to the layer
-    before it. From an input that it overwrites, it could not be run again; and freeing an input frees nothing while the
-    output is a view of it. If the layers before it only handed on what it overwrites, it is joined to the one that made
-    it. Leading layers that have nothing to train and get no gradient are the prefix.
+    Layers after the last one whose effects only a run shows (`StageOffers.makes_its_own`) do not run.
 
-    Raises UnsupportedModelError if `model` is no nesting of `nn.Sequential`, if it has nothing to train, or if a layer
-    returns no tensor or cannot be run again with the same numbers. What a layer raises passes through, with a note that
-    names the layer.
+    A layer that writes into its input or returns a view of it is joined to the layer before it: from an overwritten
+    input it could not be recomputed, and freeing an input frees nothing while the output is a view of it. If the layers
+    before only handed on the overwritten tensor, it is joined to the layer that made it. Leading layers with nothing to
+    train and no gradient are the prefix.
+
+    Raises UnsupportedModelError if `model` is no nested `nn.Sequential`, has nothing to train, or has a layer that
+    returns no tensor or cannot be recomputed with the same numbers. Errors of a layer pass through, with a note that
+    names it.
     """
-    # In their own dtype: the hooks that would cast the input to that of a mixed precision policy do not run.
+    # In their own dtype: the hooks that cast the input for mixed precision do not run.
     return cut_layers(layers(model), value, device, sharding_of(model, mixed_precision=False))
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
-    """`cut`, for layers that are given in the order in which they run; `sharding` is that of their model.
+    """Cut layers given in execution order, as `cut` does. `sharding` is that of their model.
 
-    UnsupportedModelError as from `cut`.
+    Raises UnsupportedModelError as `cut` does.
     """
-    # An input that needs a gradient needs the backward of every layer, so there is no prefix.
+    # An input that needs a gradient needs every layer's backward, so there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
     leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
     if leading == len(found):
@@ -120,11 +120,11 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
             kind="no_gradient",
         )
     refuse_random_state_of_its_own(found[leading:], device)
-    # A copy, since the first layer may write into it.
+    # Cloned, since the first layer may write into it.
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
     groups: list[list[Layer]] = []
     made_by: dict[int, int] = {}
-    """for the address of what a group has made and is still handed on, the number of that group"""
+    """storage address of a tensor still handed on, to the index of the group that made it"""
     unknown = [at for at, (_, module) in enumerate(found) if not offers_of(module).makes_its_own]
     runs = 1 + max(unknown, default=-1)
     for position, (name, module) in enumerate(found[:runs]):
@@ -154,9 +154,9 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
 
 
 def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> None:
-    """UnsupportedModelError for recurrent layers on CUDA with dropout between them.
+    """Raise UnsupportedModelError for recurrent layers on CUDA with dropout between them.
 
-    cuDNN draws their random numbers from a state that nobody can set back. Run again, a layer would drop other values.
+    cuDNN draws their dropout from an RNG state that cannot be restored, so a recomputation would drop other values.
     """
     if device.type != "cuda" or not torch.backends.cudnn.enabled:
         return
@@ -175,7 +175,7 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
 def _run(
     name: str, module: nn.Module, value: Any, device: torch.device, sharding: Sharding
 ) -> tuple[Any, set[int], bool]:
-    """The output of a layer, where it wrote into its input, and whether its output lies in its input's memory."""
+    """Return a layer's output, the input storages that it wrote, and whether its output is only input memory."""
     inputs = tensors_in(value)
     before = [tensor._version for tensor in inputs]
     with (
@@ -191,7 +191,7 @@ def _run(
         raise UnsupportedModelError(
             f"layer {name!r} returned no tensor, so nothing after it can be trained", kind="no_tensor", name=name
         )
-    # By version, not by value: a ReLU in place may happen to change nothing on this input.
+    # By version, not value: an in-place ReLU may leave this input unchanged.
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
@@ -202,21 +202,21 @@ def _trains(module: nn.Module) -> bool:
 
 
 def joined(group: list[Layer]) -> Layer:
-    """The layers of `group`, which follow each other, as one stage."""
+    """Join consecutive layers into one stage."""
     if len(group) == 1:
         return group[0]
     return JOINT.join(name for name, _ in group), nn.Sequential(*(module for _, module in group))
 
 
 def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixCost | None]:
-    """The input of the chain, and the cost of the layers before it."""
+    """Return the input of the chain, and the cost of the layers before it."""
     if not cut.prefix:
         return value, None
     modules = nn.Sequential(*(module for _, module in cut.prefix))
-    # A copy, since a layer may write into it.
+    # Cloned, since a layer may write into it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():
-        modules(value)  # libraries allocate at the first call what they keep for good
+        modules(value)  # warm-up: libraries allocate persistent memory at the first call
         with memory_meter(device) as meter:
             output = modules(value)
         with stopwatch(device) as watch:

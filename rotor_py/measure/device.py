@@ -1,4 +1,4 @@
-"""What a device has to give, and how many of its bytes a limit stands for."""
+"""Memory of a device, and the bytes that a limit means on it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rotor_py.units import format_bytes, parse_bytes
 _log = logging.getLogger("rotor_py")
 
 DEFAULT_SHARE = 0.9
-"""The part of what the device can give this process that is used if no limit is set. A guess: the other tenth is for
-fragmentation, which no plan knows of."""
+"""Share of the available memory used without a limit. A guess: the rest covers fragmentation, which plans do not model.
+"""
 
 
 def limit_bytes(limit: float | str | None, device: torch.device) -> int:
-    """The bytes that a limit stands for on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of all its memory.
+    """Return the bytes of a limit on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of its total memory.
 
-    None stands for 90 % of what the device can give this process now. ValueError for anything else, and for a limit
-    that is not above zero.
+    None means 90 % of the memory available to this process now. Raises ValueError for anything else, and for a limit
+    not above zero.
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))
@@ -35,7 +35,7 @@ def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     return found
 
 
-@cache  # once for each limit
+@cache  # once per limit
 def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
     _log.warning(
         "the limit of %s is above all memory of %s, %s: a plan inside it may not fit there",
@@ -45,7 +45,7 @@ def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """All the memory of `device`; on the CPU, all that this process may use."""
+    """Return the total memory of `device`; on the CPU, all that this process may use."""
     if (predicted := prediction()) is not None:
         return predicted.memory_bytes
     if device.type == "cuda":
@@ -54,25 +54,25 @@ def total_bytes(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int:
-    """What the device can give this process, what the process already has included."""
+    """Return the memory available to this process, including its own."""
     if (predicted := prediction()) is not None:
         return predicted.memory_bytes
     if device.type == "cuda":
-        # What PyTorch has reserved is not free, but this process can use it.
+        # Memory reserved by PyTorch is not free, but usable by this process.
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     return available_host_bytes()
 
 
 def allocated_bytes(device: torch.device) -> int | None:
-    """What PyTorch has handed out on `device` so far; None on the CPU, where nobody counts."""
+    """Return the bytes allocated by PyTorch on `device`; None on the CPU, which has no count."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
 
 def segments_expand(device: torch.device) -> bool:
-    """Whether all large tensors on a CUDA device are in segments that expand, whose blocks are as large as asked for.
+    """Whether all large tensors on a CUDA device are in expandable segments, whose blocks have the requested size.
 
-    The allocator is asked, not the environment: that counts only if it was set before the allocator was there.
+    Asks the allocator, not the environment, which counts only if set before the allocator starts.
     """
     if torch.cuda.get_allocator_backend() != "native":
         return False

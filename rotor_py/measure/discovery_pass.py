@@ -1,4 +1,4 @@
-"""The first walks: what a run without a graph would not show, and the layouts of gradients, until these are settled."""
+"""Discovery passes: find effects of the graph, and gradient layouts until they are settled."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ from rotor_solver.progress import Progress
 
 
 class LayerOffers(Protocol):
-    """Finds what layers offer, while they are measured."""
+    """Finds offers of layers during measuring."""
 
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
-        """Find out what a layer of this kind offers on the input `value`. Nothing of the layer is changed.
+        """Find the offers of a layer with signature `kind` on the input `value`, leaving the layer unchanged.
 
-        Beside its parameters, input and output, autograd saves `saved_bytes` of it.
+        Autograd saves `saved_bytes` of it, without its parameters, input and output.
         """
 
     def of(self, function: nn.Module) -> StageOffers | None:
-        """What was found of a layer; None if that is nothing."""
+        """Return the offers found for a layer; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
 class WalkedChain:
-    """The stages of `cut` on their `device`, and the `value` that goes into the first of them.
+    """The stages of `cut` on their `device`, with the `value` that enters the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. The processes of
-    `group` walk through the same stages together.
+    `silent` are the indices of the chain's output tensors without gradient. The processes of `group` walk the same
+    stages together.
     """
 
     cut: Cut
@@ -63,38 +63,38 @@ class WalkedChain:
     preserve_rng_state: bool
     keepers: tuple[Keeper, ...]
     layer_offers: LayerOffers | None
-    """What finds ways to store layers beside those that they say themselves."""
+    """finds further storage modes of layers"""
 
     def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
-        """What runs the stage with this number as training does, stored whole or in one of these `ways`."""
+        """Return the runner of a stage as in training, stored whole or in one of these `ways`."""
         name, function = self.cut.stages[number]
         offers = None if self.layer_offers is None else self.layer_offers.of(function)
         return StageRunner(function, name, self.preserve_rng_state, ways=ways, keepers=self.keepers, offers=offers)
 
     def run(self, runner: StageRunner, value: Any) -> Any:
-        """The input of the following stage, with `requires_grad` where training has it."""
+        """Return the input of the next stage, with the `requires_grad` of training."""
         with isolated(runner.function, self.device), torch.enable_grad():
             return leaves_of(runner.forward(leaves_of(value)))
 
     def run_without_graph(self, runner: StageRunner, value: Any) -> Any:
-        """The output of a stage for which no graph was made: its numbers may be those of another kernel."""
+        """Return the output of a stage without a graph: its numbers may come from another kernel."""
         with isolated(runner.function, self.device), torch.no_grad():
             return runner.forward(value)
 
     def silent_of(self, number: int) -> tuple[int, ...]:
-        """The positions of the outputs of the stage with this number that get no gradient."""
+        """Return the indices of a stage's outputs without gradient."""
         return self.silent if number == len(self.cut.stages) - 1 else ()
 
 
-# The layouts in which gradients arrive at the stages of a chain, as far as measuring has found them out.
+# Layouts of the gradients that arrive at the stages of a chain, as far as known.
 #
-# A chain is measured from its first stage on, and gradients come from the other end. So a stage is first measured with
-# gradients laid out like its output. Whether they are is known when the next stage has been measured. A copy that a
-# backward begins with is as large as the output.
+# A chain is measured forward, and gradients come from its end. So a stage is first measured with gradients laid out
+# like its output, which the next stage's measurement confirms or corrects. A wrong layout makes a backward begin with a
+# copy as large as the output.
 
 
 Known = Callable[[int, Layouts], Layouts | None]
-"""What a stage gives to its input if gradients arrive in these layouts; None if nobody knows yet."""
+"""The layouts that a stage gives its input for arriving layouts; None if unknown."""
 
 
 def _nothing_known(stage: int, arriving: Layouts) -> None:
@@ -102,27 +102,27 @@ def _nothing_known(stage: int, arriving: Layouts) -> None:
 
 
 class GradientLayouts:
-    """For each stage of a chain, the layouts that its backward is measured with, and those that are due."""
+    """For each stage of a chain, the gradient layouts used to measure it, and those that actually arrive."""
 
     def __init__(self, stages: int) -> None:
         self.arriving: list[Layouts] = [()] * stages
-        """The layouts of the gradients that each stage is measured with; empty where all are like its output."""
+        """Gradient layouts that each stage is measured with; empty if all match its output."""
         self._given: list[Layouts] = [()] * (stages + 1)
-        """The layouts of the gradients that each backward, and at last the loss, gives to its input."""
+        """Gradient layouts that each backward, and finally the loss, gives to its input."""
         self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in range(stages)]
-        """Shape and strides of what each stage returns, or of the part of it that this process has."""
+        """Shape and strides of each stage's output, or of this process's part of it."""
 
     def give_output(self, layouts: Layouts) -> None:
-        """The gradients of the chain's output have these layouts."""
+        """Set the gradient layouts of the chain's output."""
         self._given[-1] = layouts
 
     def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
-        """A stage returns the tensors `output`, and its backward gives these layouts to the gradients of its input."""
+        """Record a stage's `output`, and the layouts that its backward gives to the gradients of its input."""
         self._given[stage] = given
         self._outputs[stage] = _layouts_of(output)
 
     def laid_out_as_noted(self, stage: int, output: Iterable[torch.Tensor]) -> bool:
-        """Whether these tensors have the shapes and strides of those that a stage was seen to return."""
+        """Whether these tensors have the recorded shapes and strides of a stage's output."""
         return self._outputs[stage] == _layouts_of(output)
 
     def differ(self) -> bool:
@@ -130,9 +130,9 @@ class GradientLayouts:
         return self.last_that_differs() is not None
 
     def last_that_differs(self, known: Known = _nothing_known) -> int | None:
-        """The last stage at which gradients arrive in other layouts than it was measured with.
+        """Return the last stage whose gradients arrive in other layouts than it was measured with.
 
-        Where what it gives for them is `known`, the stage counts as measured with them from now on.
+        A stage whose result for the arriving layouts is `known` counts as measured with them from now on.
         """
         last = None
         for stage in reversed(range(len(self._outputs))):
@@ -146,7 +146,7 @@ class GradientLayouts:
         return last
 
     def take_over(self) -> None:
-        """From now on, stages are measured with gradients in the layouts in which they arrive."""
+        """Measure stages from now on with the arriving layouts."""
         self.arriving = self._due()
 
     def _due(self) -> list[Layouts]:
@@ -158,7 +158,7 @@ def _layouts_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, tuple
 
 
 def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:
-    """`layouts`, with None where a gradient is laid out as its tensor; empty if all are."""
+    """Return `layouts`, with None where a gradient matches its tensor; empty if all match."""
     found = tuple(
         None if strides is None or _alike(shape, own, strides) else strides
         for (shape, own), strides in zip(output, layouts, strict=False)
@@ -167,29 +167,33 @@ def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layou
 
 
 def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether both lay out a tensor of this shape alike. Along a side of length one, strides mean nothing."""
+    """Whether both strides lay out this shape alike; strides of sides of length one do not matter."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
 
 
-# Gradients that a stage would lose where it is run again: those of what is not its own, found by its first run.
+# Gradients that a recomputed stage would lose, because it does not own their leaf; found in its first run.
 
 
 _log = logging.getLogger("rotor_py")
 
 
 class LostGradients:
-    """Looks at what the stage `function` makes in a run that begins from now on."""
+    """Examine the tensors that the stage `function` makes in a run that begins now."""
 
     def __init__(self, name: str, function: nn.Module) -> None:
         self._name, self._function = name, function
         self._attributes = Attributes(function)
 
     def refuse(self, value: Any, output: Any, parameters: Sequence[torch.Tensor]) -> None:
-        """UnsupportedModelError if the stage uses a parameter of a layer that it only refers to, in a list for example.
+        """Raise UnsupportedModelError if the stage uses a parameter that it only refers to, for example in a list.
 
-        `output` is what it has made of `value`, in its graph; `parameters` are those that it trains. Where it is run
-        again, its graph ends at its own parameters, and that one would get no gradient. A warning says so where an
-        attribute keeps a tensor with a gradient.
+        Its recomputed graph ends at its own parameters, so the other would get no gradient. Warns if an attribute keeps
+        a tensor with a gradient.
+
+        Args:
+            value: Input of the run.
+            output: Its output, with the graph.
+            parameters: The stage's trained parameters.
         """
         if kept := with_gradients(self._attributes.changes()):
             self._warn(kept[0])
@@ -205,7 +209,7 @@ class LostGradients:
             )
 
     def _warn(self, attribute: str) -> None:
-        """What is computed from such an attribute has no graph at first where the stage runs again."""
+        """Warn of an attribute that has no graph after the forward of a recomputed stage."""
         _log.warning(
             "stage %r (%s) keeps a tensor with a gradient in its attribute %r. Where a plan runs the stage again, the "
             "one that is there after the forward has none: a loss that reads it trains nothing through it. Return it "
@@ -216,48 +220,48 @@ class LostGradients:
 
 
 class DiscoveryPass:
-    """What the first walks find of the stages of a chain. The backward steps the parameters in `stepped`."""
+    """Findings of the discovery passes over a chain. The backward steps the parameters in `stepped`."""
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
         self._effects: dict[Hashable, tuple[GraphEffects, Steady | None]] = {}
         self._trials: dict[Hashable, Mapping[str, Trial]] = {}
         self._given: dict[Hashable, Layouts] = {}
-        """The layouts of the gradients of a stage's input, by its kind and those of the gradients that arrive, but of
-        tensors that it only hands on."""
+        """Layouts of a stage's input gradients, by its signature and those of the arriving gradients, without tensors
+        that it only hands on."""
         self.needs_gradient: dict[int, list[bool]] = {}
         """Which tensors of a stage's output need a gradient in training."""
         self._chain = chain
         self._stages = chain.cut.stages
         self._layouts = GradientLayouts(len(self._stages))
         self._alike: dict[int, Hashable] = {}
-        """The kind of each stage, whatever gradients arrive there."""
+        """Signature of each stage, without the arriving gradients."""
 
     def of(self, chain: WalkedChain) -> DiscoveryPass:
-        """A survey of the same chain, run in another way, with what is known of kinds of stages."""
+        """Return a discovery pass over the same chain run differently, with the findings by signature."""
         other = DiscoveryPass(chain, self._stepped)
         other._effects, other._trials, other._given = self._effects, self._trials, self._given
         return other
 
     @property
     def arriving(self) -> list[Layouts]:
-        """The layouts of the gradients that arrive at each stage."""
+        """Layouts of the gradients that arrive at each stage."""
         return self._layouts.arriving
 
     def paying(self, number: int) -> set[str]:
-        """The keepers by which a stage is worth storing, by their names."""
+        """Return the names of the keepers worth using for a stage."""
         return {name for name, trial in self._trials[self._alike[number]].items() if trial.pays}
 
     def laid_out_as_with_a_graph(self, number: int, output: Any) -> bool:
-        """Whether a run of a stage without a graph has made an output that is laid out as one with a graph was."""
+        """Whether a stage's output without a graph is laid out as with one."""
         return self._layouts.laid_out_as_noted(number, tensors_in(output))
 
     def give_output(self, layouts: Layouts) -> None:
-        """The gradients of the chain's output have these layouts."""
+        """Set the gradient layouts of the chain's output."""
         self._layouts.give_output(layouts)
 
     def walk(self, progress: Progress | None = None, last: int | None = None) -> Any:
-        """A walk up to the stage `last`; returns its output, by default the chain's."""
+        """Walk up to the stage `last`, by default all; return its output."""
         value = self._chain.value
         for number, (name, _) in enumerate(self._stages[: None if last is None else last + 1]):
             if progress is not None:
@@ -266,22 +270,21 @@ class DiscoveryPass:
         return value
 
     def settle(self) -> bool:
-        """Walk until gradients arrive in the layouts that are known; whether they did not before."""
+        """Walk until gradients arrive in the known layouts; return whether layouts changed."""
         chain, before = self._chain, list(self.arriving)
-        # This ends: the gradients of a stage depend on the stages after it alone, so every walk settles one more.
+        # Terminates: gradients of a stage depend only on the stages after it, so every walk settles one more.
         while anywhere((last := self._layouts.last_that_differs(self._known)) is not None, chain.group, chain.device):
             self._layouts.take_over()
-            # Processes have to run equally many stages, and others may differ at later ones.
+            # Processes must run equally many stages, and others may differ at later ones.
             self.walk(last=None if several_processes() else last)
         return anywhere(self.arriving != before, chain.group, chain.device)
 
     def _known(self, number: int, arriving: Layouts) -> Layouts | None:
-        """The layouts that a stage gives if gradients arrive like this; None if no stage of its kind has shown that."""
+        """Return the layouts that a stage gives for arriving ones; None if no stage of its signature has shown them."""
         given = self._given.get(self._asked(number, arriving))
         return None if given is None else self._with_handed_on(number, given, arriving)
 
     def _asked(self, number: int, arriving: Layouts) -> Hashable:
-        """What the layouts that a stage gives are known by."""
         passed = tuple(self._handed_on(number).items())
         return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
 
@@ -289,13 +292,13 @@ class DiscoveryPass:
         return offers_of(self._stages[number][1]).handed_on
 
     def _to_run(self, number: int, arriving: Layouts) -> Layouts:
-        """Of the gradients that arrive, the layouts on which it depends what the stage gives."""
+        """Return the arriving layouts that affect a stage's result."""
         passed = self._handed_on(number)
         found = tuple(None if position in passed else each for position, each in enumerate(arriving))
         return found if any(found) else ()
 
     def _with_handed_on(self, number: int, given: Layouts, arriving: Layouts) -> Layouts:
-        """The layouts that a stage gives, with those that only pass through it."""
+        """Complete a stage's layouts with those that only pass through it."""
         found = list(given)
         for end, begin in self._handed_on(number).items():
             if end < len(arriving) and arriving[end] is not None and found[begin] is not None:
@@ -303,12 +306,12 @@ class DiscoveryPass:
         return tuple(found)
 
     def _pass(self, number: int, value: Any) -> Any:
-        """Look at a stage unless its kind is known; returns its output, the input of the next one."""
+        """Examine a stage unless its signature is known; return its output, the input of the next."""
         name, function = self._stages[number]
         chain = self._chain
         with gathered(function, chain.cut.sharding):
             alike = stage_signature(function, value)
-            # Where stages wait for other processes, all of them run a stage that is new to any of them.
+            # With collectives, all processes run a stage that is new to any of them.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
             self._alike[number] = alike
             arriving = self.arriving[number]
@@ -330,7 +333,7 @@ class DiscoveryPass:
                 if chain.layer_offers is not None:
                     saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
                     chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
-            # A stage of a known kind did not run, and its numbers are its own.
+            # A stage of a known signature did not run yet, and its numbers are its own.
             value = chain.run(chain.runner(number), value) if made is None else made
             given = self._with_handed_on(number, self._given[asked], arriving)
             self._layouts.note(number, given, tensors_in(value))
@@ -338,10 +341,10 @@ class DiscoveryPass:
         return value
 
     def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
-        """The layouts that a stage gives, and its output; if it is `new`, keepers are tried."""
+        """Return the layouts that a stage gives, and its output; try keepers if it is `new`."""
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
-        # A captured stage says all that it does, and has all parameters that it uses.
+        # A captured stage describes all its effects, and owns all its parameters.
         lost = LostGradients(name, function) if new and not isinstance(function, HasKind) else None
         run = partial(
             stage_layouts,
@@ -352,8 +355,7 @@ class DiscoveryPass:
             arriving=self._to_run(number, self.arriving[number]),
             before_backward=None if lost is None else lost.refuse,
         )
-        # Of hooks inside of each other, autograd calls the innermost alone. And no process must run a stage again that
-        # others do not.
+        # Of nested hooks, autograd calls only the innermost. And no process may run a stage more often than the others.
         together = trials[:1] if not several_processes() else []
         for trial in trials[len(together) :]:
             with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
@@ -364,11 +366,11 @@ class DiscoveryPass:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                continue  # transforms of torch.func refuse hooks; what fails without hooks, too, fails again
+                continue  # torch.func transforms refuse hooks; other failures recur without hooks
         return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
-        """UnsupportedModelError if a stage reads a parameter that it does not have and that the backward steps."""
+        """Raise UnsupportedModelError if a stage reads a foreign parameter that the backward steps."""
         name, function = self._stages[number]
         with ForeignParameters(function, self._stepped.parameters) as reads:
             self._chain.run(self._chain.runner(number), value)

@@ -1,4 +1,4 @@
-"""What of a step's memory is there whatever the plan: parameters, gradients, optimizer state, and the rest."""
+"""Fixed memory: the bytes of a step that every plan needs, such as parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from rotor_solver import InfeasibleError
 
 _UNSPLIT = 8 * 2**20
 _WORDS = {"optimizer": "optimizer state"}
-"""Parts whose name in texts is not that of their field."""
+"""Names in texts that differ from the field's."""
 
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """Bytes on the device that every plan has to live with, from the beginning of the step to its end.
+    """Bytes on the device that every plan needs throughout the step.
 
-    `communication` is the memory in which gradients are sent and sharded parameters gathered. `batch` is what the
-    caller passes in, if layers run before the chain; otherwise the batch is the chain's a_0, and counted there. `other`
-    is what else this process holds on the device, and what the step makes for the caller and keeps to its end.
+    `communication`: buffers for sending gradients and gathering sharded parameters. `batch`: the caller's input, if
+    layers run before the chain; otherwise the chain counts it as a_0. `other`: further allocations of this process, and
+    results for the caller that stay to the end of the step.
     """
 
     parameters: int = 0
@@ -43,7 +43,7 @@ class FixedMemory:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def in_words(self) -> str:
-        """The parts that are not zero, with their sizes; empty if all are."""
+        """Return the nonzero parts with their sizes, as text."""
         sizes = {_WORDS.get(field.name, field.name): getattr(self, field.name) for field in fields(self)}
         return ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size)
 
@@ -57,10 +57,9 @@ def known_memory(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> FixedMemory:
-    """What is known of the fixed part of a step of `model` on `sample` before anything is measured, the batch with it.
+    """Return the fixed memory of a step of `model` on `sample` known before measuring, the batch included.
 
-    `optimizer` is None where nothing is known about it. Gradients of parameters that are `stepped` in the backward are
-    not fixed.
+    `optimizer` is None if unknown. Gradients of parameters `stepped` in the backward are not fixed.
     """
     parameters, buffers = storages(_on(device, model.parameters())), storages(_on(device, model.buffers()))
     return FixedMemory(
@@ -69,7 +68,7 @@ def known_memory(
         buffers=sum(size for storage, size in buffers.items() if storage not in parameters),
         gradients=kept_gradient_bytes(model, device, fresh=fresh_gradients, stepped=stepped),
         optimizer=optimizer.state_bytes if optimizer else 0,
-        # What goes into a captured graph are also buffers, such as the mask of an attention.
+        # Inputs of a captured graph may also be buffers, such as an attention mask.
         batch=storage_bytes(_on(device, tensors_in(sample)), owned_elsewhere={**parameters, **buffers}),
     )
 
@@ -86,10 +85,10 @@ def count_fixed_memory(
     buckets: bool,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> FixedMemory:
-    """Count what is fixed in a step of `model` on `sample`; `optimizer` is None where nothing is known about it.
+    """Count the fixed memory of a step of `model` on `sample`. `optimizer` is None if unknown.
 
-    `buckets` says that `communication` is on the device already, as DistributedDataParallel's buckets are. Gradients of
-    parameters that are `stepped` in the backward are not fixed.
+    `buckets`: `communication` is already allocated, as DistributedDataParallel's buckets are. Gradients of parameters
+    `stepped` in the backward are not fixed.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
     accounted = known.parameters + known.buffers + known.batch + (communication if buckets else 0)
@@ -107,16 +106,17 @@ def count_fixed_memory(
 def kept_gradient_bytes(
     model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
 ) -> int:
-    """Bytes of gradients that are there throughout the step: those that frozen parameters still have and, unless
-    `fresh`, those of all trained parameters but the `stepped` ones.
+    """Return bytes of gradients present throughout the step.
+
+    These are gradients of frozen parameters and, unless `fresh`, of all trained parameters that are not `stepped`.
     """
-    # An optimizer's `zero_grad` clears the gradients of its own parameters, so those of frozen ones may stay for good.
+    # `zero_grad` clears only the optimizer's own parameters, so gradients of frozen ones may stay for good.
     frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))
 
 
 def trained_bytes(model: nn.Module, device: torch.device, stepped: SteppedParameters = NONE_STEPPED) -> int:
-    """Bytes of a gradient for every parameter that is trained on `device`, but those that are `stepped`."""
+    """Return bytes of the gradients of all parameters trained on `device`, except `stepped` ones."""
     return bytes_like(p for p in stepped.others(model.parameters()) if p.requires_grad and p.device == device)
 
 
@@ -125,12 +125,12 @@ def _on(device: torch.device, tensors: Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def unsplit_bytes(device: torch.device, saved: int) -> int:
-    """Room for what CUDA's allocator hands out beyond what is asked for, in a step whose stages save `saved` bytes.
+    """Return room for unsplit blocks of CUDA's allocator, in a step whose stages save `saved` bytes.
 
-    It cuts a free block only where more than 1 MiB is left (`should_split` in c10/cuda/CUDACachingAllocator.cpp), and
-    counts the whole block; segments that expand have no such rest. Which blocks are free is not known beforehand. On an
-    H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: twice that is left, and a hundredth of what
-    stages save where that is less.
+    The allocator splits a free block only if more than 1 MiB is left (`should_split` in
+    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block; expandable segments have no such rest. Which blocks
+    are free is unknown in advance. On an H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve
+    twice that, or a hundredth of `saved` if less.
     """
     if device.type != "cuda" or prediction() is not None or segments_expand(device):
         return 0
@@ -140,10 +140,10 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
 def _unaccounted(
     device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
 ) -> int:
-    """What the process holds on the device beyond what is `accounted` for; zero on the CPU, where it is unknown.
+    """Return bytes that the process holds on the device beyond `accounted`; zero on the CPU, where they are unknown.
 
-    Gradients and optimizer state that are there already are taken off: they are counted as a whole elsewhere. On a
-    device that is predicted, it is what libraries are assumed to keep for themselves.
+    Subtracts present gradients and optimizer state, which are counted in full elsewhere. On a predicted device, it is
+    the assumed memory of libraries.
     """
     if (predicted := prediction()) is not None:
         return predicted.workspace_bytes
@@ -155,14 +155,14 @@ def _unaccounted(
     return max(0, allocated - accounted - present - state)
 
 
-# What cannot fit, said before anything is run: what a step holds whatever the plan is may be more than the limit.
+# Reject limits below the fixed memory before running anything.
 #
-# People come here because the step does not fit. Measuring a large model takes a while, and runs out of memory itself
-# where parameters and optimizer state alone are too much. These are known without it, to the byte.
+# Measuring a large model takes a while, and itself runs out of memory if parameters and optimizer state alone exceed
+# it. These bytes are known exactly without measuring.
 #
-# A chain of tensors without memory would show more, and is not asked: its least limit could refuse what fits. What it
-# promises is a bound from above, and some steps take a sixth less; what libraries hold beside tensors is assumed; and
-# ways to store a stage that show in values, or in compiled code, are missing.
+# A chain of fake tensors would show more, but its least limit could reject feasible ones: it is an upper bound, and
+# some steps take a sixth less; memory of libraries is assumed; storage modes that show in values or compiled code are
+# missing.
 
 
 def static_infeasibility(
@@ -175,12 +175,12 @@ def static_infeasibility(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> InfeasibleError | None:
-    """The error for a step of `model` on `sample` that `mem_limit` bytes cannot hold; None if they may.
+    """Return the error for a step of `model` on `sample` that exceeds `mem_limit` bytes; None if it may fit.
 
-    It is certain, since what stages keep is not counted. For the same reason its `min_bytes` are a bound.
+    The error is certain, since saved tensors are not counted. So its `min_bytes` are a lower bound.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
-    # Where gradients are freed between steps, all of them are there when the optimizer steps. The batch may be gone.
+    # Gradients freed between steps are all present when the optimizer steps. The batch may be gone.
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     stepping = known.total - known.batch + fresh
     least = max(known.total, stepping)
@@ -188,7 +188,7 @@ def static_infeasibility(
         return None
     beside = f", and {format_bytes(fresh)} gradients when the optimizer steps" if stepping > known.total else ""
     needs = ""
-    # Freed between steps, all of them are there again when the optimizer steps.
+    # Gradients freed between steps are all present again when the optimizer steps.
     freed = max(known.total - known.gradients, known.total - known.batch)
     if known.gradients and freed <= mem_limit:
         needs = (

@@ -1,4 +1,4 @@
-"""What a model costs as a chain: measured facts, and the `rotor_solver.Chain` that they make."""
+"""Measured costs of a model, and the `rotor_solver.Chain` that they make."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rotor_py.stage.low_precision import word_of
 from rotor_solver import Chain, Option, Stage
 
 _NEVER = 2**48
-"""Scratch memory that no device has (256 TiB), so what needs it is in no plan. The solver takes sizes up to 1 PiB."""
+"""Scratch bytes that no device has (256 TiB), to exclude an operation from plans. The solver takes sizes up to 1 PiB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCost:
-    """What runs before the chain: its time, and the most memory it holds beyond the chain's own input."""
+    """Cost of the layers before the chain: time, and peak memory beyond the chain's input."""
 
     seconds: float
     temp_bytes: int
@@ -24,11 +25,11 @@ class PrefixCost:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """A tensor that is kept beside the chain, of `nbytes`: made by stage first - 1, last used by stage `last`.
+    """A tensor of `nbytes` kept outside the chain: made by stage first - 1, last used by stage `last`.
 
-    It is in memory from then on to the backward of stage `last`. From there to the backward of the stage that made it,
-    its gradient is, of `gradient_bytes`. Where it gets none, the tensor counts until then: earlier stages may
-    have saved it, too. If the tensor is returned, `last` is the number of stages.
+    It is in memory until the backward of stage `last`. From then to the backward of its maker, its gradient of
+    `gradient_bytes` is. Without a gradient, the tensor itself counts until then, since earlier stages may have saved
+    it. If it is returned, `last` is the number of stages.
     """
 
     nbytes: int
@@ -39,9 +40,9 @@ class Carried:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to store a stage other than whole: its name, which follows "stored" in a report, and the stage's cost.
+    """A partial storage mode of a stage: its name, which follows "stored" in a report, and the stage's cost.
 
-    `moved_bytes` of what it saves can be in another tier from its forward to its backward.
+    `moved_bytes` of its saved tensors can be offloaded from its forward to its backward.
     """
 
     name: str
@@ -51,8 +52,9 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Seconds and bytes of every part of a step. `snapshot_bytes` is what a replay keeps: of buffers that move, and of
-    what stages decide.
+    """Seconds and bytes of every part of a step.
+
+    `snapshot_bytes` are what recomputations keep: copies of changing buffers, and decisions.
     """
 
     names: tuple[str, ...]
@@ -64,21 +66,20 @@ class Measurement:
     snapshot_bytes: int = 0
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
-    """Bytes of outputs that get no gradient."""
+    """Bytes of outputs without gradient."""
     waiting_gradients: tuple[int, ...] = ()
-    """Where parameters are stepped in the backward: bytes of gradients that each stage's backward leaves for earlier
-    stages, which use the same parameters, less those that it ends. They are not in `gradient_bytes`, which stay."""
+    """With parameters stepped in the backward: bytes of shared parameters' gradients that each backward leaves for
+    earlier stages, less those that it finishes. Not in `gradient_bytes`, which stay."""
     summed_gradients: tuple[int, ...] = ()
-    """The same of the other parameters, where their gradients are there from before the step; empty if no stages share
-    any."""
+    """The same for parameters not stepped, where gradients exist before the step; empty if stages share none."""
     ways: tuple[tuple[Way, ...], ...] = ()
-    """The other ways to store each stage (`stage.ways`), as the chain has them: option n of a stage is its n-th."""
+    """The partial storage modes of each stage, as in the chain: option n of a stage is its n-th."""
     spread: float = field(default=0.0, compare=False)
-    """How far the times of one kind of stage were apart, as a part of them: about how it was measured."""
+    """Relative spread of the times of one signature: quality of the measurement."""
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of carried tensors that are returned. The caller keeps the first ones, even if some are made again."""
+        """Bytes of carried tensors that are returned. The caller keeps the first ones, even if recomputed."""
         return sum(each.nbytes for each in self.carried if each.last == len(self.stages))
 
     @property
@@ -88,22 +89,22 @@ class Measurement:
 
     @property
     def way_names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the other ways to store each stage: what its options 1, 2, … stand for."""
+        """Names of the partial storage modes of each stage: its options 1, 2, …"""
         return tuple(tuple(way.name for way in ways) for ways in self.ways_by_stage)
 
     @property
     def fewer_bits(self) -> str | None:
-        """The word that asks for the fewer bits in which a plan may keep something; None if all stays exact."""
+        """The `keep=` word of the low precision that a plan may use; None if all modes are exact."""
         return word_of(name for names in self.way_names for name in names)
 
     def chain(self, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
-        """The chain for the solver; parameter gradients appear in it if they are freed between steps.
+        """Return the chain for the solver. It includes parameter gradients if they are freed between steps.
 
-        With several `forwards` in flight, all gradients are there from the first backward on, and none is in the chain.
+        With several `forwards` in flight, all gradients exist from the first backward on, and none is in the chain.
         """
         beside = _Beside.of_chain(self, fresh_gradients, forwards)
         stages = tuple(self._stage(number, beside) for number in range(len(self.stages)))
-        # The caller of a model holds what it returned, at least as a local variable, until the step is over.
+        # The caller holds the model's output, at least as a local variable, until the step is over.
         return Chain(stages, self.input_bytes, self.loss.seconds, beside.loss, output_held=True)
 
     def _stage(self, number: int, beside: _Beside) -> Stage:
@@ -124,11 +125,13 @@ class Measurement:
 
 @dataclass(slots=True)
 class _Beside:
-    """Bytes in memory beside the chain, for each stage while it runs forward, without a graph or backward; during the
-    loss; and the gradients that the backward of each stage leaves, less those that it ends.
+    """Bytes outside the chain, per stage and pass.
 
-    The solver knows activations that go from one stage to the next, and nothing that goes further. What goes further is
-    therefore added to the scratch memory of every stage during which it is there.
+    `forward`, `nograd`, `backward`: held while the stage runs forward, without a graph, or backward. `loss`: held
+    during the loss. `gradient`: gradients that a backward leaves, less those that it finishes.
+
+    The solver models only activations passed from one stage to the next. Tensors that go further are added to the
+    scratch memory of every stage during which they exist.
     """
 
     forward: list[int]
@@ -160,24 +163,24 @@ class _Beside:
             if stage >= carried.last or not carried.gradient_bytes:  # else its gradient is there instead
                 self.backward[stage] += carried.nbytes
         self.loss += carried.nbytes
-        # To the solver, its gradient is one that a backward leaves, and that the backward of its maker ends.
+        # For the solver, a backward leaves its gradient, and its maker's backward finishes it.
         self.gradient[min(carried.last, length - 1)] += carried.gradient_bytes
         if carried.first:
             self.gradient[carried.first - 1] -= carried.gradient_bytes
 
     def _add_held(self, nbytes: int) -> None:
-        """Outputs that get no gradient are the caller's, from the forward of the last stage to the end of the step."""
-        self.nograd[-1] = _NEVER  # run again, the last stage would make them a second time
+        """Add outputs without gradient: the caller's, from the last forward to the end of the step."""
+        self.nograd[-1] = _NEVER  # a recomputation of the last stage would make them twice
         self.backward[-1] += nbytes
         self.loss += nbytes
         self.gradient[-1] += nbytes
 
 
 def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
-    """A way to run a stage, with the bytes that are in memory beside it. `first` is the first way's cost.
+    """Return the solver's option, with the bytes outside the chain. `first` is the cost of the first option.
 
-    Per stage, the chain has one number for what a run frees: the first way's. If another way holds on to some of that,
-    it is counted as saved.
+    A chain has one number per stage for the bytes that a run frees: the first option's. If another option frees less,
+    the difference counts as saved.
     """
     cost = way.cost
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
@@ -194,16 +197,16 @@ def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
     )
 
 
-# The costs of one chain where several processes have measured it: for each number, that of who needs most.
+# The joint costs of a chain measured by several processes: the largest of each number.
 #
-# Processes that train together wait for each other in every collective, so the slowest decides how long a stage takes.
-# A sequence that fits these costs fits each of them.
+# Processes wait for each other in every collective, so the slowest sets the time. A sequence that fits these costs fits
+# every process.
 
 
 def costliest(chains: Sequence[Chain]) -> Chain:
-    """A chain whose stages cost as much as in any of `chains`, which have the same stages.
+    """Return a chain whose stages cost the most of any of `chains`, which have the same stages.
 
-    Of the ways to run a stage, those are left that have the same name and number in all of them.
+    Keeps the leading options whose names agree in all of them.
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]
@@ -224,7 +227,7 @@ def _costliest_stage(same: Sequence[Stage]) -> Stage:
         nograd_temp=max(stage.temp_without_graph for stage in same),
         gradient=max(stage.gradient for stage in same),
         name=same[0].name,
-        # What is freed, and time that is saved: there, the least is what all can count on.
+        # For freed bytes and saved time, all can count only on the least.
         input_released=min(stage.input_released for stage in same),
         output_released=min(stage.output_released for stage in same),
         skipped_output_time=min(stage.skipped_output_time for stage in same),

@@ -1,4 +1,4 @@
-"""What a measured model costs the ranks of a pipeline, by stage: time and memory of a microbatch, and the rest."""
+"""Costs of a measured model for the ranks of a pipeline, by stage: time and memory of a microbatch, and the rest."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rotor_solver import Chain
 
 @dataclass(frozen=True, slots=True)
 class PipelineCosts:
-    """The chain of one microbatch; by stage, what is there throughout the step and what the optimizer's step needs on
-    top; and the stages at which a part may begin: where nothing is carried past.
+    """The `chain` of one microbatch. By stage, bytes `fixed` throughout the step, and those of the optimizer's step on
+    top (`stepping`). `boundaries`: stages at which a part may begin, where nothing is carried past.
     """
 
     chain: Chain
@@ -37,10 +37,10 @@ def pipeline_costs(
     batch_bytes: int = 0,
     optimizer: OptimizerCost | None = None,
 ) -> PipelineCosts:
-    """The costs of `model` with these `stages`, measured on one microbatch, with gradients that are kept.
+    """Return the costs of `model` with these `stages`, measured on one microbatch, with gradients kept between steps.
 
-    Parameters that several stages share count in each: ranks cannot share them. Those before the chain belong to the
-    first stage, and so does the time there; `batch_bytes` is a microbatch that layers before the chain take.
+    Parameters shared by several stages count in each, since ranks cannot share them. Parameters and time of layers
+    before the chain belong to the first stage; `batch_bytes` is the microbatch that those layers take.
     """
     trained = [bytes_like(p for p in trained_parameters(stage) if p.device == device) for stage in stages]
     known: set[int] = set()
@@ -48,7 +48,7 @@ def pipeline_costs(
     for stage, gradients in zip(stages, trained, strict=True):
         own = storages(tensor for tensor in (*stage.parameters(), *stage.buffers()) if tensor.device == device)
         known.update(own)
-        # What a replay keeps of buffers that move: the copy that is put back, and one that the next run writes into.
+        # Snapshots of changing buffers: the copy to restore, and one that the recomputation writes into.
         snapshots = 2 * microbatches * bytes_like(moving_buffers(stage))
         fixed.append(sum(own.values()) + gradients + snapshots)
     rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)
@@ -69,8 +69,7 @@ def pipeline_costs(
 
 
 def _with_prefix(measurement: Measurement) -> Chain:
-    """The chain, in which the first stage runs what comes before it as well."""
-    # The parts of a pipeline share no parameters.
+    # Parts of a pipeline share no parameters.
     chain = replace(measurement, summed_gradients=()).chain(fresh_gradients=False)
     prefix = measurement.prefix
     if prefix is None:

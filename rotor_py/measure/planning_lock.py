@@ -1,4 +1,4 @@
-"""What surrounds planning: one thread of a process plans at a time, the others wait for their turn."""
+"""Serialize planning: one thread of a process plans at a time."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from threading import Event, RLock
 planning = RLock()
 """Held while a model is measured, captured or solved for.
 
-PyTorch's profiler cannot run twice in a process; two models that run at once would slow each other down, and be
-measured so; and some of Numba's threading layers must not be used by two callers. Reentrant, because what measures
-holds it and then solves, which takes it as well.
+PyTorch's profiler cannot run twice in a process; two models at once would distort each other's times; and some of
+Numba's threading layers allow one caller only. Reentrant, because measuring holds it and then solves, which takes it
+too.
 """
 
 _aside = Event()
-"""Whether objects are aside that `freeze_gc` has put there."""
+"""Set while `freeze_gc` has objects frozen."""
 
 
 @contextmanager
 def freeze_gc() -> Iterator[None]:
-    """As long as this lasts, Python's garbage collector does not walk through what is there already.
+    """Exclude existing objects from Python's garbage collector inside this context.
 
-    To capture a graph makes objects by the hundred thousand, which have the collector look at all that there are: those
-    of torch and of libraries around it take it as long as ten steps of a small model. What was garbage already is found
-    afterwards.
+    Capturing a graph makes objects by the hundred thousand, so the collector scans all others repeatedly: those of
+    torch and its libraries take it as long as ten steps of a small model. Existing garbage is collected afterwards.
     """
-    if gc.get_freeze_count():  # what somebody else has put aside would be taken back
+    if gc.get_freeze_count():  # the caller's own frozen objects would be unfrozen
         yield
         return
     _put_aside()
@@ -40,11 +39,11 @@ def freeze_gc() -> Iterator[None]:
 
 
 def freeze_new_objects() -> None:
-    """Where old objects are aside, those that were made since go with them: a captured graph stays to the end."""
+    """Freeze the objects made since `freeze_gc`: a captured graph stays to the end."""
     if _aside.is_set():
         _put_aside()
 
 
 def _put_aside() -> None:
-    gc.collect(1)  # what is young, and may hold tensors
+    gc.collect(1)  # young garbage, which may hold tensors
     gc.freeze()

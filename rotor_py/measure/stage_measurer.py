@@ -1,11 +1,11 @@
-"""The stages of a chain, measured one after the other, as often as it takes.
+"""Measure the stages of a chain one by one, in several passes.
 
-At most one stage has a graph at a time, so measuring needs less memory than the least plan: people come here because
-the whole step does not fit. So the chain is walked through several times, always from its first stage on:
+At most one stage has a graph at a time, so measuring needs less memory than the least plan, as it must where the whole
+step does not fit. Each pass starts at the first stage:
 
- 1. to find out what a run without a graph would not show, and the layouts of gradients, until these are settled;
- 2. to measure the bytes of a stage of each kind, and time it for the first time;
- 3. to time the stages again (`stage_times`).
+ 1. Discovery passes find effects of the graph, and gradient layouts until they are settled.
+ 2. One pass measures the bytes of each stage signature, and times it once.
+ 3. Further passes time the stages (`rounds`).
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ from rotor_solver.progress import Progress
 
 
 class CarriedTensors:
-    """What is carried, while a chain is measured stage by stage.
+    """Track carried tensors while a chain is measured stage by stage.
 
-    `now` has the carried tensors in the input of the stage that is being measured: name, and position among the input's
-    tensors.
+    `now` has the carried tensors in the current stage's input: name, and index among its tensors.
     """
 
     def __init__(self) -> None:
@@ -70,28 +69,28 @@ class CarriedTensors:
 
     @property
     def found(self) -> tuple[Carried, ...]:
-        """All of them, as far as the chain has been measured."""
+        """All carried tensors found so far."""
         return tuple(self._found.values())
 
     def addresses(self, value: Any) -> list[int]:
-        """The addresses of their storages in `value`, the input of the stage."""
+        """Return their storage addresses in `value`, the stage's input."""
         return list(storages(self._tensors(value)))
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
-        """Note the bytes of the gradients that the stage's backward gives to what was carried into it.
+        """Record the gradient bytes that the stage's backward gives to tensors carried into it.
 
-        `sizes` has those of the gradients of all tensors of the input.
+        `sizes` has the gradient bytes of all tensors of the input.
         """
-        # The largest of all stages: each may return the gradient in a storage of another size, and one number counts.
+        # The maximum over stages: each may return the gradient in a storage of another size.
         for name, position in self.now.items():
             known = self._found[name]
             size = sizes[position]
             self._found[name] = replace(known, gradient_bytes=max(size, known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
-        """Go on to the input `value` of `stage`, where the carried tensors are at `positions`.
+        """Advance to the input `value` of `stage`, with the carried tensors at `positions`.
 
-        `owned` are the addresses of storages that are already counted: a new tensor may be a view of an old one.
+        `owned` are storage addresses already counted: a new tensor may be a view of an old one.
         """
         self.now = positions
         for name, tensor in zip(positions, self._tensors(value), strict=True):
@@ -100,44 +99,43 @@ class CarriedTensors:
             self._found[name] = replace(self._found[name], last=stage)
 
     def _tensors(self, value: Any) -> list[torch.Tensor]:
-        """The carried tensors in `value`, the input of the stage."""
         tensors = tensors_in(value)
         return [tensors[position] for position in self.now.values()]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuringOptions:
-    """How the stages of a chain are measured, and the loss after them."""
+    """Options for measuring the stages of a chain, and the loss after them."""
 
     preserve_rng_state: bool = True
     fresh_gradients: bool = False
     """Gradients are freed between steps."""
     stepped: SteppedParameters = NONE_STEPPED
-    """The parameters that the backward steps."""
+    """Parameters that the backward steps."""
     keepers: Sequence[Keeper] = ()
-    """Ways to store stages beside their own."""
+    """Storage modes besides the stages' own."""
     elsewhere: bool = False
-    """Stages may be stored in another tier of memory."""
+    """Saved tensors may be offloaded."""
     group: dist.ProcessGroup | None = None
     """Processes that measure the same stages together."""
     as_node: AsNode | None = None
-    """What times a stage as a node of a graph."""
+    """Times a stage as an autograd node."""
     cache: bool = True
-    """Use what an earlier process has measured, and keep what this one does."""
+    """Use measurements of earlier processes, and store new ones."""
     closely: bool = False
-    """Times have to be close: a limit is read off the curve of all plans."""
+    """Times must be accurate: a limit is read off the Pareto front."""
     progress: Progress | None = None
-    """Called with the number of stages done, the number of all, and the name of the one that comes next."""
+    """Called with the number of finished stages, the number of all, and the next stage's name."""
     loss: Callable[[Any], torch.Tensor] | None = None
     loss_temp_bytes: int = 0
-    """Memory that a loss counts for that is not given."""
+    """Memory assumed for a loss that is not given."""
 
 
 class StageMeasurer:
-    """Measures the stages of a chain on the input `value`, of equal ones the first.
+    """Measure the stages of a chain on the input `value`; of identical stages, only the first.
 
-    `silent` are the positions, among the tensors of the chain's output, of those that get no gradient. What layers
-    offer beside what they say themselves is found by `layer_offers`.
+    `silent` are the indices of the chain's output tensors without gradient. `layer_offers` finds further offers of
+    layers.
     """
 
     def __init__(
@@ -158,11 +156,11 @@ class StageMeasurer:
         self._group = group = options.group
         self._fresh_gradients = options.fresh_gradients
         self.stepped = options.stepped
-        # Only what is alive throughout: any other address may come to be another tensor's.
+        # Only tensors alive throughout: other addresses may be reused.
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
         self._unkept: set[Hashable] = set()
-        """The kinds of which more is known than is kept for the next run."""
+        """Signatures with new findings, not yet stored in the cache."""
         self._offloadable = OffloadableBytes(device, group) if options.elsewhere else None
         self._as_node = options.as_node
         self._times = StageTimes(closely=options.closely)
@@ -188,13 +186,13 @@ class StageMeasurer:
         self._begin()
 
     def of(self, cut: Cut) -> StageMeasurer:
-        """A measurer of the same chain on the same input, where `cut` runs its stages in another way."""
-        other = copy(self)  # with what is known of kinds of stages
+        """Return a measurer of the same chain and input, where `cut` runs the stages differently."""
+        other = copy(self)  # keeps findings by signature
         other.take(cut)
         return other
 
     def take(self, cut: Cut) -> None:
-        """Begin anew, with `cut` as the cut of the same chain."""
+        """Restart with `cut`, another cut of the same chain."""
         self._cut, self._stages, self._chain = cut, cut.stages, replace(self._chain, cut=cut)
         self._survey = self._survey.of(self._chain)
         self._begin()
@@ -207,16 +205,16 @@ class StageMeasurer:
         return output
 
     def settle_layouts(self, of_output: Layouts) -> None:
-        """Measure again the stages whose gradients arrive in another layout than the one they were measured with.
+        """Remeasure the stages whose gradients arrive in another layout than they were measured with.
 
-        `of_output` are the layouts of the gradients of the chain's output, as the loss makes them.
+        `of_output` are the gradient layouts of the chain's output, as made by the loss.
         """
         self._survey.give_output(of_output)
         if self._survey.settle():
             self._measure()
 
     def _measure(self, progress: Progress | None = None) -> None:
-        """The other walks."""
+        """Run the byte pass and the timing rounds."""
         self._begin()
         value = self._input
         for number, (name, _) in enumerate(self._stages):
@@ -231,12 +229,12 @@ class StageMeasurer:
         self._time()
 
     def time_again(self) -> float:
-        """Time all stages once more, whether or not they are known well; return the seconds of a step in this walk."""
+        """Time all stages once more, however well known; return the seconds of a step in this pass."""
         self._time_stages({*range(len(self._stages))})
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
     def _time(self) -> None:
-        """Time the stages round by round until their times are known well; keep what was found."""
+        """Time the stages in rounds until their times are known well, then store the findings."""
         while wanted := self._wanted():
             self._time_stages(wanted)
             self._unkept |= {self._kinds[number] for number in wanted}
@@ -245,7 +243,7 @@ class StageMeasurer:
             self._kept.keep_measured(kind, self._known[kind].weighed, self._times.runs_of(kind))
 
     def measurement(self, loss: LossCost) -> Measurement:
-        """What was measured, and what the loss costs."""
+        """Return the measurement, with the cost of the `loss`."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         ways = tuple(of_kind[kind][1] for kind in self._kinds)
         return Measurement(
@@ -269,7 +267,7 @@ class StageMeasurer:
         self._carried = CarriedTensors()
         self._held_bytes = 0
         self._steps = self.stepped.by_stage(self._cut)
-        self._decided_bytes = 0  # of what the stages decide, if all of them have to be run again
+        self._decided_bytes = 0  # of the stages' decisions, if all stages are recomputed
         self.activation_bytes = self._input_bytes
 
     def _measure_stage(self, number: int, value: Any) -> Any:
@@ -285,7 +283,7 @@ class StageMeasurer:
             if self._offloadable is not None:
                 exact = [way for way in found.weighed.ways if word_of([way]) is None]
                 self._offloadable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
-            # A run without a graph makes the numbers of one with a graph (`graph_effects`), if perhaps not the layout.
+            # A run without a graph makes the same numbers (`side_effects`), though perhaps another layout.
             if output is not None and self._survey.laid_out_as_with_a_graph(number, output):
                 value = self._handed_on(number, output)
             else:
@@ -296,12 +294,11 @@ class StageMeasurer:
         return value
 
     def _wanted(self) -> set[int]:
-        """The stages to time in the next round; where some wait for other processes, those that any of these wants."""
+        """Return the stages to time in the next round; with collectives, those that any process wants."""
         wanted = self._times.wanted(self._kinds)
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
-        """A walk that times the stages at these positions."""
         value = self._input
         with stopwatch(self._device) as watch:
             for number in range(max(wanted) + 1):
@@ -320,30 +317,28 @@ class StageMeasurer:
                     del output
 
     def _handed_on(self, number: int, output: Any) -> Any:
-        """The output of a stage as the input of the next one, with `requires_grad` where training has it."""
+        """Return a stage's output as the next input, with the `requires_grad` of training."""
         value = leaves_of(output)
         for tensor, needed in zip(tensors_in(value), self._survey.needs_gradient[number], strict=True):
             tensor.requires_grad_(needed)
         return value
 
     def _bytes_of_silent(self, output: Any) -> int:
-        """Bytes of what the caller gets of the chain's output without a gradient, beside what is carried."""
+        """Return bytes of the chain's outputs without gradient, except carried ones."""
         tensors = tensors_in(output)
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         return storage_bytes([tensors[i] for i in positions], self._owned)
 
     def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> tuple[_Found, Any]:
-        """What measuring the bytes of a stage finds, or what it found of an earlier stage of its kind; and the stage's
-        output, if that has run.
-        """
+        """Measure the bytes of a stage, or look them up by signature; return them, and the output if the stage ran."""
         _, function = self._stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple({*carried.values(), *silent})
         arriving = self._survey.arriving[number]
         last = number == len(self._stages) - 1
-        # The bytes of the input belong to the key: they do not follow from its shape, since what is carried or owned
-        # does not count.
-        # Nor does what the first walk found follow from the kind of stage: see `KeptKinds`.
+        # The key contains the input's bytes, which do not follow from its shape, since carried or owned tensors do not
+        # count. It also contains the discovery pass's findings, which do not follow from the signature: see
+        # `KeptKinds`.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         kind = (stage_signature(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
@@ -357,19 +352,19 @@ class StageMeasurer:
             )
             weighed, output = self._weigh(number, value, context, kind)
             self._times.expect(kind, 1 + len(weighed.ways))
-            # Without the addresses of this stage: it is timed with others of its kind.
+            # without this stage's addresses: it is timed with others of its signature
             self._known[kind] = _Found(replace(context, owned=()), weighed)
         self._kinds.append(kind)
         known = self._known[kind]
         remember_moving(function, known.weighed.moving)
-        if known.weighed.undecided:  # to watch it takes longer than to run it, and it would be timed so
+        if known.weighed.undecided:  # watching takes longer than running, and would be timed too
             remember_undecided(function)
         return known, output
 
     def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> tuple[StageMemory, Any]:
-        """The bytes of a stage, measured here or in an earlier run; and its output, if it has run here."""
+        """Return the bytes of a stage, measured now or cached; and its output, if it ran now."""
         kept = self._kept.measured(kind)
-        # An earlier run may have found more ways: where it was planned for, the same layer may not be captured here.
+        # An earlier run may have found more modes: the same layer may have been captured in its model.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             weighed, runs = kept
             self._times.add_earlier(kind, runs)
@@ -379,7 +374,7 @@ class StageMeasurer:
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
         offered = offered_everywhere(paying, self._group, self._device)
         with stopwatch(self._device) as watch:
-            # Where clocks are exact, they count what a meter's runs do beside those of a step.
+            # Exact clocks would also count the meter's extra work.
             ways = self._stored(number, offered)
             (whole, *others), run, output = measure_ways(
                 ways, value, context, None if watch.exact else watch, stand_ins(offered)
@@ -398,12 +393,10 @@ class StageMeasurer:
         return StageMemory(found, decided_bytes(function), recall_moving(function), names, undecided), output
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
-        """A runner that stores a stage whole, and one for each of its other `ways`."""
         runner = self._chain.runner(number, ways)
         return [runner.by(option) for option in range(1 + len(ways))]
 
     def _costs_of(self, kind: Hashable) -> tuple[StageCost, tuple[Way, ...]]:
-        """The costs of stages of a kind that are stored whole, and of the other ways to store them."""
         known = self._known[kind]
         weighed = known.weighed
         whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
@@ -415,20 +408,20 @@ class StageMeasurer:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What is known of a kind of stage, and where in the chain one of it was."""
+    """Findings for a stage signature, and the context of one stage in the chain."""
 
     context: StageContext
     weighed: StageMemory
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
-    """Bytes of the parameter gradients that the backward of each stage leaves for good; a shared parameter's, once.
+    """Return bytes of the parameter gradients that each stage's backward leaves for good; a shared parameter's, once.
 
-    The gradient of a parameter that several stages share is there from the first backward that adds to it, that of
-    the last of these stages.
+    The gradient of a parameter shared by stages exists from the first backward that adds to it, that of the last of
+    these stages.
     """
     seen: set[int] = set()  # by id: tensors compare element by element
-    result = []  # from the last stage on, as the backward comes to them
+    result = []  # from the last stage on, in backward order
     for _, function in reversed(cut.stages):
         new = [parameter for parameter in trained_parameters(function) if id(parameter) not in seen]
         seen.update(id(parameter) for parameter in new)
@@ -437,7 +430,7 @@ def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    """Upper bound of what a replay keeps of buffers and attributes whose values a forward depends on and changes."""
+    """Return an upper bound of the copies, for recomputations, of buffers and attributes that a forward changes."""
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
-    # The copy that is put back, and one more that the next run writes into.
+    # The copy to restore, and one that the recomputation writes into.
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)

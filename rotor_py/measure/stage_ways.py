@@ -1,4 +1,4 @@
-"""Which ways to store a stage are measured, which are timed, and which a plan may choose among."""
+"""Choose the storage modes to measure, to time, and to plan with."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ from rotor_py.stage.storage_modes import ELSEWHERE, base_of, both
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """The names with which those of all processes begin: parts of tensors are of several sizes, and so are parts that a
-    stage keeps. All have to call this.
+    """Return the leading names that all processes share.
+
+    Sizes of sharded tensors differ between processes, and so may their modes. All processes must call this.
     """
     for position in count():
         name = names[position] if position < len(names) else ""
         code = crc32(name.encode())
         most, least_negated = largest_anywhere([code, -code], group, device)
-        # Where a process has no name, the codes of the others are not its own: all stop at the same position.
+        # A process without a name differs from the others' codes: all stop at the same index.
         if not name or most != -least_negated:
             break
     return tuple(names[:position])
 
 
 def stand_ins(names: Sequence[str]) -> dict[int, int]:
-    """Which way of a stage makes which other one needless if it saves clearly less: see `saving_ones`.
+    """Map each storage mode to the one that replaces it if that saves clearly less: see `saving_ones`.
 
-    They are numbered from 1 on; 0 stores the stage whole.
+    Numbered from 1; 0 stores the stage whole.
     """
     at = {name: number for number, name in enumerate(names, 1)}
     bases = ((name, base_of(name, at)) for name in names if word_of([name]) is None)
@@ -51,10 +52,9 @@ def saving_ones(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[tuple[str, StageBytes]]:
-    """The ways that are worth timing: those that save clearly less than the stage stored whole, in any process.
+    """Return the modes worth timing: those that save clearly less than the whole stage, in any process.
 
-    A way with a keeper has to save clearly less than the same way without it. If it is as exact, it then stands in for
-    that: whoever makes tensors again to have memory has the others kept for less.
+    A mode with a keeper must save clearly less than its base mode. If it is as exact, it replaces the base.
     """
     saved = {name: way.saved_bytes for name, way in ways}
     found, replaced = [], set()
@@ -69,9 +69,9 @@ def saving_ones(
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
-    """The ways without those that are no better in anything, in bytes or seconds, than the whole stage or another.
+    """Drop modes that are no better in any respect, bytes or seconds, than the whole stage or another mode.
 
-    Where several processes have measured, all are left: clocks differ, and the n-th way has to be the same in each.
+    Several processes keep all: clocks differ, and the n-th mode must be the same in each.
     """
     if several_processes():
         return tuple(ways)
@@ -80,7 +80,7 @@ def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
     def beaten(at: int) -> bool:
         return any(
             all(theirs <= mine for theirs, mine in zip(other, needs[at], strict=True))
-            # Of equal ones, the first is left.
+            # Of equal ones, the first stays.
             and (other != needs[at] or before < at)
             for before, other in enumerate(needs)
         )
@@ -89,7 +89,7 @@ def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
 
 
 def _needs(cost: StageCost) -> tuple[float, ...]:
-    """What is better if it is less."""
+    """Return the costs for which less is better."""
     scratch = (cost.forward_temp_bytes, cost.backward_temp_bytes, cost.replay_temp_bytes)
     return (
         cost.forward_seconds + cost.backward_seconds,
@@ -101,10 +101,10 @@ def _needs(cost: StageCost) -> tuple[float, ...]:
 
 
 class OffloadableBytes:
-    """Bytes by the kind of stage, each found by a run on `device` of the first of its kind, in each way to store it.
+    """Offloadable bytes by stage signature and storage mode, each found by a run on `device`.
 
-    They are counted by what moves them in training, so that what is planned with is what will leave. Where a process of
-    the `group` can move something of a stage in a way, all of them have that way.
+    Counted by the code that offloads in training, so plans match it. A mode that can offload in any process of the
+    `group` exists in all of them.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -113,9 +113,9 @@ class OffloadableBytes:
         self._found: dict[Hashable, dict[str, int]] = {}
 
     def measure(self, kind: Hashable, ways: Sequence[str], runners: Sequence[StageRunner], value: Any) -> None:
-        """Run a stage on its input `value`, stored whole and in `ways`, unless its kind is known in all processes.
+        """Run a stage on its input `value`, stored whole and in `ways`, unless its signature is known in all processes.
 
-        The first of the `runners` stores it whole, and the others in one of the ways each.
+        The first of the `runners` stores it whole, each of the others in one of the ways.
         """
         if not anywhere(kind not in self._found, self._group, self._device):
             return
@@ -130,14 +130,14 @@ class OffloadableBytes:
         return found
 
     def ways(self, kind: Hashable, whole: StageCost, ways: Iterable[Way]) -> tuple[Way, ...]:
-        """The ways to store a stage, `whole` or in `ways`, in which what it saves is elsewhere."""
+        """Return the storage modes with offloading, of the stage stored whole or in `ways`."""
         known = self._found[kind]
         found = [_elsewhere(way, known[way.name]) for way in (Way("", whole), *ways) if way.name in known]
-        # The n-th way has to be the same in all processes.
+        # The n-th mode must be the same in all processes.
         return tuple(way for way in found if way.moved_bytes or several_processes())
 
 
 def _elsewhere(way: Way, nbytes: int) -> Way:
-    # What goes with the output cannot leave as well. Where a stage hands its input on, more is counted as that.
+    # Memory freed with the output cannot be offloaded too. If a stage hands its input on, more counts as such.
     moved = max(0, min(nbytes, way.cost.saved_bytes - way.cost.output_released_bytes))
     return Way(both(way.name, ELSEWHERE.name) if way.name else ELSEWHERE.name, way.cost, moved)

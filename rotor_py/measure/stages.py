@@ -1,4 +1,4 @@
-"""Measuring a model that was cut into stages: the stages, and the loss after them."""
+"""Measure a model that was cut into stages: the stages, and the loss after them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 
 _NUMBER = 8
-"""Bytes of a number, at most."""
+"""Bytes of a scalar, at most."""
 
 
 class MeasuredCut(NamedTuple):
-    """A way to run the stages of a model, and what the whole step costs then."""
+    """A way to run the stages of a model, and its measured costs."""
 
     cut: Cut
     measurement: Measurement
@@ -38,10 +38,10 @@ def measure(
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, and the loss.
 
-    Without a loss among the `options`, it counts as taking no time, and `loss_temp_bytes` of memory.
+    Without a loss in the `options`, assumes zero time and `loss_temp_bytes` of memory.
 
-    Raises UnusableLossError if the loss cannot be trained with, and ValueError for a kind of device whose memory cannot
-    be measured. What a stage raises passes through, with a note that names the stage.
+    Raises UnusableLossError if the loss cannot be trained with, and ValueError for a device type whose memory cannot be
+    measured. Errors of a stage pass through, with a note that names it.
     """
     stages = StageMeasurer(cut, value, device, options, layer_offers=layer_offers)
     output = stages.walk(options.progress)
@@ -56,5 +56,5 @@ def measure(
 
 
 def unmeasured_loss(device: torch.device, temp_bytes: int) -> LossCost:
-    """What a loss counts as that nobody has measured: its value, and the gradient that its backward starts with."""
+    """Return the assumed cost of an unknown loss: its value, and the gradient that starts its backward."""
     return LossCost(0.0, temp_bytes, 2 * allocated(_NUMBER, device.type))

@@ -1,4 +1,4 @@
-"""What a training step takes, by whichever sequence it goes: what is fixed, the chain, and what is beside it."""
+"""Memory of a training step under any sequence: fixed memory, the chain, and memory outside it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rotor_solver.in_flight import PEAKS, Footprint, busiest_of, most_while_one_
 from rotor_solver.moving import Link, simulate_moves
 
 _SLOWEST = Link(1e-9, 1e-9)
-"""A link over which no copy ends before it is waited for."""
+"""a link too slow to finish any copy before its wait"""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
     """The memory of a step around the chain.
 
-    Beside the fixed part, `before_bytes` are there while the layers before the chain run, and `stepping_bytes` while
-    the optimizer steps: the chain's input, its output, and fresh gradients. The step itself needs `step_bytes` more;
-    None if nothing is known about the optimizer. `snapshot_bytes` are needed as soon as anything is computed twice.
+    Besides the fixed memory, `before_bytes` are held while the layers before the chain run, and `stepping_bytes` while
+    the optimizer steps: the chain's input, its output, and fresh gradients. The optimizer's step takes `step_bytes`
+    more; None if unknown. `snapshot_bytes` are held as soon as anything is recomputed.
 
-    `forwards` are in flight at once; their backwards come in `backward_order`, one of `rotor_solver.in_flight.ORDERS`.
-    A sequence says what the first of them follows, and has those of the others beside it. Each of the others holds what
-    its chain keeps from forward to backward and `held_beside` more. Its snapshots are its own.
+    `forwards` are in flight at once, with backwards in `backward_order`, one of `rotor_solver.in_flight.ORDERS`. A
+    sequence is that of the first, and holds those of the others. Each other forward keeps its chain's bytes from
+    forward to backward, `held_beside` more, and its own snapshots.
     """
 
     fixed: FixedMemory
@@ -37,21 +37,21 @@ class StepMemory:
     held_beside: int = 0
     backward_order: str = "any"
     in_nodes: bool = False
-    """Whether the backward of a stored stage takes what that of one that was run again takes."""
+    """Whether the backward of a stored stage takes as much as that of a recomputed one."""
     freed_gradients: int = 0
-    """Bytes of gradients that the backward frees, each as soon as it has stepped the parameter."""
+    """Bytes of gradients that the backward frees, each as soon as its parameter is stepped."""
     link: Link | None = None
-    """How fast activations go to another tier and back, where they may; None where nothing moves."""
+    """Speed of offloading; None if nothing may be offloaded."""
     link_name: str = ""
-    """What that tier is called."""
+    """name of the offload tier"""
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """What is in memory while the optimizer steps, as far as the optimizer is known."""
+        """Bytes while the optimizer steps, as far as the optimizer is known."""
         return self.fixed.total + self.stepping_bytes + (self.step_bytes or 0)
 
     def peak_bytes(self, sequence: Sequence) -> int:
-        """The predicted peak of a whole step that follows `sequence`."""
+        """Return the predicted peak of a whole step under `sequence`."""
         if self.forwards == 1:
             before, running = self.fixed.total, self.beside_chain(sequence) + peak_of(self.chain, sequence)
         else:
@@ -61,11 +61,11 @@ class StepMemory:
         return max(before + self.before_bytes, self.optimizer_peak_bytes, running)
 
     def beside_chain(self, sequence: Sequence) -> int:
-        """What is in memory beside the chain of the `busiest` forward: the fixed part, snapshots, other forwards."""
+        """Return bytes outside the chain of the `busiest` forward: fixed memory, snapshots, other forwards."""
         return self.busiest(sequence)[1]
 
     def busiest(self, sequence: Sequence) -> tuple[Sequence, int]:
-        """What that forward follows of which the step's peak is, and what is in memory beside its chain then."""
+        """Return the sequence of the forward that sets the step's peak, and the bytes outside its chain then."""
         if self.forwards == 1:
             return sequence, self.fixed.total + self._snapshot(sequence)
         number, others = busiest_of(self.footprints(sequence), self.backward_order)
@@ -73,42 +73,42 @@ class StepMemory:
         return chosen, self.fixed.total + others + self._snapshot(chosen)
 
     def makespan(self, sequence: Sequence) -> float:
-        """Seconds of all forwards in flight, their losses and their backwards."""
+        """Return seconds of all forwards in flight, with losses and backwards."""
         if sequence.moves is not None:
             assert self.link is not None
-            # Where no plan has room for several forwards in flight, each follows that of one.
+            # If no plan fits several forwards in flight, each follows the plan for one.
             return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, self.link).makespan
         return sum(simulate(self.chain, each).makespan for each in sequence.of_forwards(self.forwards))
 
     def moved_bytes(self, sequence: Sequence) -> int:
-        """Bytes that a step by `sequence` moves to another tier, and back."""
+        """Return bytes that a step under `sequence` offloads."""
         if sequence.moves is None:
             return 0
         return self.forwards * simulate_moves(self.chain, sequence, sequence.moves, _SLOWEST).moved
 
     def footprints(self, sequence: Sequence) -> list[Footprint]:
-        """What each of the forwards in flight costs the others."""
+        """Return the footprint of each forward in flight."""
         return [self.footprint(each) for each in sequence.of_forwards(self.forwards)]
 
     def footprint(self, sequence: Sequence) -> Footprint:
-        """What one forward by `sequence` costs others, with all that it holds beside its chain."""
+        """Return the footprint of one forward under `sequence`, with its bytes outside the chain."""
         found, more = Footprint.of(self.chain, sequence), self.held_beside + self._snapshot(sequence)
         return replace(found, kept=found.kept + more, left=found.left + more, peak=found.peak + more)
 
     def bytes_together(self, forwards: list[Footprint]) -> int:
-        """The most that is in memory while these forwards are in flight, whoever of them runs."""
+        """Return the peak bytes while these forwards are in flight, whichever of them runs."""
         return self.fixed.total - self.held_beside + PEAKS[self.backward_order](forwards)
 
     def _snapshot(self, sequence: Sequence) -> int:
         return self.snapshot_bytes if recomputes(sequence) else 0
 
     def chain_limit(self, mem_limit: int) -> int:
-        """What is left for the chain, its input included, if something is computed twice; for that of all forwards."""
+        """Return the bytes left for the chains of all forwards, inputs included, if anything is recomputed."""
         others = (self.forwards - 1) * (self.held_beside + self.snapshot_bytes)
         return mem_limit - self.fixed.total - self.snapshot_bytes - others
 
     def split(self) -> str:
-        """The fixed part in words."""
+        """Return the fixed memory as text."""
         parts = self.parts()
         forwards = f" with {self.forwards} forwards in flight" if self.forwards > 1 else ""
         forwards += " whose backwards come in reverse" if forwards and self.backward_order == "reverse" else ""
@@ -116,11 +116,11 @@ class StepMemory:
         return f"{format_bytes(self.fixed.total)} is fixed" + (f" ({parts})" if parts else "") + forwards + freed
 
     def gradients_freed(self) -> str:
-        """What the backward frees, in words; for a step whose backward steps parameters."""
+        """Return, as text, the gradients that a backward with parameter steps frees."""
         return f"{format_bytes(self.freed_gradients)} of gradients are freed in the backward, which steps parameters"
 
     def moved_in_words(self, sequence: Sequence) -> str:
-        """What a step by `sequence` moves, or that it moves nothing although it might; empty where nothing may move."""
+        """Return, as text, the bytes that `sequence` offloads; empty if nothing may be offloaded."""
         if self.link is None:
             return ""
         if nbytes := self.moved_bytes(sequence):
@@ -128,15 +128,15 @@ class StepMemory:
         return f"nothing is moved to {self.link_name}: no plan within the limit would be faster for it"
 
     def parts(self) -> str:
-        """What the fixed part consists of, in words."""
+        """Return the parts of the fixed memory as text."""
         return self.fixed.in_words()
 
 
 def peak_of(chain: Chain, sequence: Sequence) -> int:
-    """The most bytes that `sequence` takes, what it moves included."""
+    """Return the peak bytes of `sequence`, offloading included."""
     if sequence.moves is None:
         return simulate(chain, sequence).peak
-    # Memory of what has left is let go of where the sequence waits for it, so as if the link were as slow as can be.
+    # Offloaded memory is freed where the sequence waits for the copy, as if the link were the slowest.
     return simulate_moves(chain, sequence, sequence.moves, _SLOWEST).peak
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are stepped in the backward, each as soon as its gradient is whole, and what that takes."""
+"""Parameters stepped in the backward, each as soon as its gradient is complete, and their memory."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rotor_py.measure.cut import Cut
 
 @dataclass(frozen=True, slots=True)
 class SteppedParameters:
-    """The `parameters`, and the bytes that the step of each needs, by its id: `scratch`. Empty: none is stepped.
+    """The stepped `parameters`, and the scratch bytes of each one's step by its id. Empty if none is stepped.
 
-    A parameter that several stages share gets its gradient from the last of them first. The gradient waits until the
-    first of them has gone backward: then it is whole.
+    A parameter shared by stages gets its first gradient from the last of them. It is complete after the backward of the
+    first of them.
     """
 
     scratch: Mapping[int, int] = field(default_factory=dict)
@@ -33,43 +33,44 @@ class SteppedParameters:
         return bool(self.scratch)
 
     def among(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `parameters` that are stepped, each once."""
+        """Return those of `parameters` that are stepped, each once."""
         return list({id(each): each for each in parameters if id(each) in self.scratch}.values())
 
     def others(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `parameters` that are not."""
+        """Return those of `parameters` that are not stepped."""
         return [each for each in parameters if id(each) not in self.scratch]
 
     def by_stage(self, cut: Cut) -> list[Stepped]:
-        """For each stage, which of its parameters its backward steps."""
+        """Return for each stage which of its parameters its backward steps."""
         if not self:
             return [()] * len(cut.stages)
         seen: set[int] = set()
         found = []
-        for _, function in cut.stages:  # the first stage that has a parameter is the last one to go backward
+        for _, function in cut.stages:  # the first stage with a parameter is the last to go backward
             mine = [id(each) for each in trained_parameters(function)]
             found.append(tuple(None if each in seen else self.scratch.get(each) for each in mine))
             seen.update(mine)
         return found
 
     def waiting(self, cut: Cut) -> tuple[int, ...]:
-        """Bytes of gradients that each stage's backward leaves for earlier stages, less those that it ends."""
+        """Return gradient bytes that each backward leaves for earlier stages, less those that it finishes."""
         return _waiting([self.among(trained_parameters(function)) for _, function in cut.stages])
 
     def summed_up(self, cut: Cut) -> tuple[int, ...]:
-        """The same of the parameters that are not stepped, where their gradients are there from before the step.
+        """Return the same for parameters not stepped, if their gradients exist before the step.
 
-        The engine sums up what the stages that share a parameter give it, before it adds that to what is there. (Where
-        nothing is there, the sum becomes the gradient.)
+        The engine sums the gradients of stages that share a parameter, then accumulates into `grad`. (Without a `grad`,
+        the sum becomes it.)
         """
         if self.sharded:
-            return ()  # whole gradients are of the groups that gather parameters
+            return ()  # the groups that gather parameters hold whole gradients
         return _waiting([self.others(trained_parameters(function)) for _, function in cut.stages])
 
 
 def _waiting(parameters: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
-    """Bytes of gradients that the backward of each stage leaves for earlier ones, less those that it ends, by the
-    parameters that each of them uses.
+    """Return gradient bytes that each stage's backward leaves for earlier ones, less those that it finishes.
+
+    `parameters` has those that each stage uses.
     """
     uses: dict[int, list[int]] = {}
     for number, mine in enumerate(parameters):
@@ -88,9 +89,9 @@ NONE_STEPPED = SteppedParameters()
 
 
 def stepped_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> SteppedParameters:
-    """Those trained parameters of `model` that `optimizer` steps in the backward; None steps none.
+    """Return the trained parameters of `model` that `optimizer` steps in the backward; None steps none.
 
-    UnknownOptimizerError if what a step takes cannot be found.
+    Raises UnknownOptimizerError if the memory of a step cannot be found.
     """
     if optimizer is None:
         return SteppedParameters(sharded=is_sharded(model))

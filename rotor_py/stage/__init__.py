@@ -1,1 +1,1 @@
-"""One stage, run and run again."""
+"""Run one stage, and recompute it."""

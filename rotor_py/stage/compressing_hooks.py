@@ -1,4 +1,4 @@
-"""Keep what autograd saves of a stage in another form, and restore it for the backward."""
+"""Keep the saved tensors of a stage in another form, and restore them for the backward."""
 
 from __future__ import annotations
 
@@ -30,46 +30,44 @@ from rotor_py.stage.saved_tensors import (
     tensor_of,
 )
 
-# What is kept of a storage that autograd has saved, who reads it, and the views that autograd holds of it.
-#
-# Rules are those of the Note in `keeper`.
+# One kept storage, its readers, and the views of it that autograd holds. Rules: see the Note below.
 
 
 class KeptStorage:
-    """What is kept of one storage. All that autograd saves of it shares this object; with the last of them it goes."""
+    """One saved storage in its current form. All tensors that autograd saves of it share and keep this object."""
 
     __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "need", "undecided")
 
     def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
         self.kept: Kept = SavedAsItIs(tensor)
         self.need = need
-        """what those need of it who are known to read it"""
+        """strictest need of its known readers"""
         self.undecided: set[int] = set()
-        """the nodes that have saved it as well, by their numbers, and may need its numbers"""
+        """sequence numbers of further nodes that saved it and may need its numbers"""
         self.dtype = tensor.dtype
         self._writes = tensor.detach()
-        """without memory: it is there for the count of writes, which it shares with the tensor"""
+        """empty tensor that shares the version counter of the saved one"""
         self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._given: StorageWeakRef | None = None
 
     @property
     def is_as_it_is(self) -> bool:
-        """Whether it is kept in no form."""
+        """Whether it is saved unchanged."""
         return isinstance(self.kept, SavedAsItIs)
 
     def keep_as_it_is(self, tensor: torch.Tensor) -> None:
-        """Keep it in no form, whatever it was kept in: `tensor` is the storage, or a view of it."""
+        """Save it unchanged from now on. `tensor` is the storage or a view of it."""
         self.kept, self._given = SavedAsItIs(tensor), None
 
     def read_by(self, node: int | None) -> None:
-        """A node has saved it, and may need its numbers; None if they are needed for sure."""
+        """Note that a node has saved it and may need its numbers; None if it certainly needs them."""
         if node is not None and self.need is not Need.NUMBERS:
             self.undecided.add(node)
         elif node is None:
             self._needs(Need.NUMBERS)
 
     def settle(self, found: Mapping[int, Node]) -> None:
-        """Decide of the nodes that were found, by their numbers, what they need of it."""
+        """Resolve the needs of the `found` nodes, by sequence number."""
         for number in self.undecided & found.keys():
             self.undecided.discard(number)
             self._needs(need_of(found[number], self._writes.device))
@@ -80,16 +78,16 @@ class KeptStorage:
             self.undecided = set()
 
     def counts_writes_to(self, tensor: torch.Tensor) -> bool:
-        """Whether a write to `tensor`, a view of the storage, counts as one to what is kept, and the reverse (Rule 5).
+        """Whether `tensor`, a view of the storage, shares the version counter of the kept storage (Rule 5).
 
-        Both have been written to equally often.
+        Raises both counters by one.
         """
         with torch_compat.unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
             return self._writes._version == tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """All elements of the storage, flat."""
+        """Return all elements of the storage, flat."""
         if (shared := self._still_held()) is not None:
             return shared
         made = memory_of(self.kept.tensor())
@@ -97,11 +95,11 @@ class KeptStorage:
         return made
 
     def _still_held(self) -> torch.Tensor | None:
-        """What was given to somebody who still holds it (Rule 8)."""
-        # By storage: a node holds views of what was given, and the tensor that they were made of is gone.
+        """Return the last restored tensor if a reader still holds it (Rule 8)."""
+        # By storage: nodes hold views, and the tensor that they were made of is gone.
         if self._given is None or self._given.expired():
             return None
-        # Another thread may let go of it in between.
+        # Another thread may release it in between.
         storage: torch.UntypedStorage | None = torch_compat.new_with_weak_ptr(self._given.cdata)
         if storage is None:
             return None
@@ -110,7 +108,7 @@ class KeptStorage:
 
 
 class SavedView:
-    """A view of a storage that is kept in another form."""
+    """A view of a kept storage."""
 
     __slots__ = ("_offset", "_size", "_storage", "_stride")
 
@@ -124,41 +122,40 @@ class SavedView:
         return self._storage.tensor().as_strided(self._size, self._stride, self._offset)
 
 
-# What autograd saves of a stage, kept in another form, from which it is made again when the backward asks.
+# Saved tensors in another form, restored when the backward asks for them.
 #
 # Note [What is kept in another form]
 #
-#  1. Memory, not tensors: autograd saves several views of one storage, and one tensor for several nodes. The form
-#     gets each storage once, as a flat tensor of all its elements; views are made again of what it gives back.
-#  2. Not what is in memory anyway. Parameters, buffers and what goes into the stage (`untouched`) are saved as they
-#     are. So is what comes out of it, since the next stage reads it; that shows when the run is over (`spare`).
-#  3. Not what is too small to be worth a call, nor what is no plain strided memory: subclasses such as DTensor, sparse
-#     and lazily conjugated tensors. A second view of a storage in another dtype is saved as it is: what comes
-#     back may not be the same bits.
-#  4. Autograd may save a tensor before it is whole: RReLU saves its noise, and then draws it. So a tensor is saved as
-#     it is at first, and goes to its form when the next node saves something, or the run is over. If it was written to
-#     in between, it stays as it is.
-#  5. Two views are one memory only if writes to one of them count as writes to the other. An RNN cell writes to parts
-#     of a storage that know nothing of each other, and saves each of them when it is written.
-#  6. What is saved as it is, is checked when it is asked for: where there are hooks, autograd does not check whether it
-#     was written to. What has gone to its form can no longer be harmed.
-#  7. Nothing here refers to the graph: an output that is saved with its history would hold its own node.
-#  8. What comes back is held by whoever reads it. Nodes that read it at the same time share it, and nobody
-#     holds it for one that may come later.
-#  9. Of saved-tensor hooks that are inside each other, autograd calls the innermost alone. A stage that is stored in
-#     part has hooks of its own, so these ask for what is around them (`saving_now`).
-# 10. Autograd attaches the history to what comes back. So `create_graph=True` works, as precisely as the form does.
-# 11. ReLU needs of its result only where it is positive, leaky ReLU the same of its input, and a form may keep that
-#     alone, if no other node needs the numbers. Pooling reads the shape alone. Which node it is that saves a tensor, is
-#     known at once if it saves its own result, or else when something is saved that comes from it, or when the run is
-#     over. So long, the tensor stays as it is; if it is not known then, its numbers are needed. A run that is to end
-#     with the last tensor that is waited for goes on until it is known.
-# 12. What a form leaves as it is, is offered to the form of the run around this one: for the same reason as in Rule 9,
-#     that would see nothing of it. Packed first, the rest may leave memory.
+#  1. Storages, not tensors: autograd saves several views of one storage, and one tensor for several nodes. The form
+#     gets each storage once, as a flat tensor of all its elements. Views are recreated from the restored storage.
+#  2. Only memory that saving would add. Parameters, buffers and inputs of the stage (`untouched`) are saved unchanged.
+#     So are its outputs, since the next stage reads them; they are known when the run ends (`spare`).
+#  3. Only plain strided storages of at least `LEAST_BYTES`: no DTensor, sparse or lazily conjugated tensors. A second
+#     view of a storage in another dtype is saved unchanged, since the restored bits may differ.
+#  4. Autograd may save a tensor before it is filled: RReLU saves its noise, then draws it. So a tensor is saved
+#     unchanged at first, and converted when the next node saves something or the run ends. If it was written to in
+#     between, it stays unchanged.
+#  5. Two views share memory only if writes to one count as writes to the other. An RNN cell writes to parts of a
+#     storage with separate version counters, and saves each part when it is written.
+#  6. A tensor saved unchanged is checked when it is read: with hooks, autograd does not check for in-place writes.
+#     A converted tensor can no longer be overwritten.
+#  7. Nothing here refers to the graph: an output saved with its history would keep its own node alive.
+#  8. Only readers hold a restored tensor. Nodes that read it at the same time share it. It is not cached for later
+#     readers.
+#  9. Of nested saved-tensor hooks, autograd calls only the innermost. A stage stored in part has hooks of its own,
+#     which therefore ask for the form around them (`saving_now`).
+# 10. Autograd attaches the history to the restored tensor. So `create_graph=True` works, as precisely as the form.
+# 11. ReLU needs only the sign of its result, leaky ReLU only that of its input; a form may keep the sign alone if no
+#     other node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own
+#     result, else when a later tensor computed from it is saved or the run ends. Until then the tensor stays
+#     unchanged; if the node remains unknown, the numbers are needed. A run that may end early, after its last awaited
+#     tensor, goes on until this is resolved.
+# 12. A tensor that a form declines is offered to the form of the enclosing run, which by Rule 9 would not see it.
+#     So after packing, the rest may be offloaded.
 
 
 LEAST_BYTES = 4096
-"""Storages with fewer bytes are saved as they are: a page, for which no call is worth its time."""
+"""Minimum bytes of a storage, one page. Smaller ones are saved unchanged: a call would cost more than it spares."""
 
 
 class Form(Protocol):
@@ -166,39 +163,42 @@ class Form(Protocol):
 
     @property
     def name(self) -> str:
-        """What the form is called in plans and reports."""
+        """Name of the form in plans and reports."""
         ...
 
     @property
     def exact(self) -> bool:
-        """Whether what comes back is what was kept, bit for bit."""
+        """Whether the restored tensor equals the saved one bit for bit."""
         ...
 
     def keep(self, memory: torch.Tensor) -> Kept | None:
-        """Keep `memory`, the flat tensor of all elements of a storage; None if it is better saved as it is.
+        """Keep `memory`, the flat tensor of all elements of a storage. None declines: it is saved unchanged.
 
-        What is returned must not hold `memory` for longer than it takes to copy it: whoever saved it lets go of it.
+        The result must not hold `memory` longer than copying takes, since autograd then releases it.
         """
         ...
 
 
 @runtime_checkable
 class FormOfSigns(Form, Protocol):
-    """A form that takes less where it is all that is needed which of the numbers are positive."""
+    """A form that keeps only signs where the backward needs no more."""
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> Kept | None:
-        """Keep of floating `memory` what is needed, neither numbers nor their shape alone.
+        """Keep of floating `memory` only the bits that `need` names (neither NUMBERS nor SHAPE).
 
-        What comes back is 1 where the answer is yes, and 0 or -1 elsewhere. None if it is better saved as it is.
+        The restored tensor is 1 where the answer is yes, and 0 or -1 elsewhere. None declines.
         """
         ...
 
 
 class Keeping:
-    """One run of a stage of which what autograd saves is kept in a form. The run happens inside it as a context.
+    """Context for one run of a stage whose saved tensors are kept in a form.
 
-    `untouched` are tensors that are in memory anyway: parameters, buffers and inputs of the stage. Tensors without
-    memory, by which a device is predicted, have no values: they are kept by a form that does not read them.
+    Args:
+        form: The form.
+        untouched: Tensors in memory anyway: parameters, buffers and inputs of the stage.
+        least_bytes: Smaller storages are saved unchanged.
+        reads_values: Whether the form reads values. If not, it also keeps fake tensors, by which a device is predicted.
     """
 
     def __init__(
@@ -213,14 +213,14 @@ class Keeping:
         self._signs = form if isinstance(form, FormOfSigns) else None
         self._least_bytes = least_bytes
         self._reads_values = reads_values
-        # By address. The weak references keep addresses from being used again by other storages.
+        # By address. The weak references keep other storages from reusing the addresses.
         self._untouched = {ref.cdata: ref for ref in map(_reference, filter(self._concerns, untouched))}
         self._references: dict[int, StorageWeakRef] = {}
-        # Weak: what autograd has let go of is kept for nobody.
+        # Weak: entries go when autograd releases them.
         self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
         self._fresh: list[ref[KeptStorage]] = []
         self._node = -1
-        """of the node that has saved what is fresh, by its number"""
+        """sequence number of the node that saved the fresh tensors"""
         self._handing_over = handing_over_now()
         self._around: Keeping | None = None
         self._hooks: Any = None
@@ -255,11 +255,11 @@ class Keeping:
 
     @property
     def undecided(self) -> bool:
-        """Whether something stays as it is because it is not known yet whether its numbers are needed (Rule 11)."""
+        """Whether a tensor is still unchanged because its need is unknown (Rule 11)."""
         return any(kept.undecided for kept in self._waiting())
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """What autograd is to save in the place of `tensor`; or whoever computes with it, `for_numbers`."""
+        """Return the object to save in place of `tensor`. `for_numbers`: a computation reads it, not only autograd."""
         concerned = self._concerns(tensor) and not _is_parameter(tensor)
         node, kept = last_node(), self._known(tensor) if concerned else None
         if kept is not None and kept.need is not Need.NUMBERS and kept.dtype == tensor.dtype:
@@ -281,7 +281,7 @@ class Keeping:
         kept.read_by(node)
 
     def settle(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Find out who reads what was saved, of the nodes behind `tensors`: at the end, the output of the run."""
+        """Resolve the needs of saved tensors from the nodes behind `tensors`: at the end, the outputs of the run."""
         undecided = {number for kept in self._waiting() for number in kept.undecided}
         if undecided:
             found = nodes_behind(tensors, undecided)
@@ -289,11 +289,11 @@ class Keeping:
                 kept.settle(found)
 
     def _waiting(self) -> Iterator[KeptStorage]:
-        """What has not gone to its form yet."""
+        """Iterate over the storages not yet converted."""
         return (kept for kept in (each() for each in self._fresh) if kept is not None)
 
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Save `tensors` as they are, the output of the run, whatever of them has been kept: they stay in memory."""
+        """Save `tensors`, the outputs of the run, unchanged: they stay in memory anyway."""
         tensors = list(tensors)
         self.settle(tensors)
         for tensor in filter(self._concerns, tensors):
@@ -303,13 +303,13 @@ class Keeping:
                 self._fresh = [each for each in self._fresh if each() is not found]
 
     def _concerns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is memory that the form can keep: with values, if it reads them."""
+        """Whether the form can keep this tensor: plain memory, or a fake tensor for a form that reads no values."""
         return is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, node: int | None) -> KeptStorage | None:
-        """What is kept of the storage behind `tensor`, from now on; None if it is saved as it is.
+        """Register the storage behind `tensor`; None if it is saved unchanged.
 
-        A `node` saves it; None if its numbers are needed for sure.
+        `node` is the saving node; None if the numbers are certainly needed.
         """
         storage = tensor.untyped_storage()
         if self._is_untouched(tensor):
@@ -334,7 +334,7 @@ class Keeping:
         return next((each for each in known if each.counts_writes_to(tensor)), None)
 
     def _give_fresh(self, *, at_the_end: bool = False) -> None:
-        """Give to the form what was saved by a node that has run (Rule 4)."""
+        """Convert the storages saved by a node that has run (Rule 4)."""
         waiting = list(self._waiting())
         self._fresh = [ref(found) for found in waiting if found.undecided and not at_the_end]
         for found in waiting:
@@ -348,7 +348,7 @@ class Keeping:
                 found.kept = kept or self._kept_around(memory) or saved
 
     def _kept_around(self, memory: torch.Tensor) -> Kept | None:
-        """What the form of the run around this one keeps of `memory`, which this form has left as it is (Rule 12)."""
+        """Offer `memory`, which this form declines, to the forms of the enclosing runs (Rule 12)."""
         around = self._around
         if around is None or around._is_untouched(memory) or not around._concerns(memory):
             return None
@@ -359,7 +359,7 @@ _innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
 
 
 def saving_now() -> Saving:
-    """What saves a tensor here and now: the innermost `Keeping` around this, or what saves everything as it is."""
+    """Return the innermost active `Keeping`, or one that saves every tensor unchanged."""
     return _innermost.get() or AsItIs()
 
 
@@ -368,12 +368,12 @@ def _reference(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one: sharded ones are gathered in the run, and not known before."""
+    """Whether a tensor is a parameter or a view of one. Sharded ones are gathered in the run, so unknown before."""
     return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is strided memory, and its elements are those of its storage."""
+    """Whether a tensor is a plain strided tensor that is not lazily conjugated, negated or quantized."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and _is_strided(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Forms with fewer bytes: packed without loss, and rounded on request."""
+"""Forms with fewer bytes: lossless packing, and the hooks that any smaller form needs."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from rotor_py.stage.storage_modes import Trial
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The `values` of a tensor whose own dtype is `dtype`."""
+    """The `values` of a tensor, converted from `dtype`."""
 
     values: torch.Tensor
     dtype: torch.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes in which it is kept."""
+        """Bytes of the converted values."""
         return self.values.nbytes
 
     def tensor(self) -> torch.Tensor:
-        """A tensor of these values in its own dtype."""
+        """Return the values in the original dtype."""
         return self.values.to(self.dtype)
 
 
-# Booleans as bits, eight to a byte.
+# Booleans packed as bits, eight to a byte.
 #
-# Eight booleans are eight bytes of 0 or 1, which are one integer of 64 bits. A multiplication brings their lowest bits
-# side by side into its highest byte; another one spreads a byte, and a mask takes one bit of each copy. So a few passes
-# over n/8 integers do the work, with vector instructions, on every device.
+# Eight booleans are one 64-bit integer. A multiplication gathers their lowest bits in its highest byte; another one
+# spreads a byte, and a mask takes one bit of each copy. So a few vectorized passes over n/8 integers suffice, on every
+# device.
 
 
 _GATHER = 0x0102040810204080
-"""byte i times the byte 7 - i of this, 2**i, is what adds up in the highest byte; no sum carries into another byte"""
+"""byte i times byte 7 - i of this, 2**i, adds up in the highest byte; no sum carries into another byte"""
 _COPIES = 0x0101010101010101
 _ONE_OF_EACH = 0x8040201008040201 - 2**64
-"""bit i of byte i; the same bits as a signed integer"""
+"""bit i of byte i, as a signed integer"""
 _CARRY = 0x7F7F7F7F7F7F7F7F
-"""added to a byte, this sets its highest bit if the byte is not 0"""
+"""added to a byte, sets its highest bit if the byte is not 0"""
 
 
 def packed_bits(values: torch.Tensor) -> torch.Tensor:
-    """The bits of flat booleans, as uint8. Up to seven values beyond a multiple of eight are bytes of their own."""
+    """Pack flat booleans into uint8, eight to a byte. Up to seven trailing values take a byte each."""
     count = values.numel()
     whole = count // 8
     bits = torch.empty(whole + count % 8, dtype=torch.uint8, device=values.device)
@@ -65,7 +65,7 @@ def packed_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` booleans of which `packed_bits` made `bits`."""
+    """Restore the `count` booleans that `packed_bits` packed."""
     whole = count // 8
     values = torch.empty(count, dtype=torch.bool, device=bits.device)
     if whole:
@@ -80,12 +80,11 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
 K = TypeVar("K", bound=Keeping)
 
 _STATISTICS = 16
-"""What is saved of a stage and is this much smaller than its input is one number for each row: a mean, or the logarithm
-of a sum. All numbers of a row are computed with it, so it is not rounded, and it is hardly any memory. Rows are longer
-than this, as a rule: the smallest heads of attention have 32 numbers."""
+"""Inexact forms decline saved tensors this much smaller than the input: per-row statistics, such as a mean or a
+logsumexp, from which a whole row is computed. Rows are usually longer: the smallest attention heads have 32 numbers."""
 _LEAST_SHARE = 0.02
-"""The part of what is saved that a form has to spare, for its bytes to be measured: of a stage that is stored in part,
-it may be several times as much."""
+"""Minimum share of the saved bytes that a form must spare to be worth measuring. In a stage stored in part, the share
+may be several times larger."""
 
 
 class SmallerKept(Kept, Protocol):
@@ -93,40 +92,40 @@ class SmallerKept(Kept, Protocol):
 
     @property
     def nbytes(self) -> int:
-        """The bytes in which it is kept."""
+        """Bytes of the kept form."""
         ...
 
 
 class SmallerForm(Form, Protocol):
-    """A form that takes fewer bytes than a tensor itself, in the same memory."""
+    """A form that takes fewer bytes in the same memory tier."""
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
-        """Keep `memory`, as `Form` does; None if it would not get smaller."""
+        """Keep `memory`, as `Form.keep`; None if it would not get smaller."""
         ...
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Keep which numbers of `memory` are positive, as `FormOfSigns` does."""
+        """Keep the signs of `memory`, as `FormOfSigns.keep_sign`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FormKeeper:
-    """Keeps what autograd saves in the forward of a stage in a form."""
+    """Keeper that stores the saved tensors of a stage in a form."""
 
     form: SmallerForm
     keeps_the_rest: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
-        """That of the form."""
+        """Name of the form."""
         return self.form.name
 
     def suits(self, function: Callable[..., Any]) -> bool:
-        """Whether hooks see what autograd saves of a stage: what compiled code saves, it decides by itself."""
+        """Whether hooks see the saved tensors of the stage; compiled code saves without them."""
         return offers_of(function).saves_through_hooks
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        """`run`, a run of `function`, so that what its graph saves is in this form. It makes the same values."""
+        """Wrap `run`, a run of `function`, so that its graph saves in this form. The values are the same."""
 
         def kept(value: Any) -> Any:
             with self._keeping(self.form, function, value, Keeping) as keeping:
@@ -137,7 +136,7 @@ class FormKeeper:
         return kept
 
     def trial(self, function: Callable[..., Any]) -> Trial:
-        """Tells whether the form spares a part of what is saved that is worth measuring, by a run of `function`."""
+        """Return a trial that tells from a run of `function` whether the form spares enough to be worth measuring."""
         return _Trial(self, function)
 
     def _keeping(self, form: Form, function: Callable[..., Any], value: Any, kind: type[K]) -> K:
@@ -148,7 +147,7 @@ class FormKeeper:
 
 
 class _Trial:
-    """A run of a stage whose graph saves everything as it is, and what it would save in the form of `keeper`."""
+    """Run a stage unchanged, and count the bytes that the form of `keeper` would save."""
 
     def __init__(self, keeper: FormKeeper, function: Callable[..., Any]) -> None:
         self.pays = False
@@ -156,8 +155,6 @@ class _Trial:
         self._keeper, self._function = keeper, function
 
     def watch(self, run: Run) -> Run:
-        """`run`, which is watched."""
-
         def watched(value: Any) -> Any:
             tried = _Tried(self._keeper.form)
             noting = self._keeper._keeping(tried, self._function, value, _Noting)
@@ -170,21 +167,18 @@ class _Trial:
             self.pays = spared >= _LEAST_SHARE * saved and spared > 0
             there = storages(tensors_in([value, output, _owned(self._function)]))
             self.saved_bytes = sum(size for address, size in noting.seen.items() if address not in there)
-            tried.let_go()  # the graph holds it for as long as it is there itself
+            tried.let_go()  # the graph keeps `tried` alive
             return output
 
         return watched
 
 
 class _Noting(Keeping):
-    """Notes all storages that autograd saves, and their bytes."""
-
     def __init__(self, form: Form, untouched: Iterable[torch.Tensor], *, least_bytes: int) -> None:
         super().__init__(form, untouched, least_bytes=least_bytes)
         self.seen: dict[int, int] = {}
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """As `Keeping` does."""
         if is_plain(tensor) or is_fake(tensor):
             self.seen.update(storages([tensor]))
         return super().save(tensor, for_numbers=for_numbers)
@@ -195,28 +189,25 @@ def _owned(function: Callable[..., Any]) -> list[torch.Tensor]:
 
 
 class _Tried:
-    """A form that keeps nothing, and notes what another one would."""
+    """A form that keeps nothing and records the bytes of another form."""
 
     exact = True
 
     def __init__(self, form: SmallerForm) -> None:
         self.name = form.name
         self.storages: dict[int, tuple[int, int]] = {}
-        """of each, by its address: its bytes, and those in the other form that it is kept in at last"""
+        """address: (bytes unchanged, bytes in the other form)"""
         self._form = form
-        self._memory: list[torch.Tensor] = []  # held, so that no address is used twice
+        self._memory: list[torch.Tensor] = []  # held, so that no address is reused
 
     def let_go(self) -> None:
-        """Hold no tensors any more."""
         self._memory.clear()
 
     def keep(self, memory: torch.Tensor) -> Kept | None:
-        """Keep nothing."""
         self._note(memory, self._form.keep(memory))
         return None
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> Kept | None:
-        """Keep nothing."""
         self._note(memory, self._form.keep_sign(memory, need))
         return None
 
@@ -226,49 +217,48 @@ class _Tried:
         self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes
 
 
-# Saved tensors packed without loss: what comes back has the same bits.
+# Lossless packing: restored tensors have the same bits.
 #
-# Three kinds of tensors can be packed whatever the numbers of a batch are, so that what was measured holds for every
-# step: booleans, which are bits; indices of places, such as those of max pooling, which are 64 bits wide and need 8 to
-# 32; and the masks of dropout, which on a CPU are floating tensors of 0 and 1/(1 - p). Other tensors may happen to be
-# packable in one step, such as the zeros that a layer makes before its first step, and are left alone.
+# Three kinds of tensors pack whatever the batch holds, so a measurement is valid for every step: booleans, as bits;
+# indices, such as those of max pooling, which are int64 and need 8 to 32 bits; and dropout masks, which on a CPU are
+# floating tensors of 0 and 1/(1 - p). Other tensors may be packable by chance in one step and are saved unchanged.
 #
-# Of the result of ReLU and of the input of leaky ReLU, the sign is kept, as bits, where nobody else needs its numbers:
-# before dropout and pooling, or between a norm and a leaky ReLU. A convolution or a product that follows saves the same
-# tensor and needs them. To keep those that are not 0, as Gist does, takes as many bytes as the batch has of them, which
-# no plan can promise.
+# The result of ReLU and the input of leaky ReLU shrink to sign bits where no other node needs the numbers: before
+# dropout and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows saves the same
+# tensor and needs them. Keeping only nonzeros, as Gist does, takes bytes that depend on the batch, so no plan can
+# promise it.
 
 
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
-"""From the narrowest; of two that are as wide, the one that is converted faster."""
+"""From the narrowest; of two equally wide, the faster conversion first."""
 _MARGIN = 1.25
-"""How much larger indices may get before another type is needed. Max pooling does not point to every place of a plane,
-but to some in its last rows, which are in its last fifth for all planes that need more than a byte."""
+"""Headroom for larger indices before the next type is needed. Max pooling need not select the last elements of a plane,
+but selects some in its last rows: in the last fifth, for all planes that need more than a byte."""
 _SAMPLE = 1024
-"""Elements that are looked at before a whole tensor is: nearly all of those that are no masks are known by them."""
+"""Elements checked before the whole tensor: they rule out nearly all tensors that are no masks."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes, for tensors to be compared bit by bit: -0.0 equals 0.0, and NaN does not equal itself."""
+"""Integer types by bytes, for bitwise comparison: -0.0 equals 0.0, and NaN does not equal itself."""
 _INFINITY = {
     torch.float16: 0x7C00,
     torch.bfloat16: 0x7F80,
     torch.float32: 0x7F800000,
     torch.float64: 0x7FF0000000000000,
 }
-"""The integer with the bits of infinity. Those of positive numbers are smaller, and those of NaN are greater; with the
-highest bit set, all of them are negative."""
+"""Bit pattern of infinity as an integer. Positive numbers are below it, NaNs above; with the sign bit, all are
+negative."""
 _FORMATS = {torch.float16: ("e", "h"), torch.float32: ("f", "i"), torch.float64: ("d", "q")}
-"""Of a dtype and of its integer, what `struct` calls them."""
+"""`struct` codes of a dtype and of its integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Keeps booleans, masks and signs as bits, and integers in the narrowest type that holds them."""
+    """Keep booleans, masks and signs as bits, and integers in the narrowest type that holds them."""
 
     name: str = "packed"
     exact: bool = True
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
-        """What is packed of `memory`; None if it does not get smaller."""
+        """Pack `memory`; None if it does not get smaller."""
         if memory.dtype == torch.bool:
             return _Bits(packed_bits(memory), memory.numel())
         if memory.is_floating_point():
@@ -276,10 +266,10 @@ class Packed:
         return _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Which numbers of `memory` are positive, as it is needed; None for numbers of a kind of their own."""
+        """Keep the signs of `memory`, as `need` asks; None for other dtypes."""
         if memory.dtype not in _INFINITY:
             return None
-        # As integers: to compare numbers would be a decision, which a stage that runs again has to find as it was.
+        # As integers: a comparison of floats would count as a decision, which a recomputation has to replay.
         integer, infinity = _BITS[memory.element_size()], _INFINITY[memory.dtype]
         bits, minus_zero = memory.view(integer), torch.iinfo(integer).min
         if need is Need.POSITIVE_OR_NAN:
@@ -293,8 +283,6 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
-    """Booleans."""
-
     bits: torch.Tensor
     count: int
 
@@ -308,7 +296,7 @@ class _Bits:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Elements that are 0 or one other number, whose bits are those of the integer `other`."""
+    """Elements that are 0 or one other number, whose bits are the integer `other`."""
 
     bits: torch.Tensor
     count: int
@@ -326,7 +314,7 @@ class _Mask:
 
 @dataclass(frozen=True, slots=True)
 class _Sign:
-    """Numbers of which is known where they are positive: these come back as 1, and all others as `other`."""
+    """Signs: restored as 1 where the bit is set, and as `other` elsewhere."""
 
     bits: torch.Tensor
     count: int
@@ -354,14 +342,14 @@ def _narrow(memory: torch.Tensor) -> Converted | None:
 
 
 def _mask(memory: torch.Tensor) -> _Mask | None:
-    # Elsewhere, dropout keeps booleans, and to look at numbers is to wait for the device.
+    # Other devices keep dropout masks as booleans, and reading values would synchronize.
     if memory.device.type != "cpu" or memory.element_size() not in _BITS:
         return None
     bits = memory.view(_BITS[memory.element_size()])
     if not bits.numel() or not _may_be_mask(bits[:_SAMPLE], memory.dtype):
         return None
     low, other = (int(each) for each in bits.aminmax())
-    # Zeros alone, or ones, are no mask of dropout, and may be something else in the next step.
+    # All zeros or all ones: no dropout mask, and possibly other numbers in the next step.
     if low < 0 or not other or (low == other and _number(other, memory.dtype) == 1):
         return None
     where = bits == other
@@ -371,7 +359,7 @@ def _mask(memory: torch.Tensor) -> _Mask | None:
 
 
 def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the first elements of a tensor, as integers, are 0 or one number that a mask of dropout may have."""
+    """Whether a sample, as integers, holds only 0 and one number that a dropout mask may have."""
     low, other = (int(each) for each in sample.aminmax())
     if low < 0 or (other and not 1 <= _number(other, dtype) < math.inf):
         return False
@@ -379,9 +367,9 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _number(bits: int, dtype: torch.dtype) -> float:
-    """The number of a dtype whose bits are those of an integer.
+    """Return the number of a dtype with the bits of an integer.
 
-    No operator of torch: a stage that runs again would take that for a decision of its own (`stage.decisions`).
+    Uses no torch operator: a recomputation would take it for a decision of the stage (`stage.replayed_routing`).
     """
     if dtype is torch.bfloat16:  # the upper half of a float32
         bits, dtype = bits << 16, torch.float32

@@ -1,4 +1,4 @@
-"""Say in an error which stage was doing what, and recognize an out-of-memory error."""
+"""Name the stage and its pass in an error, and recognize out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -16,27 +16,24 @@ from rotor_profiling.storage import tensors_in
 from rotor_py.errors import record_fields
 
 _CPU = "DefaultCPUAllocator: can't allocate memory"
-"""The CPU's allocator has no error of its own: it raises a RuntimeError, whose text alone tells what it is."""
+"""The CPU allocator raises a plain RuntimeError, recognizable only by its text."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of PyTorch raised `error`, because it had no memory to give."""
+    """Whether an allocator of PyTorch raised `error` for lack of memory."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _CPU in str(error))
 
 
 def asked_bytes(error: BaseException) -> int:
-    """What the allocation that failed had asked for; 0 if the error does not say so. CUDA rounds it to 1 %."""
+    """Return the bytes of the failed allocation; 0 if the error does not say. CUDA rounds them to 1 %."""
     found = _ASKED.search(str(error))
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
 
-# What a stage is doing now: told to whoever watches, and noted on an error that leaves it.
-#
-# The error stays the user's own: the same object, with its type, arguments and traceback. The note adds which stage it
-# came from, and what was being done with that stage.
-
+# The running pass of a stage: reported to watchers, and noted on an error that leaves it. The error stays the user's
+# own object, with its type, arguments and traceback.
 
 
 BACKWARD = "backward"
@@ -44,19 +41,19 @@ BACKWARD = "backward"
 _log = logging.getLogger("rotor_py")
 
 Watcher = Callable[[str, str, bool], None]
-"""Called with what is done ("forward", "recomputation" or "backward"), the stage's name, and whether it begins or ends.
+"""Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and whether it begins or ends.
 
-The backward of a stage that is part of the caller's graph begins when its gradient arrives. Its end is not told: the
-engine runs it, and calls nobody when it is through.
+The backward of a stage in the caller's graph begins when its gradient arrives. Its end is not reported, since the
+engine has no callback for it.
 """
 
 _watchers: list[Watcher] = []
 
 
-# Not per thread: the engine runs backwards on CUDA devices in threads of its own.
+# Not per thread: the engine runs CUDA backwards in threads of its own.
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Tell `watcher` of everything that stages do in this process."""
+    """Report every pass of a stage in this process to `watcher`."""
     _watchers.append(watcher)
     try:
         yield
@@ -65,18 +62,17 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether anybody watches what stages do."""
+    """Whether a watcher is active."""
     return bool(_watchers)
 
 
 class During:
-    """A context in which something is done with a stage.
+    """Context for one pass of a stage.
 
-    Watchers are told when it begins and when it ends. Any exception that leaves it gets a note that says what was being
-    done with which stage.
+    Reports begin and end to the watchers. An exception that leaves it gets a note with the pass and the stage.
     """
 
-    # Not a generator with `contextmanager`, which costs more: this is entered for every run of every stage.
+    # Not a `contextmanager` generator, which costs more: every run of every stage enters this.
     __slots__ = ("doing", "name")
 
     def __init__(self, doing: str, name: str) -> None:
@@ -97,8 +93,8 @@ class During:
 
 
 def tell_of_backward(output: Any, name: str) -> None:
-    """Tell of the backward of a stage that was run in the caller's graph, once it begins."""
-    # Hooks cost time in every step, and almost always nobody watches.
+    """Report the begin of the backward of a stage that ran in the caller's graph."""
+    # Hooks cost time in every step, and watchers are rare.
     if _watchers and torch.is_grad_enabled():
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -111,10 +107,10 @@ def _tell(doing: str, name: str, begins: bool) -> None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a note to an exception, once. Before Python 3.11, whose tracebacks show no notes, it is logged as well."""
+    """Add a note to an exception, once. Also log it before Python 3.11, whose tracebacks show no notes."""
     if text in getattr(error, "__notes__", ()):
         return
-    with contextlib.suppress(Exception):  # an exception that takes no note is still the user's
+    with contextlib.suppress(Exception):  # an exception that takes no note still reaches the user
         if hasattr(error, "add_note"):
             error.add_note(text)
             return

@@ -1,4 +1,4 @@
-"""Parameters that a stage reads and does not have: those of a layer that it only refers to."""
+"""Find parameters that a stage reads but does not own: those of a layer that it only refers to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rotor_profiling.torch_compat import TorchDispatchMode
 
 
 class ForeignParameters(TorchDispatchMode):
-    """While it is on, `found` gets those of `parameters` that operators read and that `function` does not have."""
+    """Collect in `found` those of `parameters` that operators read and `function` does not own."""
 
     def __init__(self, function: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so

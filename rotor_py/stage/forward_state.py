@@ -1,4 +1,4 @@
-"""Record what a forward finds around it, and restore it for a recomputation."""
+"""Record the state that a forward starts from, and restore it for a recomputation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rotor_py.stage.replayed_routing import Decisions, Drawn, decisions_recorded
 
 
 class EarlierRuns:
-    """Modes and parameters of the stage `function` in its earlier runs of one forward, the first of which is over.
+    """Training modes and parameter versions of the stage `function` since its first run in one forward.
 
-    It is called `name` in errors.
+    `name` is the stage's name in errors.
     """
 
     __slots__ = ("_modes", "_module", "_name", "_written")
@@ -33,21 +33,21 @@ class EarlierRuns:
         self._module = function if isinstance(function, nn.Module) else None
         self._name = name
         self._modes = self._modes_now()
-        """of its modules in the first run"""
+        """training modes of its modules in the first run"""
         self._written = self._written_now()
-        """how often each parameter had been written to when the stage ran last"""
+        """parameter versions after the last run"""
 
     def note(self) -> None:
-        """The stage has run, and may run again."""
+        """Record that the stage has run and may be recomputed."""
         self._written = self._written_now()
 
     @property
     def switched(self) -> bool:
-        """Whether a module of the stage was switched between training and evaluation since its first run."""
+        """Whether a module was switched between training and evaluation since the first run."""
         return self._modes_now() != self._modes
 
     def refuse_changes(self) -> None:
-        """RuntimeError if a module was switched between training and evaluation, or if a parameter was written to."""
+        """Raise RuntimeError if a module switched between training and evaluation, or a parameter was written to."""
         if self.switched:
             raise InvalidStateError(
                 f"stage {self._name!r} was switched between training and evaluation after its forward, and has to be "
@@ -73,7 +73,7 @@ class EarlierRuns:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The state of autocast for one kind of device."""
+    """State of autocast for one device type."""
 
     device_type: str
     enabled: bool
@@ -82,7 +82,7 @@ class Autocast:
 
     @classmethod
     def now(cls, device_type: str) -> Autocast:
-        """The state that holds where this is called."""
+        """Return the current state."""
         return cls(
             device_type,
             torch.is_autocast_enabled(device_type),
@@ -91,30 +91,30 @@ class Autocast:
         )
 
     def context(self, cache: bool) -> torch.autocast:
-        """A region in this state. With `cache`, weights that are cast in it are kept until its end."""
+        """Return an autocast context in this state. With `cache`, it caches cast weights until its end."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=cache)
 
 
 def autocast_now(devices: Iterable[torch.device]) -> tuple[Autocast, ...]:
-    """The state of autocast on the CPU, and on each kind of `devices`."""
+    """Return the current autocast state of the CPU and of each type of `devices`."""
     return tuple(map(Autocast.now, sorted({"cpu", *(device.type for device in devices)})))
 
 
 @contextmanager
 def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[None]:
-    """A region in `states`. Without `cache`, weights that are cast in it are not kept."""
+    """Enter autocast `states`. Without `cache`, cast weights are not cached."""
     with ExitStack() as stack:
         for state in states:
-            # Off then and off now: there is nothing to put back, and this is entered for every run of every stage.
+            # Off before and off now: nothing to restore, and every run of every stage enters this.
             if state.enabled or torch.is_autocast_enabled(state.device_type):
                 stack.enter_context(state.context(cache=state.cache and cache))
         yield
 
 
-# Buffers that operators write without saying so: the running statistics of batch norms.
+# Batch norm's running statistics, written without notice.
 #
-# PyTorch declares what most operators write, and counts such writes in a tensor's version. For these operators it does
-# neither. Their writes show in the values alone, and not always: the mean of zeros is what it was before.
+# PyTorch declares the writes of most operators and counts them in a tensor's version. For these it does neither, so
+# only the values show a write, and not always: the mean of zeros stays the same.
 
 
 _aten = torch.ops.aten
@@ -130,19 +130,18 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class WrittenStatistics(TorchDispatchMode):
-    """While entered, notes where running statistics lie that are written."""
+    """Dispatch mode that records the running statistics written under it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._addresses: set[int] = set()
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's memory was written."""
         return not self._addresses.isdisjoint(storages([tensor]))
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled layers be run compiled."""
+        """Let compiled layers run compiled."""
         return True
 
     def __torch_dispatch__(
@@ -156,30 +155,29 @@ class WrittenStatistics(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# What surrounds a stage's forward, kept so that it can be run again exactly: random state, autocast, buffers,
-# attributes, and what the stage decides (`decisions`).
+# State of a stage's forward for an exact recomputation: RNG state, autocast, buffers, attributes and decisions
+# (`replayed_routing`).
 #
-# Copies of buffers cost memory, so only those are copied that the stage was seen to change. The first forward of a
-# stage
-# copies them all, compares, and remembers which ones moved.
+# Copies of buffers cost memory, so only buffers that the stage changes are copied. The first forward copies them all,
+# compares, and remembers which changed.
 
 
-# Their output in training does not depend on their statistics. So these are not copied: for a second run, tracking is
-# switched off instead. A derived class may read its statistics, so types have to be equal.
+# In training, their output does not depend on their statistics. So these are not copied: a recomputation turns tracking
+# off instead. A derived class may read its statistics, so types must be equal.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-"""Per stage, the positions of the buffers that its forward was seen to change."""
+"""Per stage, the indices of the buffers that its forward changes."""
 
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-"""Per stage, the positions of the buffers that other stages change, perhaps before it is run again."""
+"""Per stage, the indices of the buffers that other stages change, perhaps before its recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What one forward of a stage found around it, and what it decided.
+    """The state that one forward of a stage started from, and its decisions.
 
-    `random` is None where the forward drew no random number.
+    `random` is None if the forward drew no random number.
     """
 
     autocast: tuple[Autocast, ...]
@@ -187,29 +185,32 @@ class Surroundings:
     buffers: tuple[tuple[Slot, torch.Tensor], ...]
     decisions: Decisions = ()
     slots: tuple[Slot, ...] = ()
-    """The buffers that there were: a model may have put others in their place since."""
+    """The buffers of that forward; the model may have replaced them since."""
     drawn: Drawn = ()
     changes: Callable[[], Sequence[Change]] = tuple
-    """Finds the attributes that are not as they were any more, and what they were."""
+    """Returns the attributes that differ now, with their former values."""
     earlier: EarlierRuns | None = None
-    """What must not change until a later run; None if there has been no run."""
+    """State that must not change before a recomputation; None if there was no run."""
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
-        """Run `function` inside this context as it was run the first time, leaving no trace of the second.
+        """Recompute `function` inside this context as in its first run, without side effects.
 
-        Without a `graph`, weights that autocast has cast are not cached: a later forward with a graph in the same
-        autocast region would find them there without their history, and lose gradients. `alike` makes autograd save as
-        many tensors as the first time, where otherwise it may save fewer: regions (`execute/recompute.py`) count them.
+        Args:
+            function: The stage.
+            graph: Whether the recomputation builds a graph. If not, autocast does not cache cast weights: a later
+                forward in the same region would find them without history and lose gradients.
+            alike: Make autograd save as many tensors as in the first run, where it might save fewer. Regions
+                (`execute/recompute.py`) count them.
         """
         with ExitStack() as stack:
-            # What puts a change back is registered before the change: an interrupt between the two does no harm.
+            # Each undo is registered before its change, so an interrupt between the two does no harm.
             stack.enter_context(restored_autocast(self.autocast, cache=graph))
-            stack.callback(Attributes(function).put_back)  # before anything in here sets one
+            stack.callback(Attributes(function).put_back)  # before anything here sets one
             for change in self.changes():
                 change.find_as_before()
             if self.random is not None:
-                # The stream goes on afterwards as if this run had not been.
+                # Afterwards the stream continues as if there were no recomputation.
                 stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)
                 self.random.restore()
             for stream, state in self.drawn:
@@ -219,7 +220,7 @@ class Surroundings:
                 if table[name] is not tensor:
                     stack.callback(table.__setitem__, name, table[name])
                     table[name] = tensor
-            # Another tensor in the module's table and no write into the one there: autograd may have saved that one.
+            # Replace the tensor in the module's table, not its values: autograd may have saved it.
             for (table, name, _), before in self.buffers:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()
@@ -237,11 +238,14 @@ class Surroundings:
 def recorded(
     function: Callable[..., Any], devices: tuple[torch.device, ...], preserve_rng_state: bool, name: str
 ) -> Iterator[list[Surroundings]]:
-    """Record what surrounds the first forward of `function`, which is run inside this context.
+    """Record the state of the first forward of `function`, which runs inside this context.
 
-    Yields a list that holds the surroundings once the context has been left. RuntimeError if the forward changes a
-    buffer, or writes into a tensor in an attribute, that no forward of the stage has changed before: of these there is
-    no copy.
+    Yields:
+        A list that holds the state once the context exits.
+
+    Raises:
+        RuntimeError: The forward changes a buffer for the first time, or writes into a tensor in an attribute; of these
+            there is no copy.
     """
     autocast = autocast_now(devices)
     before = RandomState.now(devices) if preserve_rng_state else None
@@ -258,7 +262,7 @@ def recorded(
         statistics if slots and function not in _moving else nullcontext(),
     ):
         yield result
-    # Most stages draw nothing. The state that they need not restore need not be kept either.
+    # Most stages draw nothing, so their RNG state need not be kept.
     drew = before is not None and RandomState.now(devices) != before
     moved = _find_moving(function, slots, copies, versions, statistics, name) if slots else []
     buffers = tuple((slots[i], copies[i]) for i in moved)
@@ -285,12 +289,12 @@ def _find_moving(
     statistics: WrittenStatistics,
     name: str,
 ) -> list[int]:
-    """The positions of the buffers to put back before another run, after a forward; they are remembered."""
+    """Return the indices of the buffers to restore for a recomputation, and remember them."""
     assert isinstance(function, nn.Module)
     changed = [i for i, (slot, version) in enumerate(zip(slots, versions, strict=True)) if _moved(slot, version)]
     if function not in _moving:
-        # Some kernels write without raising the version. Values are compared once, when there is a copy of each; in
-        # every step it would cost as much as the copies.
+        # Some kernels write without raising the version. Values are compared once, while there is a copy of each; in
+        # every step this would cost as much as the copies.
         changed = [i for i in copies if i in changed or slots[i][2] in statistics or not _equal(copies[i], slots[i])]
     else:
         changed = sorted({*changed, *copies})
@@ -308,7 +312,7 @@ def _find_moving(
 
 
 def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
-    """Let a batch norm move copies of its statistics until `stack` is left."""
+    """Let a batch norm update copies of its statistics until `stack` exits."""
     for name, buffer in list(module._buffers.items()):
         if buffer is not None:
             stack.callback(module._buffers.__setitem__, name, buffer)
@@ -316,12 +320,12 @@ def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
 
 
 def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
-    """What surrounds `function` now: a run inside `restored` will be like one that begins at this moment."""
+    """Return the present state of `function`: a run inside `restored` equals one that begins now."""
     slots = own_buffers(function)
     copies = _copies(function, slots)
     return Surroundings(
         autocast_now(devices),
-        RandomState.now(devices),  # whether the run will draw numbers is not known yet
+        RandomState.now(devices),  # whether the run draws numbers is not known yet
         tuple((slots[i], copy) for i, copy in copies.items()),
         changes=Attributes(function).changes,
     )
@@ -338,7 +342,7 @@ def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
 
 
 def own_buffers(function: Callable[..., Any]) -> list[Slot]:
-    """The buffers of `function` that a forward in training may change, other than statistics that do not matter."""
+    """Return the buffers of `function` that a training forward may change, except statistics that need no copy."""
     statistics = {id(module._buffers) for module in _tracking_batch_norms(function)}
     return [slot for slot in buffer_slots(function) if id(slot[0]) not in statistics]
 
@@ -359,21 +363,21 @@ def _equal(copy: torch.Tensor, slot: Slot) -> bool:
 
 
 def recall_moving(function: Callable[..., Any]) -> frozenset[int]:
-    """The positions of the buffers that runs of a stage, or of another one, have changed, as far as they are copied."""
+    """Return the indices of copied buffers that runs of this or another stage have changed."""
     if not isinstance(function, nn.Module):
         return frozenset()
     return _moving.get(function, frozenset()) | _moved_elsewhere.get(function, frozenset())
 
 
 def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
-    """Have these buffers of a stage counted, and copied from its first forward on: they move in a stage like it."""
+    """Count these buffers of a stage, and copy them from its first forward on: an identical stage changes them."""
     _moving[function] = recall_moving(function) | positions
 
 
 def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
-    """Have each stage copy the buffers that any of them is known to change, and those of `also` that several have.
+    """Make each stage copy the shared buffers that any of `functions` changes, and those of `also`.
 
-    A stage that only reads one has to find it in its second run as in its first.
+    A stage that only reads one must find the same values in its recomputation.
     """
     stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
     holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
@@ -386,13 +390,13 @@ def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iter
 
 
 def moving_buffers(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """The buffers of which a copy is kept while `function` may be run again, as far as its runs have shown."""
+    """Return the buffers copied for a recomputation of `function`, as far as known."""
     known = recall_moving(function)
     return [slot[2] for i, slot in enumerate(own_buffers(function)) if i in known]
 
 
 def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
-    """The buffers that a forward of `function` may change, statistics included; all, until one has shown which."""
+    """Return the buffers that a forward of `function` may change, statistics included; all before its first run."""
     known = _moving.get(function) if isinstance(function, nn.Module) else None
     own = own_buffers(function)
     still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}

@@ -1,4 +1,4 @@
-"""Round saved tensors to bf16, fp8 or int8, where `keep=` asks for it."""
+"""Round saved tensors to bf16, fp8 or int8, if `keep=` asks for it."""
 
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from rotor_py.stage.saved_tensors import Need
 from rotor_py.stage.storage_modes import parted
 from rotor_solver import Chain, ForwardEnable, Sequence
 
-# Saved floating tensors in fewer bits than their own: what comes back is rounded. Only for those who ask for it.
+# Saved floating tensors in low precision, rounded; opt-in only.
 #
-# The forward has computed with the exact numbers, and only gradients are made of the rounded ones. What can be packed
-# without loss is (`packed`), and everything else is rounded: to bfloat16, whose range is that of float32; or to eight
-# bits, with a scale for each block of 128 numbers that are side by side in memory. Blocks, and not channels: a channel
-# of
-# an activation is a column, whose numbers are far apart and may come from a thousand tokens, of which one may be large;
-# and a storage that several views share has no channels of its own.
+# The forward computes with the exact numbers; only gradients come from rounded ones. Tensors that pack without loss are
+# packed (`compression`). All others are rounded to bfloat16, which has the range of float32, or to eight bits with a
+# scale for each block of 128 adjacent numbers. Blocks, not channels: a channel of an activation is a column, spread
+# over memory and over perhaps a thousand tokens, one of which may be large; and a storage shared by several views has
+# no channels.
 #
-# A tensor with a number that is not finite, or that would not be, is kept as it is.
-
+# A tensor that has or would get a non-finite number is saved unchanged.
 
 
 BLOCK = 128
-"""Numbers that share a scale: the rows of activations are multiples of it, and a scale adds 3 % to what it scales."""
+"""Numbers per scale: rows of activations are multiples of it, and the scales add 3 % to the rounded bytes."""
 _CHUNK = 2**20
-"""Numbers that are rounded at once, so that what that needs beside the tensor stays small."""
+"""Numbers rounded at once, to bound the temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FewerBits:
-    """Keeps floating tensors in `dtype` if that is narrower, and packs what can be packed without loss."""
+    """Keep floating tensors in `dtype` if that is narrower; pack tensors that pack without loss."""
 
     word: str
     dtype: torch.dtype
@@ -42,21 +40,21 @@ class FewerBits:
 
     @property
     def name(self) -> str:
-        """That of the way to store a stage: what follows "stored"."""
+        """Name of the storage mode: the text after "stored"."""
         return f"in {self.word}"
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
-        """What is kept of `memory`; None if it does not get smaller, or would not be finite."""
+        """Keep `memory`; None if it does not get smaller, or would not be finite."""
         packed = Packed().keep(memory)
         if packed is not None:
             return packed
         if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
             return None
-        with not_deciding():  # whether numbers can be rounded, and to which integers
+        with not_deciding():  # whether numbers can be rounded, and to which integers, is no decision of the stage
             return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Which numbers of `memory` are positive: that takes fewer bits than any number, and loses nothing."""
+        """Keep the signs of `memory`: fewer bits than any number, without loss."""
         return Packed().keep_sign(memory, need)
 
 
@@ -68,13 +66,13 @@ FEWER_BITS = {
         FewerBits("int8", torch.int8),
     )
 }
-"""By the words that ask for them."""
+"""By the words that users pass."""
 _WORDS = {form.name: word for word, form in FEWER_BITS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Scaled:
-    """Blocks in eight bits, what each of them was divided by, and what is left beyond the last block."""
+    """Blocks in eight bits, their scales, and the unrounded rest after the last block."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -96,7 +94,7 @@ class _Scaled:
 
 
 def _rounded(memory: torch.Tensor, dtype: torch.dtype) -> Converted | None:
-    if memory.numel() and not bool(torch.stack(memory.aminmax()).to(dtype).isfinite().all()):  # NaN is both of them
+    if memory.numel() and not bool(torch.stack(memory.aminmax()).to(dtype).isfinite().all()):  # NaN is both
         return None
     return Converted(memory.to(dtype), memory.dtype)
 
@@ -108,7 +106,7 @@ def _scaled(memory: torch.Tensor, dtype: torch.dtype) -> _Scaled | None:
     scales = torch.linalg.vector_norm(memory[:blocked].view(-1, BLOCK), torch.inf, dim=1, dtype=precise).div_(largest)
     if not bool(scales.isfinite().all()):
         return None
-    scales.clamp_(min=torch.finfo(precise).tiny)  # blocks of zeros, and of numbers that are next to nothing
+    scales.clamp_(min=torch.finfo(precise).tiny)  # blocks of zeros and of denormal numbers
     values = torch.empty(blocked, dtype=dtype, device=memory.device)
     for start, stop in _chunks(blocked):
         block = memory[start:stop].view(-1, BLOCK) / scales[start // BLOCK : stop // BLOCK, None]
@@ -122,15 +120,15 @@ def _chunks(count: int) -> list[tuple[int, int]]:
 
 
 def word_of(ways: Iterable[str]) -> str | None:
-    """The word that asks for ways to store a stage of these names; None if all of them are exact.
+    """Return the `keep=` word of the first inexact storage mode in `ways`; None if all are exact.
 
-    They are exact if the backward reads what the forward has computed, bit for bit.
+    A mode is exact if the backward reads bit for bit the values of the forward.
     """
     return next((_WORDS[keeper] for way in ways if (keeper := parted(way, _WORDS)[1]) is not None), None)
 
 
 def rounded_stages(chain: Chain, sequence: Sequence) -> dict[int, str]:
-    """The stages that `sequence` keeps in fewer bits at any time, with the word that asks for it (`keep=`)."""
+    """Return the stages that `sequence` ever keeps in low precision, with their `keep=` words."""
     found = {}
     for operation in (each for one in (sequence, *sequence.beside) for each in one):
         if isinstance(operation, ForwardEnable):

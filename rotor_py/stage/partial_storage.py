@@ -1,4 +1,4 @@
-"""Store a stage in part: what is kept, and how the backward recomputes the rest."""
+"""Store a stage in part: keep some values, and recompute the rest in the backward."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator that makes a value again, from those that it `reads`.
+    """An operator call that recomputes a value from those that it `reads`.
 
-    If `wanted` is not None, it runs with a graph, in which gradients are wanted of these values.
+    If `wanted` is not None, it runs with a graph in which these values require gradients.
     """
 
     function: Callable[..., Any]
@@ -39,8 +39,6 @@ class Call:
     wanted: frozenset[int] | None = None
 
     def __call__(self, values: Mapping[int, Any]) -> Any:
-        """The value, made from `values`."""
-
         def read(each: Any) -> Any:
             if not isinstance(each, Value):
                 return each
@@ -54,51 +52,54 @@ class Call:
 
 
 Reading = Callable[[Collection[int]], None]
-"""Called with the numbers of the values that a call is about to read: some may have to be brought into memory."""
+"""Called with the numbers of the values that a call is about to read; may bring some into memory."""
 Around = Callable[[], AbstractContextManager[Reading]]
-"""What is around the making of values."""
+"""Makes the context around a recomputation."""
 
 
 def reading_all_there(numbers: Collection[int]) -> None:
-    """The values that are read are in memory anyway."""
+    """Do nothing: the values are in memory anyway."""
 
 
 def nothing_around() -> AbstractContextManager[Reading]:
-    """What is around the making of values that are in memory anyway."""
+    """Return a context for values that are in memory anyway."""
     return nullcontext(reading_all_there)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make values again: `calls` for them and for what is between, and the kept values that each `needs`."""
+    """How to recompute values: the `calls` for them and for intermediates, and the kept values that each `needs`."""
 
     calls: dict[int, Call]
     needs: dict[int, frozenset[int]]
 
 
-# Stages stored in part: what is cheap to make is not saved, but made again when the backward asks for it.
+# Stages stored in part: cheap tensors are recomputed in the backward instead of saved.
 #
-# Autograd is told to save the way to such a tensor instead of the tensor (`torch.autograd.graph.saved_tensors_hooks`).
-# Kept for it are the values that it is made from, and these are often kept anyway.
-
+# Saved-tensor hooks (`torch.autograd.graph.saved_tensors_hooks`) replace such a tensor by a handle. The handle holds
+# the values that it is computed from, which are often saved anyway.
 
 
 class PartialSaving:
-    """One run of a stage of which some values are dropped, to be made again by a recipe.
+    """Context for one run of a stage that drops some values and recomputes them by a recipe.
 
-    The run happens inside it as a context, on tensors on the CPU and on `devices`. It calls `keep` and `drop` for its
-    values as soon as it has made them; each of these has memory of its own. What is not dropped is saved
-    as it would be without this: as it is, or by a keeper. Values are made again inside of `around`.
+    The run calls `keep` or `drop` for its values as soon as it has computed them; each has memory of its own. Tensors
+    not dropped are saved as without this context: unchanged, or by a keeper.
+
+    Args:
+        recipe: How to recompute the dropped values.
+        devices: Devices of the run, besides the CPU.
+        around: Makes the context in which values are recomputed.
     """
 
     def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around = nothing_around) -> None:
         self.recipe = recipe
         self.around = around
         self._saving = saving_now()
-        # Called for every tensor that is saved: without a keeper, by no method in between.
+        # Called for every saved tensor: without a keeper, no method in between.
         self._save: Callable[[torch.Tensor], Saved] = SavedAsItIs if type(self._saving) is AsItIs else self._saving.save
         self.autocast = autocast_now(devices)
-        # Weak: when autograd has let go of all that it saved of a value, nobody will ask for it.
+        # Weak: once autograd has released all parts of a value, it is not needed.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
         self._kept: dict[int, _Kept] = {}
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
@@ -115,25 +116,25 @@ class PartialSaving:
     def __exit__(self, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
-        # Nothing is saved from here on. Each dropped value has what it is made from; the rest is not to be held.
+        # Nothing is saved from here on. Each dropped value holds its sources; release the rest.
         self._storages.clear()
         self._saved.clear()
         self._kept.clear()
 
     def keep(self, number: int, value: Any) -> None:
-        """Value `number` is there, and is kept."""
+        """Keep value `number`, just computed."""
         if isinstance(value, torch.Tensor):
             self._kept[number] = _Kept(self._saving.save(value, for_numbers=True).tensor)
         else:
             self._kept[number] = _Kept(lambda: value)
 
     def drop(self, number: int, value: torch.Tensor) -> None:
-        """Value `number` is there, and is not to be saved."""
-        # By address: autograd saves views and detached twins, which are other objects. The weak reference keeps the
-        # address from being used again by another storage.
+        """Drop value `number`, just computed."""
+        # By address: autograd saves views and detached aliases, which are other objects. The weak reference keeps
+        # another storage from reusing the address.
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
-        # Some operators save what they make, before they return it.
+        # Some operators save their result before they return it.
         for each in self._saved.pop(storage._cdata, ()):
             saved = each.saved()
             if saved is not None and each.dtype == value.dtype:
@@ -142,11 +143,10 @@ class PartialSaving:
         self._end_if_complete()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
-        """What autograd is to save in the place of `tensor`."""
         storage, saved = tensor.untyped_storage(), _Saved()
         view = _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         found = self._storages.get(storage._cdata)
-        # A view in another dtype is kept: the parts of a value that is made again are all of the value's own dtype.
+        # A view in another dtype is kept: all parts of a recomputed value have the value's own dtype.
         if found is not None and found[2] == tensor.dtype:
             saved.content = self._part(found[1], view)
         else:
@@ -160,7 +160,7 @@ class PartialSaving:
         return saved
 
     def _end_if_complete(self) -> None:
-        # Before the last value is dropped, something is held of it that was saved before.
+        # Until the last value is dropped, earlier saved tensors may still belong to it.
         if self._handing_over is not None and not self._to_drop and not self._saving.undecided:
             self._handing_over.end_if_complete()
 
@@ -174,15 +174,15 @@ class PartialSaving:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A value that is kept, and how to get it as it was."""
+    """A kept value, and a function that returns it unchanged."""
 
     unchanged: Callable[[], Any]
 
 
 class _Dropped:
-    """A value that the backward needs and nobody holds.
+    """A value to recompute for the backward.
 
-    All that autograd saves of the value shares this object, so that it is made once; with the last of them it goes.
+    All tensors that autograd saves of it share this object, so it is recomputed once; it goes with the last of them.
     """
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
@@ -194,17 +194,17 @@ class _Dropped:
         self.made: Any = None
 
     def value(self) -> torch.Tensor:
-        """The value. Other dropped values that are made on the way to it are kept for when they are asked for."""
+        """Return the value. Other dropped values computed on the way stay until they are read."""
         if self.made is None:
             there, missing = self._plan()
-            # No cache: a weight that is cast here has no history, and a later forward would find it without.
+            # No cache: a weight cast here has no history, and a later forward would find it so.
             autocast = restored_autocast(self.run.autocast, cache=False)
             with torch.no_grad(), autocast, self.run.around() as reading:
                 self._make(there, missing, reading)
         return self.made  # type: ignore[no-any-return]  # a tensor
 
     def _plan(self) -> tuple[dict[int, Any], list[int]]:
-        """The values that are there to begin with, and those to make from them, in order."""
+        """Return the available values, and the numbers of those to compute from them, in order."""
         there: dict[int, Any] = {}
         missing: set[int] = set()
         pending = [self.number]
@@ -231,21 +231,21 @@ class _Dropped:
             shared = self.run.dropped.get(number)
             if shared is not None:
                 shared.made = values[number]
-            # What nobody reads any more is not to be held while the rest is made.
+            # Release each value after its last reader.
             for read in {*calls[number].reads, number}:
                 if last.get(read, number) == number:
                     del values[read]
 
 
 class _Saved:
-    """What autograd holds of a tensor that it has saved."""
+    """The handle that autograd holds of a saved tensor."""
 
-    # Without an `__init__`: one of these is made for every tensor that is saved.
+    # No `__init__`: one is made for every saved tensor.
     __slots__ = ("__weakref__", "content")
     content: Saved | _Part
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, made again if it was dropped. RuntimeError where a gradient of gradients is asked for then."""
+        """Return the tensor, recomputed if dropped. Raise RuntimeError if a recomputed one needs a double backward."""
         part = self.content
         if not isinstance(part, _Part):
             return part.tensor()
@@ -260,8 +260,6 @@ class _Saved:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Which elements of a storage a tensor has."""
-
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -269,18 +267,16 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A view of a dropped value."""
-
     handle: _Dropped
     view: _View
 
 
 @dataclass(frozen=True, slots=True)
 class _Early:
-    """A tensor that was saved before anybody said whether its memory is dropped."""
+    """A tensor saved before `keep` or `drop` was called for its memory."""
 
     saved: ref[_Saved]
     view: _View
     dtype: torch.dtype
     memory: StorageWeakRef
-    """It keeps the address from being used again: by a keeper, a tensor is saved without its memory."""
+    """keeps the address from being reused, since a keeper saves a tensor without its memory"""

@@ -1,8 +1,7 @@
-"""What a stage may offer beside its forward: other ways to run it, and what has to be known to run it by itself.
+"""Optional offers of a stage: other ways to run it, and facts for running it alone.
 
-A layer of the user's offers nothing; it is run, and that is all. A stage that was generated from a captured graph knows
-more about itself, and says so by deriving from `StageOffers`. Everybody who makes use of an offer asks `offers_of`, so
-that this file is the whole list.
+A user's layer offers nothing. A stage generated from a captured graph derives from `StageOffers`. Every use goes
+through `offers_of`, so this file lists all offers.
 """
 
 from __future__ import annotations
@@ -17,95 +16,94 @@ from torch import nn
 from rotor_py.errors import InvalidValueError
 
 Run = Callable[[Any], Any]
-"""A way to run a stage: from its input to its output."""
+"""Runs a stage: maps its input to its output."""
 
 RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
-"""A way to run several stages as one, in the graph around them.
+"""Runs several stages as one, in the surrounding graph.
 
-It is called with the input of the first in a list, which it empties, and with what names a stage by its number, for
-errors. It returns the output of the last, without what the stages share."""
+Called with the input of the first in a list, which it empties, and a function that names a stage by its index, for
+errors. Returns the output of the last, without the values that the stages share.
+"""
 
 Wrap = Callable[[nn.Module], nn.Module]
-"""What a piece of a stage is replaced by."""
+"""Replaces a piece of a stage."""
 
 
 class StageOffers:
-    """What a stage offers. Every default offers nothing, so that a stage defines only what it has."""
+    """Offers of a stage. Every default offers nothing, so a stage overrides only what it has."""
 
     carried: Mapping[str, int] = MappingProxyType({})
-    """The tensors of the output that are handed on beside the chain: name, and position among the output's tensors."""
+    """Output tensors handed on outside the chain: name, and index among the output tensors."""
 
     handed_on: Mapping[int, int] = MappingProxyType({})
-    """The tensors of the output that are some of the input, and that the stage does not use otherwise: the position
-    among the output's tensors, and that among the input's. Their gradients pass through its backward as they are."""
+    """Output tensors that are input tensors not otherwise used: index in the output, to index in the input. Their
+    gradients pass the stage's backward unchanged."""
 
     wiring: Hashable = None
-    """Which values of its input the stage reads and which it hands on, by position. Stages of one kind
-    (`stage_signature`) cost the same whichever values they read, but code that was compiled for one reads what that one
-    does."""
+    """Positions of the input values that the stage reads and hands on. Stages with one signature (`stage_signature`)
+    cost the same whichever values they read, but compiled code reads fixed ones."""
 
     makes_its_own: bool = False
-    """Whether it is known without a run that it writes into nothing that it is given, and that not all of its output
-    lies there."""
+    """Whether the stage certainly writes into none of its inputs and returns not only input memory."""
 
     needs_gradient: Sequence[bool] | None = None
-    """Of every tensor in its input, whether it needs a gradient in training; None if that shows when the stage runs."""
+    """For every input tensor, whether it needs a gradient in training; None if only a run shows it."""
 
     saves_through_hooks = True
-    """Whether saved-tensor hooks that are there during a run see what autograd saves."""
+    """Whether saved-tensor hooks active during a run see the tensors that autograd saves."""
 
     shared: int = 0
-    """How many values at the end of its input all stages of the chain share."""
+    """Number of values at the end of its input that all stages of the chain share."""
 
     last: bool = True
-    """Whether its output is that of the chain, without what the stages share."""
+    """Whether its output is that of the chain, without the shared values."""
 
     @property
     def parts(self) -> Sequence[StageOffers]:
-        """The stages that are joined in this one, in turn."""
+        """The stages joined in this one, in order."""
         return (self,)
 
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
-        """How to run the stage and those that follow it as one; None if they have to run one by one."""
+        """Return how to run this stage and `following` as one; None if they must run one by one."""
         return None
 
     def gather_begun(self) -> None:
-        """Gather the sharded parameters of modules that have begun before this stage.
+        """Gather the sharded parameters of modules that began before this stage.
 
-        The stage gathers the others when their modules begin in it, and lets go of all where their modules end.
+        The stage itself gathers those of modules that begin in it, and frees all where their modules end.
         """
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
-        """How to run the stage with `wrap(piece)` in the place of every piece that can be compiled.
+        """Return how to run the stage with `wrap(piece)` in place of every compilable piece.
 
-        None if the stage can be compiled as a whole. If it cannot, this is called once for each way to wrap the pieces.
+        None if the stage compiles as a whole. Otherwise called once for each way to wrap the pieces.
         """
         return None
 
     def forward_skipping_output(self) -> Run | None:
-        """How to run the stage right before its backward, when nobody reads its output; None if that saves nothing.
+        """Return how to run the stage right before its backward, without its output; None if that saves nothing.
 
-        What the run returns has the graph, the shapes and the types of the usual output, but not its values.
+        The result has the graph, shapes and types of the usual output, but not its values.
         """
         return None
 
     ways_are_code = False
-    """Whether each of its `ways` is other code, which may round otherwise: then all runs of the stage in a plan are by
-    the way in which it is stored, also those that store nothing."""
+    """Whether its `ways` run different code, which may round differently. Then all runs of the stage in a plan use the
+    way in which it is stored, also those that store nothing."""
 
     def ways(self) -> tuple[str, ...]:
-        """The names of the ways to store the stage other than whole. Each of them keeps less than those before it.
+        """Return the names of the partial storage modes. Each keeps less than those before it.
 
-        A name is what follows "stored" in a report. It is written into plans, so it must not change.
+        A name is the text after "stored" in a report. Plan files contain it, so it must not change.
         """
         return ()
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
-        """Those of its `ways` that can be taken on `value`; the stage may be run to find that out."""
+        """Return those of its `ways` that apply to `value`; may run the stage to find out."""
         return self.ways()
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        """How to run the stage so that it is stored by one of its `ways`.
+        """Return how to run the stage so that it is stored by one of its `ways`.
 
         With `skip_output`, the output has no values, as in `forward_skipping_output`.
         """
@@ -113,9 +111,9 @@ class StageOffers:
 
 
 class _Joined(StageOffers):
-    """What stages offer that are run one after the other as one.
+    """Offers of stages that run one after the other as one.
 
-    No other way to run them is offered: each way belongs to one of them, and its neighbours would have to follow.
+    It has no partial storage modes: each belongs to one stage, and its neighbours would have to follow.
     """
 
     def __init__(self, parts: Iterable[StageOffers]) -> None:
@@ -137,7 +135,7 @@ class _Joined(StageOffers):
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
         runs = [part.in_pieces(wrap) for part in self._parts]
-        # All stages of a sharded model are in pieces, and none of another one.
+        # Either all stages of a model are in pieces (sharded), or none.
         found = [run for run in runs if run is not None]
         return (lambda value: reduce(lambda made, run: run(made), found, value)) if found else None
 
@@ -146,7 +144,7 @@ _NOTHING = StageOffers()
 
 
 def offers_of(function: Callable[..., Any]) -> StageOffers:
-    """What a stage offers: a module, several joined in an `nn.Sequential`, or any function."""
+    """Return the offers of a module, of several joined in an `nn.Sequential`, or of any function."""
     if isinstance(function, StageOffers):
         return function
     if isinstance(function, nn.Sequential):

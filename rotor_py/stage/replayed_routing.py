@@ -1,4 +1,4 @@
-"""Repeat in a recomputation what operators decided, and what streams of Python and NumPy drew."""
+"""Replay in a recomputation the decisions of operators, and the draws from Python's and NumPy's RNGs."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
 
-# Random streams that PyTorch does not keep: Python's, NumPy's, and those of generators that a model has.
+# Random streams outside PyTorch's RNG: Python's, NumPy's, and generators that a model holds.
 #
-# A stage may draw whether to skip a layer with `random.random()`. To look at these streams takes longer than to look at
-# PyTorch's own, so only those are looked at in every step from which the first forward of a stage has drawn.
+# A stage may draw with `random.random()` whether to skip a layer. Reading these streams takes longer than PyTorch's
+# own, so each step reads only those from which the first forward of a stage has drawn.
 
 
 class Stream(NamedTuple):
-    """A random stream: its state, which can be compared, and what sets it back to one."""
+    """A random stream: its comparable state, and a function that sets it."""
 
     state: Callable[[], Hashable]
     set: Callable[[Any], object]
 
 
 Drawn = tuple[tuple[Stream, Hashable], ...]
-"""Streams that something has drawn from, with their states before."""
+"""Streams that were drawn from, with their former states."""
 
 _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
-"""Per stage, the streams that its first forward has drawn from."""
+"""Per stage, the streams that its first forward drew from."""
 
 
 def streams_of(function: Callable[..., Any]) -> list[Stream]:
-    """Those that a run of `function` may draw from, as far as they can be found."""
+    """Return the streams that a run of `function` may draw from, as far as they can be found."""
     found = [Stream(random.getstate, random.setstate)]
     if "numpy" in sys.modules:
         found.append(Stream(_numpy_state, _set_numpy_state))
@@ -50,7 +50,7 @@ def streams_of(function: Callable[..., Any]) -> list[Stream]:
 
 @contextmanager
 def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
-    """Yields a list that holds what a forward of `function`, run in here, has drawn from once the context is left."""
+    """Yield a list that holds, once the context exits, the streams that a forward of `function` in it drew from."""
     known = _drawing.get(function) if isinstance(function, nn.Module) else None
     before = [(stream, stream.state()) for stream in (streams_of(function) if known is None else known)]
     result: list[Drawn] = []
@@ -62,13 +62,13 @@ def other_draws(function: Callable[..., Any]) -> Iterator[list[Drawn]]:
 
 
 def draws(function: Callable[..., Any]) -> bool:
-    """Whether a forward of a stage has drawn from these streams, so that the next one may do something else."""
+    """Whether a forward of the stage drew from these streams, so that the next may differ."""
     return isinstance(function, nn.Module) and bool(_drawing.get(function))
 
 
 @contextmanager
 def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """Put these streams back, whatever is run in here."""
+    """Restore these streams when the context exits."""
     before = [(stream, stream.state()) for stream in streams_of(function)]
     try:
         yield
@@ -80,7 +80,7 @@ def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
 def _numpy_state() -> Hashable:
     import numpy as np
 
-    state: Any = np.random.get_state()  # of the stream that all of NumPy's functions share
+    state: Any = np.random.get_state()  # of NumPy's global stream
     name, keys, *rest = state
     return name, keys.tobytes(), *rest
 
@@ -102,18 +102,16 @@ def _of_generator(generator: torch.Generator) -> Stream:
     return Stream(state, set_back)
 
 
-# What a stage decides from its numbers: the experts of a token, the largest of many, a branch. Never decided anew.
+# Decisions of a stage from its numbers: the experts of a token, a top-k, a branch.
 #
-# In plain training a router decides once. A stage that is run again could decide otherwise: where a sum over processes
-# or
-# an atomic addition on a GPU comes in another order, the last digits differ, and a token goes to another expert. Its
-# loss
-# would be of one expert, and its gradient of another; processes that decide differently would wait for each other. So
-# what the first run of a stage has decided is kept, and later runs take it over.
+# In plain training a router decides once. A recomputation could decide differently: sums over processes and atomic
+# additions on a GPU vary in the last digits, so a token may go to another expert. Its loss would then come from one
+# expert and its gradient from another, and processes that decide differently would deadlock. So the decisions of the
+# first run are recorded, and recomputations replay them.
 
 
 Decisions = tuple[tuple[Any, Any], ...]
-"""The operators that decided, in order, each with what it returned."""
+"""The deciding operators in order, each with its result."""
 
 _aten = torch.ops.aten
 _SELECTIONS = {
@@ -129,32 +127,32 @@ _SELECTIONS = {
     _aten.mode,
     _aten._local_scalar_dense,
 }
-"""Operators that return the numbers that they select, and where these were. Pooling is none of them: where it found the
-largest number changes nothing but a gradient, and would take much memory."""
+"""Operators that select numbers and return them or their indices. Not pooling: its indices change only a gradient, and
+would take much memory."""
 _NO_DECISIONS = {
     _aten.empty_like,
     _aten.zeros_like,
     _aten.ones_like,
     _aten.full_like,
     _aten.randint_like,
-    torch.ops.prim.device,  # which fake tensors are asked for
+    torch.ops.prim.device,  # asked of fake tensors
 }
-"""Operators that read no number of the tensor that they are given."""
+"""Operators that read no number of their argument."""
 
 _not_the_stage: ContextVar[bool] = ContextVar("not_the_stage", default=False)
-"""Whether operators run here and now that are none of the stage, although it runs."""
+"""Whether the operators now running do not belong to the stage."""
 _undecided: WeakSet[nn.Module] = WeakSet()
 """The stages whose first run decided nothing."""
 _bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""The most bytes of what the others have decided in a run."""
+"""The most bytes of the decisions of a run, per stage."""
 
 
 @contextmanager
 def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]]:
-    """Record what `function` decides when it is run inside this context.
+    """Record the decisions of `function`, run inside this context.
 
-    Yields a list that holds the decisions once the context has been left. A module that has decided nothing in its
-    first run is not watched in later ones: that takes time for every operator.
+    Yields a list that holds them once the context exits. A module that decided nothing in its first run is not watched
+    again: watching takes time for every operator.
     """
     result: list[Decisions] = []
     if isinstance(function, nn.Module) and function in _undecided:
@@ -174,16 +172,16 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
 
 
 def decisions_repeated(decisions: Decisions) -> Any:
-    """A context in which a stage decides as it did before.
+    """Return a context in which a stage replays its decisions.
 
-    RuntimeError, from within, if it comes to other decisions: it did something else the first time.
+    Inside, raises RuntimeError if the stage makes other decisions than in its forward.
     """
     return _Repeating(decisions) if decisions else nullcontext()
 
 
 @contextmanager
 def not_deciding() -> Iterator[None]:
-    """What runs in this context is no decision of the stage inside of which it runs."""
+    """Exclude operators in this context from the decisions of the running stage."""
     outside = _not_the_stage.set(True)
     try:
         yield
@@ -192,27 +190,27 @@ def not_deciding() -> Iterator[None]:
 
 
 def decided_bytes(function: Callable[..., Any]) -> int:
-    """Bytes that are kept of what a stage decides, as far as its runs have shown."""
+    """Return the bytes of the recorded decisions of a stage, as far as known."""
     return _bytes.get(function, 0) if isinstance(function, nn.Module) else 0
 
 
 def decides_nothing(function: Callable[..., Any]) -> bool:
-    """Whether a stage has been run, and decided nothing."""
+    """Whether the stage has run and decided nothing."""
     return isinstance(function, nn.Module) and function in _undecided
 
 
 def remember_undecided(function: Callable[..., Any]) -> None:
-    """Have a stage not watched, not even in its first run: a stage like it decides nothing."""
+    """Never watch this stage, not even in its first run: an identical one decides nothing."""
     if isinstance(function, nn.Module):
         _undecided.add(function)
 
 
 class _Watching(TorchDispatchMode):
-    """Below autograd, which therefore goes on from what an operator is said to have returned."""
+    """Dispatch mode below autograd, which continues from the result that the mode returns."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled layers be run compiled: what they decide, nobody sees."""
+        """Let compiled layers run compiled; their decisions are not seen."""
         return True
 
 
@@ -250,7 +248,7 @@ class _Repeating(_Watching):
                 kind="rerun_differs",
                 name=str(func),
             )
-        if func._schema.is_mutable:  # it has written what it made into memory that others look at
+        if func._schema.is_mutable:  # it wrote its result into memory that others read
             for tensor, decision in zip(tensors_in(made), tensors_in(before), strict=True):
                 tensor.copy_(decision)
             return made
@@ -258,11 +256,11 @@ class _Repeating(_Watching):
 
 
 def _decides(func: Any, given: Any, made: Any) -> bool:
-    """Whether an operator went from numbers, which may differ in their last digits, to what is either this or that."""
+    """Whether an operator maps numbers, which may vary in the last digits, to a discrete result."""
     if _not_the_stage.get() or func.overloadpacket in _NO_DECISIONS or made is None:
         return False
     if func.overloadpacket not in _SELECTIONS:
-        # Most operators make one tensor of numbers, which is seen at once.
+        # Fast path: most operators return one tensor of numbers.
         if _is_number(made) or any(map(_is_number, tree_leaves(made))):
             return False
         if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
@@ -271,10 +269,10 @@ def _decides(func: Any, given: Any, made: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value may differ in its last digits."""
+    """Whether a value may vary in its last digits."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _copied(made: Any) -> Any:
-    """A copy, since the stage may write into what it has decided."""
+    """Copy, since the stage may write into its decision."""
     return tree_map_only(torch.Tensor, torch.Tensor.clone, made)

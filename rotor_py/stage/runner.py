@@ -1,4 +1,4 @@
-"""Run one stage: for the first time, without a graph, or again with a graph of its own."""
+"""Run one stage: a first forward, without a graph, or a recomputation with a graph of its own."""
 
 from __future__ import annotations
 
@@ -35,25 +35,23 @@ from rotor_py.stage.side_effects import GraphEffects, before_first, recall_effec
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.storage_modes import Keeper, Trial, both, parted
 
-# The first forward of a stage, undone: buffers, attributes and the random state are again what they were before it.
-#
-# Only where a stage may have to be run a second time because it ran out of memory: copies of its buffers cost memory.
-
+# Undo the first forward of a stage: buffers, attributes and RNG state. Only for stages that may have to repeat it after
+# running out of memory, since copies of buffers cost memory.
 
 
 class Undo:
-    """What the forward of `function`, which is about to begin, may change. `devices` are those of its random state."""
+    """State that the coming forward of `function` may change. `devices` are those of its RNG state."""
 
     def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
         self._random = RandomState.now(devices)
         self._attributes = Attributes(function)
         self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
         copied = {id(tensor) for (_, _, tensor), _ in self._copies}
-        # Not thought to change, so there is no copy. Should one change after all, that is noticed.
+        # Not expected to change, so not copied. `restore` reports a change.
         self._others = [(slot, slot[2]._version) for slot in buffer_slots(function) if id(slot[2]) not in copied]
 
     def restore(self) -> str | None:
-        """Put everything back. Returns what could not be: why the stage cannot be run as if for the first time."""
+        """Restore everything. Return the reason if a change cannot be undone, else None."""
         self._random.restore()
         try:
             self._attributes.put_back()
@@ -61,9 +59,9 @@ class Undo:
             return str(error)
         for (table, name, tensor), before in self._copies:
             table[name] = tensor
-            # What has not changed is not written: a buffer may be one number seen many times (`expand`).
+            # Unchanged buffers are not written: one may be an expanded number.
             if not torch.equal(tensor, before):
-                # By way of `data`, which leaves the version: the graph of an earlier forward may have saved the buffer.
+                # Through `data`, which leaves the version: the graph of an earlier forward may have saved the buffer.
                 tensor.data.copy_(before)
         for (table, name, tensor), version in self._others:
             if table[name] is not tensor or tensor._version != version:
@@ -72,19 +70,18 @@ class Undo:
 
 
 def undo_bytes(functions: Iterable[nn.Module]) -> int:
-    """The most bytes that an `Undo` holds for one of these stages. Each is let go of before the next is made."""
+    """Return the most bytes of an `Undo` for one of these stages. Each is released before the next is made."""
     return max((bytes_like(slot[2] for slot in slots_that_move(function)) for function in functions), default=0)
 
 
 Edges = list[GradientEdge | None]
-"""The edges of tensors into their graph, in order; None for a tensor that needs no gradient."""
+"""Edges of tensors into their graph, in order; None for a tensor without gradient."""
 
 
 class AttachedStage:
     """A stage with a graph of its own, which ends at its input and at aliases of its parameters.
 
-    It knows the ends of the graph as edges, and holds no tensors: what the backward does not need is freed. `owners`
-    keep the graph alive instead.
+    It holds edges and no tensors, so memory that the backward does not need is freed. `owners` keep the graph alive.
     """
 
     def __init__(
@@ -99,10 +96,10 @@ class AttachedStage:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
     ) -> list[torch.Tensor | None]:
-        """Gradients of the input's tensors, then of the parameters, for the `gradients` of the outputs.
+        """Return the gradients of the input's tensors, then of the parameters, for the `gradients` of the outputs.
 
-        None stands for a gradient that does not exist, on both sides. RuntimeError if the stage returned another number
-        of tensors than in its first run.
+        None stands for a missing gradient on both sides. Raises RuntimeError if the stage returned another number of
+        tensors than in its first run.
         """
         if len(gradients) != len(self.outputs):
             raise InvalidStateError(
@@ -124,7 +121,7 @@ class AttachedStage:
         return [None if source is None else next(found) for source in sources]
 
     def refuse_other_leaves(self, origin: torch.Tensor) -> None:
-        """RuntimeError if the graph reaches a parameter that is not the stage's own: its gradient would be lost.
+        """Raise RuntimeError if the graph reaches a parameter that the stage does not own: its gradient would be lost.
 
         `origin` is the leaf at which the input's side of the graph ends (see `enter_graph`).
         """
@@ -140,40 +137,35 @@ class AttachedStage:
 
 
 def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
-    """The tensors at which the graph behind `edges` ends, each once."""
+    """Iterate over the tensors at which the graph behind `edges` ends, each once."""
     pending = [edge.node for edge in edges if edge is not None]
     seen = set()
-    # A loop and no recursion: a graph can be deeper than Python's stack.
+    # A loop, not recursion: a graph can be deeper than Python's stack.
     while pending:
         node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
-        leaf = getattr(node, "variable", None)  # an AccumulateGrad has it
+        leaf = getattr(node, "variable", None)  # on an AccumulateGrad
         if leaf is not None:
             yield leaf
         pending.extend(following for following, _ in node.next_functions if following is not None)
 
 
 def owners_of(value: Any) -> list[Any]:
-    """What keeps the graph behind `value` alive. An edge alone does not, if its node is written in Python."""
-    # The node of a view, which holds the node before it, and no tensor. Newer releases of torch do the same in
-    # `get_gradient_edge`.
+    """Return nodes that keep the graph behind `value` alive. An edge alone does not keep a node written in Python."""
+    # The node of a view holds the node before it, and no tensor. `get_gradient_edge` does the same in newer torch.
     with torch.enable_grad():
         return [tensor.view_as(tensor).grad_fn for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def edges_of(value: Any) -> Edges:
-    """The edges of the tensors in `value` into their graph."""
+    """Return the edges of the tensors in `value` into their graph."""
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors_in(value)]
 
 
-# One stage and the ways in which the executor runs it.
-#
-# In the caller's graph (`forward`), for the first time where more runs follow (`first`, or `attach_first` with a graph
-# of
-# its own), once more without a graph (`again`), and once more with a graph of its own (`attach`).
-
+# One stage, and its runs: in the caller's graph (`forward`); a first run before recomputations (`first`, or
+# `attach_first` with a graph of its own); a recomputation without a graph (`again`) or with one of its own (`attach`).
 
 
 T = TypeVar("T")
@@ -181,15 +173,25 @@ Context = tuple[Any, ...]
 
 
 class StageRunner:
-    """Runs `function`: in the graph around it, without a graph, or with a graph of its own.
+    """Run `function` in the surrounding graph, without a graph, or with a graph of its own.
 
-    With a graph, `option` says how it is stored: 0 stores all that autograd saves, and n the n-th of `ways`, which are
-    names, by default all that are `offered`: those of the stage, of the `keepers` that suit it, and of both together.
-    The stage's own are those of its `offers`, by default what it says itself.
-    What goes in and what comes out may be tensors or nested structures of them. An `open` module runs functions of the
-    caller's; parameters that it uses and does not own are looked for and refused. What all stages share in one forward
-    is their `context`: a function gets it after its own values, all in one tuple, and if it `hands_on`, returns it
-    likewise. Nothing of a forward stays here: a runner serves all of them, also several in flight.
+    A runner keeps no state of a forward, so it serves several in flight. Inputs and outputs are tensors or nested
+    structures of them. All stages of a forward share its `context`: a function gets it after its own values, in one
+    tuple, and returns it likewise if it `hands_on`.
+
+    `option` says how a graph is stored: 0 stores all that autograd saves, n the n-th of `ways`.
+
+    Args:
+        function: The stage.
+        name: Its name in errors.
+        preserve_rng_state: Whether recomputations restore the RNG state.
+        open: Whether the module runs functions of the caller's. Parameters that it uses but does not own raise an
+            error.
+        hands_on: Whether the function returns the context.
+        ways: Names of the storage modes. Default: all `offered`, of the stage, of suitable `keepers`, and of both
+            combined.
+        keepers: Keepers for the saved tensors.
+        offers: Offers of the stage. Default: its own.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class StageRunner:
         self._ways = ways
         self._keepers = keepers
         self._way: str | None = None
-        """the way of this option; None if the stage is stored whole"""
+        """storage mode of this option; None if stored whole"""
         self.hands_on = hands_on
         self.function = function
         self.name = name
@@ -217,10 +219,10 @@ class StageRunner:
         self.open = open or not isinstance(function, nn.Module)
 
     def by(self, option: int) -> StageRunner:
-        """The same stage, run by another option. ValueError if the stage has no such option."""
+        """Return the same stage with another option. Raises ValueError if the stage has no such option."""
         if option == self.option:
             return self
-        other = copy(self)  # other runs of the stage in the same step may be by another option
+        other = copy(self)  # other runs of the stage in the same step may use another option
         other.option, other._way = option, self._way_of(option)
         return other
 
@@ -240,15 +242,15 @@ class StageRunner:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """The names of the ways in which the stage can be stored other than whole."""
+        """Names of the storage modes other than whole."""
         return self._ways_with(self._suiting, self._offers.ways())
 
     def trials(self) -> dict[str, Trial]:
-        """What tells, for each keeper that suits the stage, whether it pays, by its name."""
+        """Return a trial for each suitable keeper, by name."""
         return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
-        """Those of `offered` that are worth measuring on `value`, if these `keepers` are; the stage may be run."""
+        """Return the `offered` modes worth measuring on `value`, given the `keepers` that pay; may run the stage."""
         paying = [each for each in self._suiting if each.name in keepers]
         return self._ways_with(paying, self._offers.ways_for(value))
 
@@ -271,19 +273,19 @@ class StageRunner:
         return forward_skipping_output(self.function) is not None
 
     def make_ready(self) -> None:
-        """Make the code that runs the stage with a graph, where it is made when somebody asks for it."""
+        """Generate the code that runs the stage with a graph, if it is generated lazily."""
         for skip_output in (False, self.can_skip_output):
             self._run_of(self._way, skip_output)
 
     @property
     def effects(self) -> GraphEffects:
-        """What measuring has found out about the stage."""
+        """Effects of the graph, as measured."""
         return recall_effects(self.function)
 
     def forward(self, value: Any, context: Context = (), *, skip_output: bool = False) -> Any:
-        """Run the stage in the graph that is being built around it, as plain training does.
+        """Run the stage in the surrounding graph, as plain training does.
 
-        With `skip_output`, the run makes the graph that the backward needs, and an output without values.
+        With `skip_output`, build the graph that the backward needs, and return an output without values.
         """
         with During("forward", self.name):
             output = self._function(context, skip_output)(value)
@@ -291,8 +293,8 @@ class StageRunner:
         return output
 
     def first(self, value: Any, context: Context = ()) -> tuple[Any, Surroundings]:
-        """Run it for the first time; return its output and what surrounded it."""
-        # Gradients are on where the stage is `Fe` at first and run again later, and off inside a node.
+        """Run it for the first time; return its output and the state that it started from."""
+        # Gradients are on for a stage that is `Fe` first and recomputed later, and off inside a node.
         run = self._function(context) if torch.is_grad_enabled() else self._without_graph(context)
         with During("forward", self.name), self.recorded(value, context) as surroundings:
             output = run(value)
@@ -300,19 +302,20 @@ class StageRunner:
         return output, surroundings[0]
 
     def recorded(self, value: Any, context: Context = ()) -> AbstractContextManager[list[Surroundings]]:
-        """A context that records what surrounds a first run of the stage on `value`, which is run inside of it."""
+        """Return a context that records the state around a first run of the stage on `value` inside it."""
         return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name)
 
     def before_first(self, value: Any) -> tuple[Surroundings, int] | None:
-        """What surrounds the stage now, for runs like its first one, and the most bytes that this would hold beyond
-        those before it; None if only a first run tells.
+        """Return the present state, for recomputations before a first run, and the most bytes of such a run.
+
+        None if only a first run shows this.
         """
         return before_first(self.function, self.devices(value))
 
     def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
-        """Run it once more without a graph, exactly as the first time.
+        """Recompute it without a graph, exactly as in the first run.
 
-        RuntimeError if the stage was switched between training and evaluation since, or if a parameter has changed.
+        Raises RuntimeError if the stage was switched between training and evaluation since, or a parameter changed.
         """
         earlier = surroundings.earlier
         if earlier is not None:
@@ -325,7 +328,7 @@ class StageRunner:
 
     @property
     def hooks_gradients(self) -> bool:
-        """Whether modules of the stage have hooks that their backward calls."""
+        """Whether modules of the stage have backward hooks."""
         modules = self.function.modules() if isinstance(self.function, nn.Module) else ()
         return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
 
@@ -334,14 +337,14 @@ class StageRunner:
         return partial(run_with_graph, run) if self.effects.graph_dependent else run
 
     def _function(self, context: Context, skip_output: bool = False) -> Callable[[Any], Any]:
-        # Without a graph nothing is stored, so all options are the same, but for the digits of other code.
+        # Without a graph nothing is stored, so all options agree, except for rounding by other code.
         by_way = torch.is_grad_enabled() or offers_of(self.function).ways_are_code
         run = self._run_of(self._way if by_way else None, skip_output)
         run = partial(_run_to_its_end, run)
         return partial(self._in_context, run, context) if context else run
 
     def _run_of(self, way: str | None, skip_output: bool = False) -> Callable[[Any], Any]:
-        """How the stage is run to be stored in a way; None is whole."""
+        """Return the run for a storage mode; None is whole."""
         if way is None:
             return (forward_skipping_output(self.function) if skip_output else None) or self.function
         before, name = parted(way, [keeper.name for keeper in self._keepers])
@@ -357,12 +360,13 @@ class StageRunner:
     def attach(
         self, value: Any, surroundings: Surroundings, context: Context = (), *, skip_output: bool = False
     ) -> tuple[AttachedStage, Any]:
-        """Run it once more with a graph of its own, exactly as the first time; return that graph, and the output.
+        """Recompute it with a graph of its own, exactly as in the first run; return the graph and the output.
 
-        With `skip_output`, the output has no values. The graph ends at aliases of the parameters. Gradients are handed
-        on to the engine that asked for them, which calls the hooks of the real parameters and adds to their `grad`,
-        once. RuntimeError if the stage was switched between training and evaluation since, if a parameter of it has
-        changed, or if an `open` stage uses a parameter that it does not own.
+        With `skip_output`, the output has no values. The graph ends at aliases of the parameters. The calling engine
+        gets their gradients, calls the hooks of the real parameters and accumulates into `grad`, once.
+
+        Raises RuntimeError if the stage was switched between training and evaluation since, a parameter changed, or an
+        `open` stage uses a parameter that it does not own.
         """
         earlier = surroundings.earlier
         if earlier is not None:
@@ -374,9 +378,9 @@ class StageRunner:
         return attached, output
 
     def attach_first(self, value: Any, context: Context = ()) -> tuple[AttachedStage, Any, Surroundings]:
-        """Run it for the first time with a graph of its own; return that, the output, and what surrounded it.
+        """Run it for the first time with a graph of its own; return the graph, the output and the recorded state.
 
-        RuntimeError if an `open` stage uses a parameter that it does not own.
+        Raises RuntimeError if an `open` stage uses a parameter that it does not own.
         """
         attached, output, found = self._attach("forward", self.recorded(value, context), value, context)
         return attached, output, found[0]
@@ -389,32 +393,32 @@ class StageRunner:
         context: Context,
         skip_output: bool = False,
     ) -> tuple[AttachedStage, Any, T]:
-        """Run it with a graph of its own inside of `around`; return that graph, the output, and what `around` gave."""
+        """Run it with a graph of its own inside `around`; return the graph, the output and the value of `around`."""
         slots = parameter_slots(self.function)
         # Not the parameters themselves: their hooks would fire here, and again when the outer engine has the gradient.
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
         inputs, owners = edges_of(entered), owners_of(entered)
-        # `around` inside of `enable_grad`: it keeps weights that autocast has cast only where there is a graph.
+        # `around` inside `enable_grad`: autocast caches cast weights only where there is a graph.
         with During(doing, self.name), torch.enable_grad(), around as found, substituted(slots, aliases):
             output = self._function(context, skip_output)(entered)
         owners += owners_of(output)
         attached = AttachedStage(edges_of(output), inputs, list(aliases.values()), owners, self.name)
-        if self.open:  # a walk through the whole graph, which a layer that owns all it uses is spared
+        if self.open:  # walks the whole graph, so not for a layer that owns all it uses
             attached.refuse_other_leaves(origin)
         return attached, output, found
 
     def undo(self, value: Any, context: Context = ()) -> Undo:
-        """What undoes a first run on `value`, which is about to begin."""
+        """Return an undo for a first run on `value`, which is about to begin."""
         return Undo(self.function, self.devices(value, context))
 
     def parameters(self) -> list[torch.Tensor]:
-        """The trained parameters, each once, in the order of the gradients of `AttachedStage.backward`."""
+        """Return the trained parameters, each once, in the gradient order of `AttachedStage.backward`."""
         return trained_parameters(self.function)
 
     def all_parameters(self) -> list[torch.Tensor]:
-        """The parameters, those that are frozen as well."""
+        """Return all parameters, frozen ones included."""
         return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
 
     def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:
@@ -423,10 +427,10 @@ class StageRunner:
 
 
 def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:
-    """Run a stage, and wait for the collectives that its output comes from (`AsyncCollectiveTensor`).
+    """Run a stage, and wait for the collectives behind its output (`AsyncCollectiveTensor`).
 
-    In plain training, whoever reads the output waits. That of a stage that is run again may not be read by anyone, and
-    until somebody waits for it, PyTorch holds on to its memory.
+    In plain training, the reader of the output waits. The output of a recomputation may have no reader, and PyTorch
+    holds its memory until a wait.
     """
     output = run(value)
     wait_for(output)
@@ -434,10 +438,10 @@ def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:
 
 
 def run_leaving(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, LeavingMemory]:
-    """Run a stage in the graph around it; returns its output, and what it saved that could leave memory.
+    """Run a stage in the surrounding graph; return its output, and the saved tensors that could be offloaded.
 
-    What goes into the stage stays, as do its parameters; and so does what comes out, as long as anybody holds it. Where
-    the runner keeps something in another form, that stays as well.
+    Inputs and parameters stay, and outputs as long as they are held. So do tensors that the runner keeps in another
+    form.
     """
     leaving = LeavingMemory()
     with Keeping(leaving, _in_memory_anyway(runner, (value, context)), least_bytes=LEAST_BYTES, reads_values=False):

@@ -1,4 +1,4 @@
-"""Tensors that autograd saves: who needs them in the backward, and how a recomputation hands them over."""
+"""Saved tensors: what the backward reads of them, and how a recomputation hands them over."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from rotor_profiling import torch_compat
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.errors import InvalidStateError
 
-# What autograd holds in the place of a tensor that a stage saves: the tensor itself, or what is kept of it.
-#
-# Rules are those of the Note in `keeper`.
+# Objects that autograd holds in place of saved tensors. Rules: see the Note in `compressing_hooks`.
 
 
 class Kept(Protocol):
     """A tensor in another form."""
 
     def tensor(self) -> torch.Tensor:
-        """A tensor of the same elements, in their dtype and on their device, from the beginning of a storage on.
+        """Return a tensor of the same elements, dtype and device, at the start of a storage.
 
         May be called several times, or never.
         """
@@ -33,20 +31,20 @@ class Kept(Protocol):
 
 
 class Saved(Protocol):
-    """What autograd saves in the place of a tensor."""
+    """The object that autograd saves in place of a tensor."""
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, as it was when it was saved. RuntimeError if it was overwritten since."""
+        """Return the tensor as saved. Raises RuntimeError if it was overwritten since."""
         ...
 
 
 class SavedAsItIs:
-    """A tensor with the number of times that it had been written to."""
+    """A tensor, saved unchanged with its version."""
 
     __slots__ = ("_tensor", "_writes")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor.detach()  # Rule 7: without its history
+        self._tensor = tensor.detach()  # Rule 7: no history
         self._writes = tensor._version
 
     @property
@@ -55,7 +53,7 @@ class SavedAsItIs:
         return self._tensor._version != self._writes
 
     def tensor(self) -> torch.Tensor:
-        if self._tensor._version != self._writes:  # overwritten
+        if self._tensor._version != self._writes:
             raise InvalidStateError(
                 f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
                 "an in-place operation since the forward; change it after the backward",
@@ -65,48 +63,46 @@ class SavedAsItIs:
 
 
 class Saving(Protocol):
-    """Says what autograd saves in the place of tensors."""
+    """Chooses what autograd saves in place of tensors."""
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """What stands for `tensor`, which autograd saves; or whoever computes with it, `for_numbers`."""
+        """Return the object to save in place of `tensor`. `for_numbers`: a computation reads it, not only autograd."""
         ...
 
     @property
     def undecided(self) -> bool:
-        """Whether a run has to go on, for it to be known what is saved."""
+        """Whether a run must go on to settle what is saved."""
         ...
 
 
 class AsItIs:
-    """Saves every tensor as it is."""
+    """Save every tensor unchanged."""
 
     undecided = False
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """`tensor` itself."""
+        """Return `tensor`, saved unchanged."""
         return SavedAsItIs(tensor)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of the storage behind `tensor`, in its dtype, flat and without history."""
+    """Return all elements of the storage behind `tensor`, in its dtype, flat and without history."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
-# Who reads a saved tensor in the backward, and what of it: ReLU and its like ask where it is positive, and no more.
+# What the backward reads of a saved tensor: ReLU and similar nodes read only the sign.
 #
-# The hook that saves a tensor is not told which node saves it. But nodes are numbered in the order in which they are
-# made, and a tensor knows the node that it comes from: so a result that is saved by its own node is known at once.
-# Nodes
-# that save their input are found in the graph, from what is computed after them.
+# A saved-tensor hook does not know its node. But nodes are numbered in creation order, and a tensor knows its own node:
+# so a result saved by its own node is known at once. Nodes that save an input are found in the graph behind later
+# tensors.
 #
-# Some bounds are no question of one bit. Of NaN, the backward of hardtanh and ReLU6 lets a gradient pass or not by
-# where
-# in memory it is: vector instructions do the one, and the loop over what is left after them does the other.
+# Some bounds do not fit in one bit. For NaN, the backward of hardtanh and ReLU6 lets a gradient pass or not by its
+# position in memory: vector instructions and the remainder loop differ.
 
 
 class Need(Enum):
-    """What a backward reads of a saved tensor."""
+    """The information that a backward reads of a saved tensor."""
 
     SHAPE = "its shape"
     POSITIVE = "which numbers are greater than 0"
@@ -115,33 +111,34 @@ class Need(Enum):
     NUMBERS = "its numbers"
 
     def together_with(self, other: Need) -> Need:
-        """What is needed if two nodes read a tensor."""
+        """Return the joint need of two readers."""
         if other in (self, Need.SHAPE):
             return self
         return other if self is Need.SHAPE else Need.NUMBERS
 
 
 _MOST_NODES = 256
-"""Nodes that are looked at for those that save a tensor: these have just been made, as a rule. A guess."""
+"""Most nodes to search for those that save a tensor; they are usually recent. A guess: if too small, numbers are kept
+where a sign would do."""
 _SHAPE_ALONE = ("AvgPool", "MaxPool")
-"""How the names begin of nodes that save their input for its shape: where the largest of a window was, indices say."""
+"""Name prefixes of nodes that read only the shape of their input: indices mark the largest of a window."""
 _SEEN = ("cpu", "cuda")
-"""Devices whose kernels were read for what they need."""
+"""Devices whose kernels were read for their needs."""
 
 
 def last_node() -> int:
-    """The number of the node that was made last, of this thread: the one that saves, where a hook is called."""
+    """Return the sequence number of this thread's latest node: in a hook, the node that saves."""
     return torch_compat.get_sequence_nr() - 1
 
 
 def own_need(tensor: torch.Tensor, number: int) -> Need | None:
-    """What node `number`, which saves `tensor`, needs of it, if it is the result of that node; None if it is not."""
+    """Return the need of node `number`, which saves `tensor`, if `tensor` is its result; else None."""
     node = _origin(tensor)
     return need_of(node, tensor.device) if node is not None and node._sequence_nr() == number else None
 
 
 def need_of(node: Node, device: torch.device) -> Need:
-    """What the backward of `node` reads of the floating tensor that it has saved."""
+    """Return what the backward of `node` reads of its saved floating tensor."""
     name = node.name()
     if device.type not in _SEEN:
         return Need.NUMBERS
@@ -149,7 +146,7 @@ def need_of(node: Node, device: torch.device) -> Need:
         return Need.SHAPE
     if name == "ReluBackward0" or (name.startswith("ThresholdBackward") and _bound(node, "threshold") == 0):
         return Need.POSITIVE_OR_NAN
-    if name.startswith("LeakyReluBackward"):  # whatever the slope
+    if name.startswith("LeakyReluBackward"):  # any slope
         return Need.POSITIVE
     if name == "ClampMinBackward0" and _bound(node, "min") == 0:
         return Need.NOT_NEGATIVE
@@ -159,21 +156,21 @@ def need_of(node: Node, device: torch.device) -> Need:
 
 
 def node_behind(tensors: Iterable[torch.Tensor], number: int) -> Node | None:
-    """The node with this number in the graph behind `tensors`; None if it is not there."""
+    """Return the node with this number in the graph behind `tensors`; None if absent."""
     return nodes_behind(tensors, {number}, most=None).get(number)
 
 
 def nodes_behind(
     tensors: Iterable[torch.Tensor], numbers: Collection[int], most: int | None = _MOST_NODES
 ) -> dict[int, Node]:
-    """The nodes with these numbers in the graph behind `tensors`, as far as `most` nodes show them."""
+    """Return the nodes with these numbers in the graph behind `tensors`, searching at most `most` nodes."""
     found: dict[int, Node] = {}
     pending = [node for node in map(_origin, tensors) if node is not None]
     seen: set[Node] = set()
     while pending and len(found) < len(numbers) and (most is None or len(seen) < most):
         node = pending.pop()
         made_at = node._sequence_nr()
-        if made_at >= min(numbers) and node not in seen:  # a node is made after those that it leads to
+        if made_at >= min(numbers) and node not in seen:  # a node is newer than those that it leads to
             seen.add(node)
             if made_at in numbers:
                 found[made_at] = node
@@ -187,41 +184,40 @@ def _bound(node: Node, name: str) -> float | None:
 
 
 def _origin(tensor: torch.Tensor) -> Node | None:
-    # A view that was written to gets a new node when it is asked for it, which would change the numbers of others.
+    # A view that was written to makes a new node when asked for one, which would renumber the others.
     return None if tensor._is_view() and tensor._version else tensor.grad_fn
 
 
-# What a stage saves when it is run again, handed over to those who wait for it.
+# Hand over the tensors that a recomputation saves.
 #
-# The graph of its first run stays, and holds nothing of what it saved. A later run saves the same tensors in the same
-# order, be it as they are or in part. Autograd calls the innermost hooks alone, so each of them hands over what it
-# saves.
+# The graph of the first run stays and holds no saved tensors. A recomputation saves the same tensors in the same order,
+# whole or in part. Autograd calls only the innermost hooks, so each kind of hook hands over its own.
 
 
 class Waiting(Protocol):
-    """Those who wait for what a run saves."""
+    """Receiver of the tensors that a run saves."""
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
-        """What stands for `tensor`, the one with this number of those that are saved. Errors if it is another one."""
+        """Receive `saved`, which stands for the `number`-th saved `tensor`. Raises an error if it is another one."""
 
     @property
     def ends_after(self) -> int | None:
-        """How many tensors they wait for; None if the run has to go on to its end."""
+        """Number of tensors to wait for; None if the run must go to its end."""
 
 
 class Complete(Exception):  # noqa: N818  # no error: it ends a run
-    """All that a run was for is there: it need not go on."""
+    """Ends a run whose tensors have all been handed over."""
 
     def __init__(self, run: HandingOver) -> None:
         super().__init__()
         self.run = run
 
     def add_note(self, note: str) -> None:
-        """Nothing: nobody reads it."""
+        """Ignore the note: it is never shown."""
 
 
 class HandingOver:
-    """A run that hands over what it saves, to be made inside of it as a context. It ends when all is there."""
+    """Context for a run that hands over its saved tensors, and ends early when all are there."""
 
     def __init__(self, waiting: Waiting) -> None:
         self._waiting = waiting
@@ -244,12 +240,12 @@ class HandingOver:
         return isinstance(error, Complete) and error.run is self
 
     def hand_over(self, saved: Saved, tensor: torch.Tensor) -> None:
-        """What stands for the next tensor."""
+        """Hand over `saved`, which stands for the next `tensor`."""
         self._waiting.receive(self._handed, saved, tensor)
         self._handed += 1
 
     def end_if_complete(self) -> None:
-        """Leave the run, by `Complete`, if all was handed over, as nobody needs the rest of it."""
+        """Leave the run, by `Complete`, once all tensors are handed over."""
         if self._handed == self._waiting.ends_after:
             raise Complete(self)
 
@@ -264,12 +260,12 @@ _innermost: ContextVar[HandingOver | None] = ContextVar("handing_over", default=
 
 
 def handing_over_now() -> HandingOver | None:
-    """The run around this that hands over what it saves; None if nobody waits for that."""
+    """Return the surrounding run that hands over its saved tensors; None if there is none."""
     return _innermost.get()
 
 
 class NobodyWaits:
-    """A context in which a run hands nothing over: whoever opens it does that himself."""
+    """Context in which a run hands nothing over automatically; its opener does so."""
 
     def __enter__(self) -> None:
         self._outside = _innermost.set(None)
@@ -279,14 +275,13 @@ class NobodyWaits:
 
 
 tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")
-"""The hook by which autograd gets back a saved tensor."""
+"""Unpack hook of a saved tensor."""
 
 
 class SavedInOrder:
-    """Receives what a run saves, from its beginning to its end, and holds nothing of it.
+    """Record shape and byte sum of each tensor that a complete run saves.
 
-    Of every tensor there is its shape, and the sum of its bytes: to hold its numbers would take as much memory as the
-    run itself.
+    Holding the values would take as much memory as the run itself.
     """
 
     ends_after = None
@@ -295,7 +290,7 @@ class SavedInOrder:
         self.found: list[Hashable] = []
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
-        """Note a tensor."""
+        """Record a tensor."""
         self.found.append((tensor.shape, tensor.dtype, tensor.layout, _sum_of_bytes(tensor.detach())))
 
 

@@ -1,4 +1,4 @@
-"""Find stages that leave no trace behind, and effects that depend on a graph."""
+"""Find stages without lasting side effects, and effects that depend on a graph."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.stage.forward_state import Surroundings, autocast_now, own_buffers, recall_moving, remember_moving
 from rotor_py.stage.replayed_routing import remember_undecided
 
-# Stages of which one first run shows what all first runs do.
+# Stages whose first runs are all alike.
 #
-# Such a stage can be run again without having run before: what a first run would record is known. So what shows that it
-# makes the same numbers without a graph (`graph_effects`) also saves its first run when it is measured.
+# Such a stage can be recomputed without a first run, since the state to record is known. So `find_effects`, which
+# checks that it makes the same numbers without a graph, also saves measuring its first run.
 
 
 class Steady(NamedTuple):
-    """What every first run of a stage does that decides nothing and sets no attributes: whether it `draws` random
-    numbers, the positions of buffers that are `moving`, and the most bytes that it holds beyond those before it.
+    """Effects shared by all first runs of a stage that decides nothing and sets no attributes.
+
+    `draws`: whether it draws random numbers. `moving`: indices of changed buffers. `rise`: most bytes above the start.
     """
 
     draws: bool
@@ -40,16 +41,16 @@ _remembered_free: WeakKeyDictionary[nn.Module, Steady] = WeakKeyDictionary()
 
 
 def shown_by(found: Surroundings, function: Callable[..., Any], rise: int) -> Steady | None:
-    """What a first run of `function` shows, which took `rise` bytes at most; None if later runs take over more of it.
+    """Return the effects of all first runs, from one of `function` that took `rise` bytes; None if they may vary.
 
-    `found` is what surrounded that run.
+    `found` is the recorded state of that run.
     """
     more = found.decisions or found.drawn or found.changes()
     return None if more else Steady(found.random is not None, recall_moving(function), rise)
 
 
 def remember_steady(function: nn.Module, steady: Steady | None) -> None:
-    """Have first runs of a stage do what one of a stage like it was seen to do; None if that tells nothing."""
+    """Assume for a stage the effects measured on an identical one; None forgets them."""
     _remembered_free.pop(function, None)
     if steady is not None:
         _remembered_free[function] = steady
@@ -58,8 +59,9 @@ def remember_steady(function: nn.Module, steady: Steady | None) -> None:
 
 
 def before_first(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> tuple[Surroundings, int] | None:
-    """What surrounds `function` now, as its first run would find it, and the most bytes that this would hold; None if
-    only such a run tells.
+    """Return the state that a first run of `function` would find now, and the most bytes of such a run.
+
+    None if only a run shows this.
     """
     known = _remembered_free.get(function) if isinstance(function, nn.Module) else None
     if known is None:
@@ -70,23 +72,22 @@ def before_first(function: Callable[..., Any], devices: tuple[torch.device, ...]
     return Surroundings(autocast_now(devices), random, buffers, slots=tuple(slots)), known.rise
 
 
-# What a run of a stage without a graph cannot show about its run with one.
+# Differences between runs with and without a graph.
 #
-# Some operators take another kernel where no graph is needed, with other last digits: the recurrent layers on the CPU
-# do.
-# To get the numbers of plain training, such a stage has to run with a graph every time, even if nobody wants the graph.
-# And without a graph, no output tells whether it would have a gradient.
+# Some operators use another kernel without a graph, which rounds differently: the recurrent layers on the CPU do. For
+# the numbers of plain training, such a stage always runs with a graph. And without a graph, an output does not show
+# whether it would require a gradient.
 #
-# Both are found out once, when the stage is measured, and remembered as long as the stage lives. The run without a
-# graph
-# that this takes also shows whether another run needs more than its random numbers restored.
+# Both are found once, when the stage is measured, and remembered for its lifetime. The run without a graph also shows
+# whether a recomputation must restore more than random numbers.
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
-    """`graph_dependent`: the outputs have other numbers with a graph than without one.
+    """Effects of the graph on a stage.
 
-    `without_gradient`: the outputs that need no gradient in training, by position among the output's tensors.
+    `graph_dependent`: outputs have other numbers with a graph than without. `without_gradient`: indices of output
+    tensors without gradient in training.
     """
 
     graph_dependent: bool = False
@@ -97,17 +98,17 @@ _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
 
 
 def recall_effects(function: Callable[..., Any]) -> GraphEffects:
-    """What is remembered of a stage. Of one that was never measured, what the types of its layers suggest."""
+    """Return the measured effects of a stage; if never measured, those that its layer types suggest."""
     if not isinstance(function, nn.Module):
         return GraphEffects()
     if function not in _remembered:
-        # A plan made by hand, without measuring: those that are known to differ are taken to do so on every device.
+        # A plan made by hand: layers known to differ on one device count as different on all.
         return GraphEffects(any(isinstance(module, nn.RNNBase) for module in function.modules()))
     return _remembered[function]
 
 
 def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
-    """Have `recall_effects` say this of a stage: it was found out of a stage like it."""
+    """Assume for a stage the effects measured on an identical one."""
     _remembered[function] = effects
 
 
@@ -118,11 +119,10 @@ def find_effects(
     device: torch.device,
     recorded: AbstractContextManager[Sequence[Surroundings]],
 ) -> tuple[GraphEffects, Steady | None]:
-    """Run a stage on `value` without a graph, and compare with what it `made` with one. Nothing of it is changed.
+    """Run a stage on `value` without a graph, and compare with its output `made` with one. Restores the stage.
 
-    `made` is without its graph, with `requires_grad` where it had one. A stage that never does the same thing twice
-    does not count as dependent on the graph: a graph would not help. A single process has the run `recorded`, and finds
-    out what it shows of every first run.
+    `made` is detached, with its `requires_grad`. A stage that is not deterministic does not count as dependent on the
+    graph, which would not help. A single process has the run `recorded`, to learn the effects of every first run.
     """
     attached = _detached(made)
     without_gradient = tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad)
@@ -131,10 +131,10 @@ def find_effects(
             plain = _outputs(function, value)
         if _equal(plain, attached):
             return GraphEffects(False, without_gradient), shown_by(surroundings[0], function, meter.phases[""].rise)
-        del plain  # what records it may have disturbed it
+        del plain  # the recording may have disturbed it
     with isolated(function, device), torch.no_grad():
         differs = not _equal(_outputs(function, value), attached)
-    # Where a stage waits for other processes, all have to run it equally often, whatever each of them finds.
+    # With collectives, all processes must run the stage equally often, whatever each finds.
     if differs or several_processes():
         with isolated(function, device), torch.enable_grad():
             differs = _equal(attached, _outputs(function, value)) and differs
@@ -142,14 +142,14 @@ def find_effects(
 
 
 def run_with_graph(function: Callable[..., Any], value: Any) -> Any:
-    """Run `function` with a graph although none is wanted, and return its output without it."""
+    """Run `function` with a graph, and return its detached output."""
     with torch.enable_grad():
         output = function(leaves_of(value))
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
 
 
 def _outputs(function: Callable[..., Any], value: Any) -> list[torch.Tensor]:
-    """The tensors that a stage returns, with `requires_grad` where the run sets it."""
+    """Return the output tensors, detached, with the `requires_grad` of the run."""
     output = function(leaves_of(value))
     wait_for(output)
     return _detached(output)
@@ -160,7 +160,7 @@ def _detached(output: Any) -> list[torch.Tensor]:
 
 
 def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    """Bit for bit, but that one NaN is like another."""
+    """Whether tensors are equal bit for bit, except that all NaNs are alike."""
     return len(found) == len(expected) and all(
         equal(a, b) or equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
     )

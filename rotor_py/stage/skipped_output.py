@@ -1,9 +1,8 @@
-"""Runs of a stage that skip its output.
+"""Run a stage without computing its output.
 
-A stage that is run again right before its backward has to bring back its graph and nothing else: nobody reads the
-output. The last operators often save only their inputs; a linear layer does, and the addition of a residual after it.
-Their output is allocated with the right shape, and not computed. Autograd sees every operator as ever, so the backward
-is the same.
+A recomputation right before the backward needs only the graph. The last operators often save only their inputs, as a
+linear layer and a residual addition do. Their output is allocated but not computed. Autograd sees every operator, so
+the backward is the same.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""Layers that take long. Autograd saves their input and weight, but not their output."""
+"""Slow layers of which autograd saves input and weight, but not the output."""
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
-"""Layers that may come after: their backward does not depend on the values that go into them."""
+"""Layers that may follow: their backward does not depend on their input values."""
 
 
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
-    """How to run a stage for a backward that follows at once; None if there is nothing to skip.
+    """Return how to run a stage right before its backward; None if there is nothing to skip.
 
-    What the run returns has the graph, the shapes and the types of what `function` returns, but not its values. A stage
-    that does not offer such a run has one if it is a chain of known layers with a product near its end.
+    The result has the graph, shapes and types of the output of `function`, but not its values. Without an offer of its
+    own, a stage qualifies as a chain of known layers with a matrix product or convolution near its end.
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
@@ -51,7 +50,7 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call an operator with a graph, and do not compute its output, which its backward never reads."""
+    """Call an operator with a graph, without computing its output, which its backward never reads."""
     with _SkippedOutputs():
         return function(*args, **kwargs)
 
@@ -66,28 +65,27 @@ def _run(layers: list[nn.Module], last: int, value: Any) -> Any:
 
 
 def _flat(module: nn.Module) -> list[nn.Module]:
-    """The layers of nested `nn.Sequential`s, in order."""
     if type(module) is nn.Sequential and not _watched(module):
         return [layer for child in module for layer in _flat(child)]
     return [module]
 
 
 def _is_one_of(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Exactly one of them, and nothing more: a derived class may do anything, and dropout may overwrite its input."""
+    """Whether a layer has exactly one of these types, no hooks, and does not overwrite its input."""
     return type(layer) in kinds and not _watched(layer) and not getattr(layer, "inplace", False)
 
 
 def _watched(module: nn.Module) -> bool:
-    # Whoever hooks, compiles or replaces a forward may look at what comes out of it.
+    # A hooked, compiled or replaced forward may read the output.
     tables = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(tables) or module._compiled_call_impl is not None or "forward" in vars(module)
 
 
 class _SkippedOutputs(TorchDispatchMode):
-    """Below autograd, operators that save only their inputs return memory that nobody has written to.
+    """Dispatch mode in which operators that save only their inputs return uninitialized memory.
 
-    A dispatch mode and not a module with another forward, because autocast and autograd come first: types and the graph
-    are theirs. Operators that are not in `_MAKERS`, a cast of the input for instance, run as ever.
+    A dispatch mode, so autocast and autograd come first: types and graph are theirs. Operators not in `_MAKERS`, such
+    as a cast of the input, run as usual.
     """
 
     def __init__(self) -> None:
@@ -98,13 +96,13 @@ class _SkippedOutputs(TorchDispatchMode):
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         make = _MAKERS.get(func)
-        # `types` are subclasses of tensors: the memory of a DTensor, or of a sparse tensor, is not what its shape says.
+        # `types` are tensor subclasses: a shape does not give the memory of a DTensor or a sparse tensor.
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
         if make is _sum and self._is_unwritten(args[0]) and _widens_nothing(*args):
-            # A linear layer adds its bias in place, but not under a dispatch mode. So that it takes no more memory here
-            # than in other runs, its sum is in the memory of its product.
+            # A linear layer adds its bias in place, but not under a dispatch mode. To take no more memory than other
+            # runs, the sum reuses the memory of its product.
             return args[0].detach()
         made = make(func, *args, **(kwargs or {}))
         self._unwritten.append(made.untyped_storage())
@@ -115,7 +113,7 @@ class _SkippedOutputs(TorchDispatchMode):
 
 
 def _widens_nothing(a: torch.Tensor, b: Any) -> bool:
-    """Whether a + b is like a: `b` is broadcast to it, and of the same dtype and device."""
+    """Whether a + b has the shape, dtype and device of a."""
     if not isinstance(b, torch.Tensor) or (a.dtype, a.device) != (b.dtype, b.device) or b.dim() > a.dim():
         return False
     return all(size in (1, wide) for size, wide in zip(reversed(b.shape), reversed(a.shape), strict=False))
@@ -130,7 +128,7 @@ def _sum_with_product(_: Any, __: torch.Tensor, a: torch.Tensor, b: torch.Tensor
 
 
 def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
-    # Otherwise it may broadcast or promote, which `add` knows best.
+    # Otherwise it may broadcast or promote, which `add` handles.
     alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
     found: torch.Tensor = torch.empty_like(a) if alike else func(a, b, **kwargs)
     return found
@@ -147,6 +145,6 @@ _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.addmm.default: _sum_with_product,
     _aten.baddbmm.default: _sum_with_product,
     _aten.add.Tensor: _sum,
-    _aten.convolution.default: _as_on_meta,  # its output's strides follow the memory format, in ways of each backend
+    _aten.convolution.default: _as_on_meta,  # output strides follow the memory format, per backend
 }
-"""For each operator, how to allocate its output; called with the operator and its arguments."""
+"""For each operator, a function that allocates its output, called with the operator and its arguments."""

@@ -1,4 +1,4 @@
-"""Ways to store a stage, as the runner and the solver see them."""
+"""Storage modes of a stage, as the runner and the solver see them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _AND = ", "
 
 
 def both(own: str, keeper: str) -> str:
-    """The way in which a stage is stored in its `own` way, or in one with a keeper, and what that saves by a keeper."""
+    """Return the name of storage mode `own` combined with a keeper."""
     return f"{own}{_AND}{keeper}"
 
 
 def parted(way: str, keepers: Container[str]) -> tuple[str | None, str | None]:
-    """A way without its last keeper, and the name of that keeper; None for what has no part in it."""
+    """Return a storage mode without its last keeper, and the name of that keeper; None for a missing part."""
     if way in keepers:
         return None, way
     own, _, keeper = way.rpartition(_AND)
@@ -29,35 +29,33 @@ def parted(way: str, keepers: Container[str]) -> tuple[str | None, str | None]:
 
 
 def own_of(way: str, keepers: Container[str]) -> str | None:
-    """What the stage does by itself in a way; None if that is nothing."""
+    """Return the stage's own part of a storage mode; None if it has none."""
     before, keeper = parted(way, keepers)
     return before if keeper is None or before is None else own_of(before, keepers)
 
 
 def base_of(way: str, ways: Collection[str]) -> str | None:
-    """The one of `ways` that `way` adds a keeper to; None if it adds one to the whole stage, or none.
+    """Return the one of `ways` to which `way` adds a keeper; None if there is none, or it adds it to the whole stage.
 
-    Ways that add a keeper come with the keeper alone, as one of `ways`. Else, what follows is a part of the name.
+    A mode with a keeper implies the keeper alone among `ways`. Otherwise the suffix belongs to the name.
     """
     base, _, keeper = way.rpartition(_AND)
     return base if base in ways and keeper in ways else None
 
 
 class Trial(Protocol):
-    """Tells by a run of a stage whether a way to store it pays."""
+    """Tells from a run of a stage whether a storage mode pays."""
 
     @property
     def pays(self) -> bool:
-        """Whether the way is worth measuring, as far as a run has shown."""
+        """Whether the mode is worth measuring, as far as a run has shown."""
 
     @property
     def saved_bytes(self) -> int | None:
-        """Bytes that the run has saved beside parameters, input and output, but for storages smaller than a page; None
-        if no run has shown it.
-        """
+        """Bytes saved by the run, without parameters, input, output and storages below a page; None before a run."""
 
     def watch(self, run: Run) -> Run:
-        """`run`, which is watched, and saves what it saves by itself. RuntimeError where hooks are refused."""
+        """Wrap `run`, which then saves unchanged. Raises RuntimeError where hooks are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,42 +66,41 @@ class Known:
     saved_bytes: int | None = None
 
     def watch(self, run: Run) -> Run:
-        """`run` itself."""
+        """Return `run` unchanged."""
         return run
 
 
 class Keeper(Protocol):
-    """Keeps what autograd saves in the forward of any stage.
+    """Keeps the saved tensors of any stage in another form.
 
-    Processes that train together have to have the same keepers.
+    All processes of a training need the same keepers.
     """
 
     @property
     def name(self) -> str:
-        """The name of the way: what follows "stored" in a report. It is written into plans, so it must not change."""
+        """Name of the storage mode: the text after "stored" in a report. Plan files contain it: never change it."""
 
     @property
     def keeps_the_rest(self) -> bool:
-        """Whether it may be asked to keep what another keeper of the same run has left as it is."""
+        """Whether it may keep tensors that another keeper of the same run declined."""
 
     def suits(self, function: Callable[..., Any]) -> bool:
-        """Whether a stage can be stored in this way."""
+        """Whether it applies to a stage."""
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        """`run`, a run of the stage `function`, as one whose graph has saved its tensors in this way.
+        """Wrap `run`, a run of the stage `function`, so that its graph saves tensors in this form.
 
-        It makes the same values.
+        The values are the same.
         """
 
     def trial(self, function: Callable[..., Any]) -> Trial:
-        """What tells whether the way is worth measuring for the stage `function`."""
+        """Return a trial that tells whether the mode is worth measuring for the stage `function`."""
 
 
-# The way to store a stage with some of what it saves in another tier of memory.
+# Storage mode with some saved tensors offloaded.
 #
-# The stage runs as it does where all of that stays: stored whole, in part, or packed. What leaves, and when, concerns
-# the
-# whole step (`execute.moving`).
+# The stage runs as without offloading: stored whole, in part, or packed. What to offload, and when, concerns the whole
+# step (`offload`).
 
 
 class _Elsewhere:
@@ -117,17 +114,17 @@ class _Elsewhere:
         return run
 
     def trial(self, function: Callable[..., Any]) -> Trial:
-        return Known(pays=False)  # it costs what the same way costs without it, beside the bytes that leave
+        return Known(pays=False)  # costs the same as without it, except for the offloaded bytes
 
 
 ELSEWHERE: Keeper = _Elsewhere()
-"""Offered to runners where a plan may move; `measure.stage_ways` has its bytes."""
+"""Offered to runners where a plan may offload; `measure.stage_ways` has its bytes."""
 
 
 def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -> bool:
-    """Whether no hook, no compiler and no other forward comes between a call of `module` and what its class defines.
+    """Whether no hook, compiler or replaced forward comes between a call of `module`, or of one in it, and its class.
 
-    The same of all modules in it. `but_for_its_hooks`, hooks of `module` itself do not count.
+    With `but_for_its_hooks`, hooks of `module` itself do not count.
     """
     unhooked = [each for each in module.modules() if not (but_for_its_hooks and each is module)]
     return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
@@ -135,10 +132,10 @@ def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -
 
 @contextmanager
 def calling_instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have a call of `module` call its hooks, and `forward` once in the place of its own."""
+    """Make a call of `module` run its hooks, and `forward` once in place of its own."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
-        vars(module).pop("forward", None)  # whoever looks into the module from there finds it as it is
+        vars(module).pop("forward", None)  # first, so `forward` finds the module unchanged
         return forward(*args, **kwargs)
 
     vars(module)["forward"] = once

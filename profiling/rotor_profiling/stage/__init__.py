@@ -1,1 +1,1 @@
-"""What one stage costs, and which stages cost the same."""
+"""Measure one stage, and identify stages that cost the same."""

@@ -1,4 +1,4 @@
-"""The bytes of one stage in one way: what it holds, and what it needs while it runs, from the phases of its runs."""
+"""Bytes of one stage in one storage mode, held and temporary, from the phases of its runs."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from rotor_profiling.stage.stage_context import Runner, StageContext
 from rotor_profiling.storage import allocated, storages, tensors_in
 from rotor_profiling.torch_compat import tree_map_only
 
-# What a run with a graph does not hold of its input and output.
+# Input and output bytes that a run with a graph frees.
 #
-# Of most inputs, it can be seen when nobody holds them any more (`WatchedInput`). Others cannot be watched, tensors of
-# subclasses and those without memory: of these, a copy is let go of.
+# Most inputs can be observed directly (`WatchedInput`). Tensor subclasses and fake tensors cannot: the run releases a
+# copy of them instead.
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SHARED = frozenset((*_FLOATS, *_INTEGERS))
-"""What every release of torch hands to itself by DLPack."""
+"""Dtypes that every torch release exchanges with itself by DLPack."""
 
 
 class WatchedInput:
-    """`value` with twins of its tensors: others over the same memory, whose storages are their own.
+    """`value` with aliases of its tensors over the same memory, each with a storage of its own.
 
-    A tensor itself has other holders while its stage is measured, so what a graph holds of it does not show. A copy
-    would take as much memory again. Tensors whose storages are `owned` are no part of the input, and have no twins.
+    The tensors themselves have other holders while their stage is measured, which hide whether a graph holds them. A
+    copy would take as much memory again. Tensors with `owned` storages are no part of the input, and are not aliased.
     """
 
     def __init__(self, value: Any, owned: frozenset[int]) -> None:
         self.nbytes = 0
-        """of all twins, as if each was allocated"""
+        """bytes of all aliases, as if each was allocated"""
         self._watched: list[tuple[StorageWeakRef, int]] = []
         self.value: Any = tree_map_only(torch.Tensor, lambda each: self._twin(each, owned), value)
 
     def let_go(self) -> int:
-        """Let go of the twins; return the bytes of those that nothing else holds."""
+        """Release the aliases; return the bytes that nothing else holds."""
         self.value = None
         return self.freed()
 
     def freed(self) -> int:
-        """The bytes of the twins that have been let go of since somebody asked."""
+        """Return the bytes of aliases freed since the last call."""
         gone = [(storage, size) for storage, size in self._watched if storage.expired()]
         self._watched = [each for each in self._watched if each not in gone]
         return sum(size for _, size in gone)
@@ -58,7 +58,7 @@ class WatchedInput:
         if owned.issuperset(storages([tensor])):
             return tensor
         twin = from_dlpack(tensor.detach())
-        if twin.stride() != tensor.stride():  # some releases write 1 for the stride of a side of length one
+        if twin.stride() != tensor.stride():  # some releases write stride 1 for sides of length one
             twin = twin.as_strided(tensor.shape, tensor.stride())
         size = allocated(tensor.numel() * tensor.element_size(), tensor.device.type)
         self.nbytes += size
@@ -67,7 +67,7 @@ class WatchedInput:
 
 
 def can_be_watched(value: Any) -> bool:
-    """Whether all tensors of `value` are plain memory, of which there can be twins."""
+    """Whether all tensors of `value` are plain memory, which can be aliased."""
     return all(_is_plain(tensor) for tensor in tensors_in(value))
 
 
@@ -82,13 +82,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def run_to_release(runner: Runner, value: Any, owned: frozenset[int], meter: MemoryMeter) -> None:
-    """Phases "copy" of the input, "run", and "input" and "output", in which these are let go of.
+    """Run phases "copy" of the input, "run", and "input" and "output", in which these are released.
 
-    Tensors whose storages are `owned` are not copied.
+    Tensors with `owned` storages are not copied.
     """
     leaf = leaves_of(value)
     meter.mark("copy")
-    # A copy, as if another layer had made it: the input itself has other holders, so nothing would ever be freed.
+    # A copy, as if another layer had made it: the input itself has other holders and would never be freed.
     copy = tree_map_only(torch.Tensor, partial(_copied, owned), leaf)
     meter.mark("run")
     output = runner.forward(copy)
@@ -102,8 +102,8 @@ def run_to_release(runner: Runner, value: Any, owned: frozenset[int], meter: Mem
 
 
 def released_bytes(phases: Mapping[str, Phase], input_bytes: int) -> tuple[int, int]:
-    """Bytes of the input, and of the output, that a run with a graph does not hold on to."""
-    # If the copy is not as large as the input in the chain, they are not comparable, and nothing is promised.
+    """Return the bytes of input and output that a run with a graph frees."""
+    # A copy of another size than the chain's input is not comparable, so nothing is promised.
     whole = phases["copy"].kept == input_bytes
     return max(0, -phases["input"].kept) if whole else 0, max(0, -phases["output"].kept)
 
@@ -113,12 +113,11 @@ def _copied(owned: frozenset[int], tensor: torch.Tensor) -> torch.Tensor:
 
 
 LEAST_SHARE = 0.05
-"""The part of what is saved that a way has to spare: what it costs is found by clocks, and less is lost in their
-noise."""
+"""Minimum share of the saved bytes that a mode must spare: its cost in time is known only up to clock noise."""
 _SCALARS = 1024
-"""The most bytes that a few scalars take. CUDA allocates them in blocks of 512."""
+"""Most bytes of a few scalars. CUDA allocates them in blocks of 512."""
 _AROUND = 2**14
-"""The most bytes that it takes to run a stage again beside the stage: scalars, and two random states of 5 kB."""
+"""Most bytes that a recomputation adds to the stage's own: scalars, and two RNG states of 5 kB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,22 +136,24 @@ class StageBytes:
 
 
 class Freed(NamedTuple):
-    """Bytes of a stage's input and output that are freed once a graph of it is all that holds them."""
+    """Bytes of a stage's input and output that are freed once only its graph holds them."""
 
     input: int
     output: int
 
 
 class Made(NamedTuple):
-    """Bytes of what a stage returns, and beside these, of what is carried and was made in it."""
+    """Bytes of a stage's output, and of further carried tensors made in it."""
 
     activation_bytes: int
     carried_bytes: int
 
 
 class GraphBytes(NamedTuple):
-    """What a run of a stage with a graph keeps and takes at most, beyond what was held when it began; and the most that
-    is held in its backward, beyond what was held when the forward had ended. None if nobody has watched what is freed.
+    """Bytes of a stage's run with a graph.
+
+    `kept` and `rise` (peak) are relative to its start; `backward`, the peak of the backward, to the end of the forward.
+    `freed` is None if not observed.
     """
 
     kept: int
@@ -162,7 +163,7 @@ class GraphBytes(NamedTuple):
 
 
 class WayBytes(NamedTuple):
-    """What a stage takes in one way, in both graphs, and the bytes behind the gradients of its input's tensors."""
+    """Bytes of a stage in one storage mode, in both graphs, and those of its input gradients' storages."""
 
     training: GraphBytes
     own: GraphBytes
@@ -174,12 +175,12 @@ class WayBytes(NamedTuple):
 
 
 def clearly_less(saved: int, than: int) -> bool:
-    """Whether a way saves so much less than another one that takes less time, that a plan may want it."""
+    """Whether a mode saves enough less than a faster one to be worth planning with."""
     return saved <= (1 - LEAST_SHARE) * than and saved < than
 
 
 def least(found: Sequence[StageBytes]) -> StageBytes:
-    """The least that a stage held and needed in several runs, and the most that it freed."""
+    """Return the least bytes held and needed over several runs, and the most freed."""
     saved = min(each.saved_bytes for each in found)
     return replace(
         found[0],
@@ -194,15 +195,15 @@ def least(found: Sequence[StageBytes]) -> StageBytes:
 
 
 def in_training(phases: Mapping[str, Phase], twins: Freed | None) -> GraphBytes:
-    """What a run in training's graph takes, by its phases and the `twins` that were freed (`run_in_graph`)."""
+    """Return the bytes of a run in training's graph, from its phases and the freed aliases (`run_in_graph`)."""
     forward = phases["forward"]
-    # From the end of the forward on: an output that the stage's own backward does not need may be gone.
+    # After the forward: an output that the stage's own backward does not need may be gone.
     most = max((phases[name].peak for name in ("gradients", "backward") if name in phases), default=forward.end)
     return GraphBytes(forward.kept, forward.rise, most - forward.end, _freed(phases["end of forward"], twins))
 
 
 def in_own(phases: Mapping[str, Phase], twins: Freed | None, context: StageContext) -> GraphBytes:
-    """What a run with a graph of its own takes, as `in_training` (`run_with_own_graph`)."""
+    """Return the bytes of a run with a graph of its own (`run_with_own_graph`)."""
     attach, letting_go = phases["attach"], phases["letting go"]
     most = max(letting_go.peak, phases["replay"].peak) - letting_go.start + phases["gradient"].kept
     freed = _freed(letting_go, twins)
@@ -212,15 +213,15 @@ def in_own(phases: Mapping[str, Phase], twins: Freed | None, context: StageConte
 
 
 def _freed(letting_go: Phase, twins: Freed | None) -> Freed | None:
-    """What is freed while the output is let go of, with the twins of tensors that are still there."""
+    """Return the bytes freed when the output is released, including aliases of tensors still held."""
     return None if twins is None else Freed(twins.input, max(0, twins.output - letting_go.kept))
 
 
 def _in_own_by_training(phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes | None:
-    """What a graph of its own is expected to take, by a run in training's; None if nothing shows it.
+    """Predict the bytes of a stage's own graph from a run in training's; None if not possible.
 
-    They differ in gradients, of the output and of parameters: training's graph holds them until they are used, and its
-    own to the end. So it has to be seen when each of them is freed: a way may need the most later than another one.
+    The graphs differ in gradients of output and parameters: training's graph holds them until used, its own to the end.
+    So each free must be visible, since modes may peak at different times.
     """
     most = phases["backward"].peak_with_held if "backward" in phases else None
     if most is None:
@@ -229,26 +230,26 @@ def _in_own_by_training(phases: Mapping[str, Phase], training: GraphBytes) -> Gr
 
 
 class Beyond(NamedTuple):
-    """What a graph of its own takes beyond what is expected by a run in training's: the same, whatever the way."""
+    """Bytes of a stage's own graph beyond the prediction from training's; the same in every storage mode."""
 
     kept: int
     rise: int
     backward: int
 
     def add_to(self, phases: Mapping[str, Phase], training: GraphBytes) -> GraphBytes:
-        """What a graph of its own takes in another way, by a run in training's."""
+        """Return the bytes of the stage's own graph in another mode, from a run in training's."""
         expected = _in_own_by_training(phases, training)
         assert expected is not None  # as for the stage stored whole
         kept, rise, backward, freed = expected
-        # Another way may hold the most at the end of its forward.
+        # Another mode may peak at the end of its forward.
         return GraphBytes(kept + self.kept, rise + max(self.rise, self.kept), backward + self.backward, freed)
 
 
 def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: GraphBytes) -> Beyond | None:
-    """How much more a graph of its own takes; None if that is not to be expected by a run in training's.
+    """Return the excess of a stage's own graph over its prediction; None if the prediction fails.
 
-    Ways differ in what they make again, in the backward of either graph. So where the run of one way shows what is
-    expected, but for a little that is there beside the stage, it holds for the others.
+    Modes differ in their recomputations, which happen in the backward of either graph. So if the prediction holds for
+    one mode, up to a few bytes outside the stage, it holds for the others.
     """
     expected = _in_own_by_training(phases, training)
     if expected is None or own.freed != expected.freed:
@@ -259,9 +260,9 @@ def beyond_training(phases: Mapping[str, Phase], training: GraphBytes, own: Grap
 
 
 def bytes_of(way: WayBytes, made: Made, context: StageContext, nograd_temp: int) -> StageBytes:
-    """The bytes of a stage in one way, with those that runs without a graph have shown."""
+    """Combine the bytes of a stage in one mode with those of runs without a graph."""
     training, own, gradients = way
-    # One number serves both ways to run a stage with a graph, in training's graph and in its own: the larger.
+    # One number serves both graphs, training's and the stage's own: the larger.
     saved = max(0, way.kept - made.carried_bytes)
     both = made.activation_bytes + context.input_bytes
     assert own.freed is not None
@@ -270,7 +271,7 @@ def bytes_of(way: WayBytes, made: Made, context: StageContext, nograd_temp: int)
         saved_bytes=saved,
         forward_temp_bytes=max(training.rise, own.rise) - saved,
         nograd_temp_bytes=nograd_temp,
-        # What the solver adds by itself is taken off: the gradients of output and input, as large as these are.
+        # Without the gradients of output and input, of the same sizes, which the solver adds.
         backward_temp_bytes=max(-context.input_bytes, training.backward - both),
         replay_temp_bytes=max(-context.input_bytes, own.backward - both),
         input_released_bytes=own.freed.input,

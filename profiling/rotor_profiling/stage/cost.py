@@ -1,4 +1,4 @@
-"""What one stage costs: its times and bytes, measured by running it the very ways in which it is run in training."""
+"""Measure the seconds and bytes of one stage, by running it exactly as in training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from rotor_profiling.timing import FEWEST_RUNS, Stopwatch, several_processes
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """Measured seconds and bytes of a stage, in the words of `rotor_solver.Option` and `rotor_solver.Stage`."""
+    """Measured seconds and bytes of a stage, named as in `rotor_solver.Option` and `rotor_solver.Stage`."""
 
     forward_seconds: float
     nograd_seconds: float
@@ -54,31 +54,35 @@ class StageCost:
     input_released_bytes: int
     output_released_bytes: int
     gradient_storage_bytes: tuple[int, ...] = ()
-    """Bytes of the storage behind the gradient of every tensor of the input: more than its own where it is a view."""
+    """Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view."""
     skipped_output_seconds: float = 0.0
-    """What a forward saves if its backward follows at once and it skips its output, less what its own graph costs."""
+    """Seconds that a forward saves by skipping its output right before its backward, less the cost of its own graph."""
 
     @classmethod
     def of(cls, nbytes: StageBytes, seconds: StageSeconds) -> StageCost:
-        """The cost of a stage of which both were measured."""
+        """Combine measured bytes and seconds."""
         return cls(**asdict(nbytes), **asdict(seconds))
 
 
 def measure_options(runners: Sequence[Runner], value: Any, context: StageContext) -> tuple[StageCost, ...]:
-    """Measure the ways to run one stage on the input `value`, whose tensors that need a gradient have `requires_grad`.
+    """Measure one stage in each of its `runners`' storage modes.
 
-    `runners` has one runner for each way, all of the same function. Nothing of the model is changed. ValueError for a
-    kind of device whose memory cannot be measured.
+    Nothing of the model changes. Raises ValueError for a device type whose memory cannot be measured.
+
+    Args:
+        runners: One runner per mode, all of the same function; the first stores the stage whole.
+        value: Input of the stage; tensors that need a gradient have `requires_grad`.
+        context: Position of the stage in its chain.
     """
     run_before_measuring(runners, value, context)
-    found = [each for each in measure_ways(runners, value, context).bytes if each is not None]  # all: none stands in
+    found = [each for each in measure_ways(runners, value, context).bytes if each is not None]  # all: no `stand_ins`
     with stopwatch(context.device) as watch:
         runs = [time_ways(runners, value, context, watch)[0] for _ in range(FEWEST_RUNS)]
     return tuple(map(StageCost.of, found, estimate(runs)))
 
 
 def run_before_measuring(runners: Sequence[Runner], value: Any, context: StageContext) -> None:
-    """Run a stage once in each way: libraries choose their algorithms and allocate what they keep for good."""
+    """Warm up a stage in each mode: libraries choose algorithms and allocate persistent memory."""
     with isolated(runners[0].function, context.device), torch.enable_grad():
         for runner in runners:
             run_unmeasured(runner, value)
@@ -91,10 +95,10 @@ def measure_ways(
     watch: Stopwatch | None = None,
     stand_ins: Mapping[int, int] = MappingProxyType({}),
 ) -> MeasuredWays:
-    """The bytes of a stage in each way, once it has run before; arguments and errors are those of `measure_options`.
+    """Measure the bytes of a stage in each mode, after a warm-up; arguments and errors as in `measure_options`.
 
-    With a `watch`, the seconds of its runs as well: next to those of `time_ways`, since a meter takes hardly any time.
-    `stand_ins` says, of some ways, which other one makes them needless if it saves clearly less.
+    With a `watch`, also returns the seconds of these runs, since a meter takes hardly any time. `stand_ins` maps modes
+    to the mode that replaces each if it saves clearly less.
     """
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with stand_in_steps(parameters, context.stepped):
@@ -106,8 +110,8 @@ def measure_ways(
 
 
 def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:
-    """The bytes of a stage whose backward, where it was run again, is followed by steps that need `nbytes`."""
-    # The solver adds these by itself; when the first parameter is stepped, both are gone.
+    """Add room for the parameter steps of `nbytes` that follow a recomputed stage's backward."""
+    # The solver adds these itself; both are gone when the first parameter is stepped.
     both = found.activation_bytes + found.saved_bytes
     return replace(found, replay_temp_bytes=max(found.replay_temp_bytes, nbytes - both)) if nbytes else found
 
@@ -121,7 +125,7 @@ def time_ways(
     as_node: AsNode | None = None,
     again: bool = True,
 ) -> tuple[StageRun, Any]:
-    """The seconds of one run of a stage in each way, and its output without a graph: see `time_stage`."""
+    """Time one run of a stage in each mode; return the seconds, and its output without a graph: see `time_stage`."""
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         return time_stage(
             runners,
@@ -137,8 +141,10 @@ def time_ways(
 
 
 class MeasuredWays(NamedTuple):
-    """What a stage holds and needs in each way, None where another way stands in for it; with a watch, the seconds of
-    these runs, as one `run` of the stage stored whole or in all ways that have bytes; its `output`, without a graph.
+    """Measurements of a stage in all modes.
+
+    `bytes`: of each mode, None if another replaces it. `run`: with a watch, seconds of the stage stored whole or in all
+    modes with bytes. `output`: without a graph.
     """
 
     bytes: tuple[StageBytes | None, ...]
@@ -154,19 +160,18 @@ def measure_bytes(
     watch: Stopwatch | None = None,
     stand_ins: Mapping[int, int] = MappingProxyType({}),
 ) -> MeasuredWays:
-    """Measure what a stage holds and needs in each way, by running it; `parameters` are those it trains.
+    """Run a stage to measure its bytes in each mode; `parameters` are those it trains.
 
-    The first way stores it whole. By `stand_ins`, a way is left out if another one saves clearly less. The stage has to
-    have run before: libraries choose their algorithms and allocate what they keep for good.
+    The first mode stores it whole. A mode is skipped if its replacement in `stand_ins` saves clearly less. The stage
+    must be warmed up: libraries choose algorithms and allocate persistent memory in its first run.
     """
     if not several_processes():
         return _measure_once(runners, value, parameters, context, watch, stand_ins, briefly=True)
-    # Processes have to run equally often, so nothing that is found decides what is run. On the CPU, the profiler misses
-    # a free if a thread of the backend is the last to let go of what was sent. So what is found is never less than what
-    # it is, and the least of several is closest.
+    # Processes must run equally often, so no finding decides what runs. On the CPU, the profiler misses a free if a
+    # backend thread is the last holder of sent memory. So results are never too small, and the least is closest.
     rounds: list[tuple[StageBytes, ...]] = []
     for _ in range(3 if context.device.type == "cpu" else 1):
-        found = None  # its output is not held while the stage is measured again
+        found = None  # release the output before measuring again
         found = _measure_once(runners, value, parameters, context, watch, {}, briefly=False)
         rounds.append(tuple(each for each in found.bytes if each is not None))
     assert found is not None
@@ -183,14 +188,14 @@ def _measure_once(
     *,
     briefly: bool,
 ) -> MeasuredWays:
-    """Measure each way once; `briefly`, in training's graph alone, where its own is known to show the same."""
+    """Measure each mode once; `briefly`, only in training's graph where its own is predictable."""
     found: dict[int, WayBytes] = {}
     seconds: dict[int, Mapping[str, float]] = {}
-    # Processes have to run equally often, and what another one has seen may differ.
+    # Processes must run equally often, and their findings may differ.
     known = runners[0].before_first(value) if briefly else None
     surroundings, rise = run_first(runners[0], value, context) if known is None else known
     beyond: Beyond | None = None
-    for number in sorted(range(len(runners)), key=stand_ins.__contains__):  # those that may be left out come last
+    for number in sorted(range(len(runners)), key=stand_ins.__contains__):  # replaceable modes last
         runner = runners[number]
         if not context.fresh_gradients:
             for parameter in parameters:
@@ -212,10 +217,10 @@ def _measure_once(
             own = in_own(clocked.phases, twins, context)
         found[number] = WayBytes(training, own, gradients)
         seconds[number] = clocked.seconds
-        # What a stage decides is held while it is run again, which may be where one way needs the most, or another.
+        # A stage's recorded decisions are held during its recomputation, when one mode or another may peak.
         if number == 0 and known is not None and _comparable(context):
             beyond = beyond_training(clocked.phases, training, own)
-    # At the very end: its output is what the stage hands on, and not held while ways are measured.
+    # Last: the stage hands on this output, which must not be held while modes are measured.
     with memory_meter(context.device) as meter:
         output = run_again(runners[0], value, surroundings, meter)
     made = made_by(output, context)
@@ -229,21 +234,19 @@ def _measure_once(
 
 
 def _comparable(context: StageContext) -> bool:
-    """Whether both graphs of a stage hold the same until a backward ends, but for gradients.
+    """Whether both graphs of a stage hold the same until a backward ends, except for gradients.
 
-    Not where parameters are stepped, which training's graph does at once, and its own at the end. Nor in the last
-    stage: its backward begins with the output in training's graph, and without in its own.
+    Not if parameters are stepped, at once in training's graph and at the end in its own. Nor in the last stage: its
+    backward begins with the output in training's graph, and without it in its own.
     """
     return not any(context.stepped) and not context.output_held
 
 
 def _kept_by(runner: Runner, value: Any, context: StageContext, surroundings: Any) -> int:
-    """What a graph of a stage keeps in one way."""
     with memory_meter(context.device) as meter:
         run_to_save(runner, value, surroundings, meter)
     return meter.phases["attach"].kept
 
 
 def _run_of(seconds: Mapping[int, Mapping[str, float]]) -> StageRun:
-    """A run of the stage, by the `seconds` of phases in each way."""
     return StageRun(tuple((way["forward"], way.get("backward", 0.0)) for _, way in sorted(seconds.items())))

@@ -1,6 +1,6 @@
-"""The runs of a stage that show its bytes: one for each way in which an executor runs it, phase by phase.
+"""Run a stage as an executor does, in phases that show its bytes.
 
-A phase begins at each mark. What falls into "between" does not count: frees, and what measuring makes for itself.
+A phase begins at each mark. The phase "between" does not count: frees, and allocations of measuring itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rotor_profiling.torch_classes import is_fake
 
 
 def run_unmeasured(runner: Runner, value: Any) -> None:
-    """Run the stage once before measuring."""
+    """Warm up the stage before measuring."""
     leaf = leaves_of(value)
     source = scalar_after(runner.forward(leaf))
     if source is not None:
@@ -39,7 +39,7 @@ def run_unmeasured(runner: Runner, value: Any) -> None:
 
 
 def run_first(runner: Runner, value: Any, context: StageContext) -> tuple[Any, int]:
-    """A run without a graph; returns what surrounded it, and the most bytes that it held beyond those before it."""
+    """Run without a graph; return the recorded state, and the most bytes above the start."""
     with memory_meter(context.device) as meter, torch.no_grad():
         output, surroundings = runner.first(value)
     del output
@@ -47,7 +47,7 @@ def run_first(runner: Runner, value: Any, context: StageContext) -> tuple[Any, i
 
 
 def run_again(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter) -> Any:
-    """Phase "again", without a graph; returns the output."""
+    """Run phase "again", without a graph; return the output."""
     meter.mark("again")
     with torch.no_grad():
         output = runner.again(value, surroundings)
@@ -56,7 +56,7 @@ def run_again(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter)
 
 
 def made_by(output: Any, context: StageContext) -> Made:
-    """The bytes of what a run without a graph has returned."""
+    """Return the bytes of the output of a run without a graph."""
     carried = storages(tensors_in(output)[position] for position in context.carried)
     activation = storage_bytes(tensors_in(output), [*context.owned, *carried])
     return Made(activation, sum(size for address, size in carried.items() if address not in context.owned))
@@ -65,16 +65,15 @@ def made_by(output: Any, context: StageContext) -> Made:
 def run_in_graph(
     runner: Runner, value: Any, parameters: list[torch.Tensor], context: StageContext, meter: MemoryMeter
 ) -> Freed | None:
-    """Phases "forward", "end of forward", in which the output is let go of, and if there is a backward, "gradients" for
-    the output and "backward", as in plain training.
+    """Run as in plain training, in up to four phases; return the bytes of the input and output that the graph freed.
 
-    The meter is told to hold what a graph of its own would hand on at the end of its backward, and training's frees
-    once it is used. Returns what the graph did not hold of twins of the input; None if it has none, or if gradients are
-    of a kind that no meter can hold.
+    Phases: "forward"; "end of forward", which releases the output; and if there is a backward, "gradients" of the
+    output and "backward". The meter is told to hold the gradients that a graph of its own would keep to the end of its
+    backward, and training's frees after use. Returns None if the input cannot be aliased, or a gradient cannot be held.
     """
     watched = _watched(value, context)
     entered = enter_graph(torch.empty(0, requires_grad=True), value if watched is None else watched.value)
-    torch.clear_autocast_cache()  # else weights that an earlier run has cast would not count
+    torch.clear_autocast_cache()  # else weights cast by an earlier run would not count
     meter.mark("forward")
     output = runner.forward(entered)
     meter.mark("between")
@@ -99,24 +98,25 @@ def run_in_graph(
 
 
 class _Holding:
-    """Has `meter` hold gradients of the output, and of parameters: these are freed where they are added to others, or
-    where a parameter keeps a copy in its own layout.
+    """Make `meter` hold gradients of the output and of parameters.
+
+    They are freed when added to others, or when a parameter keeps a copy in its own layout.
     """
 
     def __init__(self, meter: MemoryMeter) -> None:
         self.unknown = False
-        """whether there was a gradient that cannot be held"""
+        """whether a gradient could not be held"""
         self._meter = meter
 
     def begin_backward(self, gradients: Sequence[torch.Tensor]) -> None:
-        """These have been made for the output: begin the phase "backward"."""
+        """Hold the output's gradients, and begin the phase "backward"."""
         for gradient in gradients:
             self._hold(gradient)
         self._meter.mark("backward")
 
     @contextmanager
     def gradients_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Hold what a backward in here brings to `parameters`."""
+        """Hold the gradients that a backward inside brings to `parameters`."""
         hooks = [parameter.register_hook(self._hold) for parameter in parameters]
         try:
             yield
@@ -127,18 +127,17 @@ class _Holding:
     def _hold(self, gradient: torch.Tensor) -> None:
         if gradient.layout is torch.strided and (type(gradient) is torch.Tensor or is_fake(gradient)):
             self._meter.hold(gradient)
-        else:  # sparse ones, those of a table of embeddings, have several parts
+        else:  # sparse gradients, those of embedding tables, have several parts
             self.unknown = True
 
 
 def run_with_own_graph(
     runner: Runner, value: Any, context: StageContext, meter: MemoryMeter, surroundings: Any
 ) -> tuple[tuple[int, ...], Freed | None]:
-    """Phases "attach", "letting go" of the output and "replay", as when a stage is run again, and "gradient" for those
-    that the replay is given.
+    """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, and the freed bytes.
 
-    Returns the bytes behind the gradient of every tensor of the input, and what the graph did not hold of twins. If the
-    input has none, the phases of `run_to_release` follow.
+    Phases: "attach"; "gradient", which makes the output's; "letting go" of the output; and "replay". The gradients'
+    bytes are those of their storages. If the input cannot be aliased, the phases of `run_to_release` follow.
     """
     watched = _watched(value, context)
     given = value if watched is None else watched.value
@@ -150,7 +149,7 @@ def run_with_own_graph(
     del given
     with_input = 0 if watched is None else watched.let_go()
     meter.mark("letting go")
-    del output  # `saved` counts the output, so the scratch of the replay is counted from when it was still there
+    del output  # `saved` counts the output, so the replay's temporary bytes count from when it was still held
     with_output = 0 if watched is None else watched.freed()
     meter.mark("replay")
     kept = attached.backward(gradients)
@@ -171,18 +170,18 @@ def _watched(value: Any, context: StageContext) -> WatchedInput | None:
 def _freed(watched: WatchedInput | None, with_input: int, with_output: int, context: StageContext) -> Freed | None:
     if watched is None:
         return None
-    # If the twins are not as large as the input in the chain, they are not comparable, and nothing is promised.
+    # Aliases of another size than the chain's input are not comparable, so nothing is promised.
     return Freed(with_input if watched.nbytes == context.input_bytes else 0, with_output)
 
 
 def _not_input(value: Any, context: StageContext) -> frozenset[int]:
-    """The storages among what goes in that are no part of the input, as the chain counts it."""
+    """Return the storages in `value` that the chain does not count as input."""
     whole_input = storage_bytes(tensors_in(value)) == context.input_bytes
     return frozenset() if whole_input else frozenset(context.owned)
 
 
 def run_to_save(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter) -> None:
-    """Phase "attach" alone: what the stage saves in one way."""
+    """Run phase "attach" alone, to show the saved bytes of one mode."""
     torch.clear_autocast_cache()  # as above
     meter.mark("attach")
     attached, output = runner.attach(value, surroundings)
@@ -191,15 +190,14 @@ def run_to_save(runner: Runner, value: Any, surroundings: Any, meter: MemoryMete
 
 
 def forget_if_fresh(parameters: list[torch.Tensor], context: StageContext) -> None:
-    """Let go of gradients where training makes them anew in every step."""
+    """Drop gradients if training makes them anew in every step."""
     if context.fresh_gradients:
         for parameter in parameters:
             parameter.grad = None
 
 
-# The layouts of the gradients that a backward gives to what went in, found by running it once.
-#
-# Which layout that is depends on the operators, and on the layout of the gradient that they are given.
+# Layouts of the gradients that a backward gives to its inputs, found by running it once. They depend on the operators
+# and on the layouts of the arriving gradients.
 
 
 BeforeBackward = Callable[[Any, Any, Sequence[torch.Tensor]], None]
@@ -207,7 +205,7 @@ BeforeBackward = Callable[[Any, Any, Sequence[torch.Tensor]], None]
 
 
 Watch = Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
-"""Makes of a run of a stage one that is watched, and does the same."""
+"""Wraps a run of a stage to observe it, with the same result."""
 
 
 def stage_layouts(
@@ -220,11 +218,18 @@ def stage_layouts(
     before_backward: BeforeBackward | None = None,
     watch: Watch | None = None,
 ) -> tuple[Layouts, Any]:
-    """The layouts of the gradients that a stage's backward gives to the tensors of its input `value`, and its output.
+    """Return the gradient layouts that a stage's backward gives to its input `value`, and the output.
 
-    `arriving` are those of the gradients that it is given for its outputs; the ones at the positions `silent` get none.
-    The output is without its graph, with `requires_grad` where it had one. The forward may be run in a `watch`. Nothing
-    of the model is changed.
+    The output is detached, with its `requires_grad`. Nothing of the model changes.
+
+    Args:
+        runner: Runs the stage.
+        value: Its input.
+        device: Its device.
+        silent: Indices of outputs without gradient.
+        arriving: Layouts of the gradients of the outputs.
+        before_backward: Called before the backward.
+        watch: Wraps the forward.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)
@@ -239,7 +244,7 @@ def stage_layouts(
 
 
 def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> Layouts:
-    """The layouts of the gradients that the backward of `loss` gives to the tensors of `output`."""
+    """Return the gradient layouts that the backward of `loss` gives to the tensors of `output`."""
     state = RandomState.now((device,))
     try:
         with torch.enable_grad():
@@ -254,15 +259,15 @@ def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torc
     wanted = [tensor for tensor in tensors if tensor.requires_grad]
     if not outputs or not wanted:  # torch.autograd.grad refuses both
         return (None,) * len(tensors)
-    # Not `backward`: where a leaf keeps its gradient, that is copied into the leaf's own layout.
+    # Not `backward`: a leaf that keeps its gradient copies it into its own layout.
     found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
     made = [next(found) if tensor.requires_grad else None for tensor in tensors]
-    wait_for([gradient for gradient in made if gradient is not None])  # nobody else does: see `gradients_at`
+    wait_for([gradient for gradient in made if gradient is not None])  # no one else waits: see `gradients_at`
     return tuple(map(_strides, tensors, made))
 
 
 def _strides(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Strides | None:
-    # If processes share it in another way than the tensor, its part has another shape, and strides of its own.
+    # If distributed unlike the tensor, its local part has another shape and strides.
     if gradient is None or layout_of(gradient) != layout_of(tensor):
         return None
     return local(gradient).stride()

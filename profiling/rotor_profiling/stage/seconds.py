@@ -1,4 +1,4 @@
-"""The seconds of one stage, in each way in which an executor runs it."""
+"""Time one stage in each way in which an executor runs it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class StageSeconds:
 
 @dataclass(frozen=True, slots=True)
 class StageRun:
-    """The seconds of one run of a stage in all ways, one right after the other.
+    """Seconds of one run of a stage in all storage modes, in direct succession.
 
-    Forward and backward in each way with a graph, or in the first of them alone; and as a `node`, which has no graph in
-    the forward, and runs the stage again in the backward. None where that was not timed.
+    `ways`: forward and backward in each mode with a graph, or only in the first. `node`: as an autograd node, whose
+    forward has no graph and whose backward recomputes the stage; None if not timed.
     """
 
     ways: tuple[tuple[float, float], ...]
@@ -36,33 +36,33 @@ class StageRun:
 
     @property
     def total(self) -> float:
-        """Forward and backward in the first way: what a plain step takes."""
+        """Seconds of forward and backward in the first mode, as in a plain step."""
         return sum(self.ways[0])
 
     @property
     def all_seconds(self) -> float:
-        """What measuring took."""
+        """Seconds that measuring took."""
         return sum(map(sum, self.ways)) + sum(self.node or ())
 
 
 def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
-    """The seconds of a stage in each way, from some of its runs, or of stages like it.
+    """Estimate the seconds of a stage in each mode, from some of its runs or of identical stages.
 
-    Other ways than the first are estimated by how much longer they take, and so is running the stage again. One run at
-    least has all ways, and one that of a node.
+    Modes after the first, and recomputation, are estimated by their extra time. At least one run must have all modes,
+    and one a node.
     """
     forward, backward = (lower_quartile([run.ways[0][phase] for run in runs]) for phase in (0, 1))
     nodes = [run.node for run in runs if run.node is not None]
     longer = lower_quartile([node[1] for node in nodes]) - forward - backward
-    # A backward that runs the stage again may skip its output, and makes that graph anew. If that takes longer than it
-    # saves, it is counted with the run without a graph: such a stage has at least one.
+    # A backward that recomputes the stage may skip its output, and rebuilds that graph. If this takes longer than it
+    # saves, the excess counts with the run without a graph: such a stage has at least one.
     nograd = lower_quartile([node[0] for node in nodes]) + max(0.0, longer)
     # Noise can make it larger than a forward, which `Chain` refuses.
     skipped = max(0.0, min(-longer, nograd, forward))
     found = []
     for number in range(max(len(run.ways) for run in runs)):
         seconds = [run.ways[number] for run in runs if number < len(run.ways)]
-        # Stored in part, a stage does all that it does when stored whole, and more: a difference below zero is noise.
+        # A stage stored in part does all the work of one stored whole, and more: a negative difference is noise.
         more, later = (
             max(0.0, lower_quartile([each[phase] for each in seconds]) - whole)
             for phase, whole in enumerate((forward, backward))
@@ -72,13 +72,13 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
 
 
 def spread_of(runs: Sequence[StageRun]) -> float:
-    """How far apart the runs of a stage are: the middle half of them, as a part of their median."""
+    """Return the relative spread of a stage's runs: their interquartile range over their median."""
     return spread([run.total for run in runs])
 
 
 AsNode = Callable[[Any], Callable[[Any], Any]]
-"""Makes ready a node of the graph for a runner: what runs its stage on an input, without a graph at first, and again in
-the backward. It is an executor's own, with all that this takes beside the operators of the stage."""
+"""Makes an autograd node for a runner: runs the stage on an input without a graph, and recomputes it in the backward.
+It is the executor's own, so it includes its overhead."""
 
 
 def time_stage(
@@ -93,12 +93,19 @@ def time_stage(
     as_node: AsNode | None = None,
     again: bool = True,
 ) -> tuple[StageRun, Any]:
-    """Time one run of a stage on `value` in all ways; return it, and the stage's output without a graph.
+    """Time one run of a stage on `value` in all modes; return it, and the stage's output without a graph.
 
-    `runners` has one runner for each way to run it with a graph, and `parameters` are those that the stage trains; the
-    rest is explained at `StageContext`. Without `again`, its run as a node is left out. That is timed as a whole by
-    `as_node`; else its parts are, and its backward is taken to be as long as that of the first way. Ways are timed one
-    right after the other, because from moment to moment a busy machine differs by more than they do.
+    Modes are timed in direct succession, because a busy machine varies from moment to moment by more than they differ.
+
+    Args:
+        runners: One runner per mode with a graph.
+        value: Input of the stage.
+        parameters: Parameters that the stage trains.
+        watch: Times the laps.
+        fresh_gradients: See `StageContext`; `silent` and `arriving` too.
+        as_node: Times the run as a node as a whole. Without it, its parts are timed, and its backward counts as long as
+            the first mode's.
+        again: Whether to time a run as a node.
     """
     laps = _Laps(watch)
     origin = torch.empty(0, requires_grad=True)
@@ -115,7 +122,7 @@ def time_stage(
         return [output]
 
     def backward(outputs: list[Any], name: str) -> None:
-        """From gradients on that are given away, as in training: the engine may add to them in place."""
+        """From gradients that the engine owns, as in training: it may add to them in place."""
         source = scalar_after(outputs.pop(), silent, arriving, made=lambda _: laps.end())
         if source is None:
             laps.end()
@@ -147,7 +154,7 @@ def time_stage(
 
 
 def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps) -> None:
-    """The two runs of a stage that is a node, without its backward."""
+    """Run the forward and the recomputation of a node, without its backward."""
     enter()
     laps.end()
     with torch.no_grad():
@@ -155,7 +162,7 @@ def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps
     laps.end("first")
     del output
     laps.end()
-    # The output is let go of with the run: its size is another one if it is skipped.
+    # Release the output with the run: a skipped output has another size.
     attached, output = runner.attach(value, surroundings, skip_output=runner.can_skip_output)
     del output
     laps.end("again")
@@ -163,7 +170,7 @@ def _run_apart(runner: Runner, value: Any, enter: Callable[[], Any], laps: _Laps
 
 
 class _Laps:
-    """The laps of a watch, by name; those without a name do not count."""
+    """Laps of a watch by name; unnamed laps do not count."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
@@ -181,7 +188,7 @@ class _Laps:
 
 
 def _prepare(parameters: Sequence[torch.Tensor], fresh_gradients: bool) -> None:
-    """Have gradients where training has some before a backward, and only there."""
+    """Give parameters gradients exactly where training has some before a backward."""
     for parameter in parameters:
         if fresh_gradients:
             parameter.grad = None

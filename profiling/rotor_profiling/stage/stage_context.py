@@ -1,4 +1,4 @@
-"""What measuring is told of a stage: how an executor runs it, where it is in a chain, and what is stepped."""
+"""Inputs of measuring: the executor's runner of a stage, the stage's position in a chain, and stepped parameters."""
 
 from __future__ import annotations
 
@@ -13,63 +13,64 @@ import torch
 from rotor_profiling.stage.gradients import Layouts
 from rotor_profiling.storage import bytes_like
 
-# The ways in which an executor runs a stage, as far as measuring has to know them.
+# Protocols of the executor.
 #
-# Measuring calls the executor's own code: what is measured is then what runs in training, to the byte. The executor is
-# above this package, so this file only says what it has to look like.
+# Measuring calls the executor's own code, so it measures exactly the runs of training. The executor is above this
+# package, so this file only declares its interface.
 
 
 class Attached(Protocol):
-    """A stage that was run again with a graph of its own."""
+    """A recomputed stage with a graph of its own."""
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Gradients of the input's tensors, then of the parameters, for those of the outputs."""
+        """Return the gradients of the input's tensors, then of the parameters, for those of the outputs."""
 
 
 class Runner(Protocol):
-    """The ways in which an executor runs a stage."""
+    """Runs a stage in each way that the executor does."""
 
     function: Callable[..., Any]
 
     @property
     def can_skip_output(self) -> bool:
-        """Whether a run that skips its output differs from others."""
+        """Whether the stage has a different run that skips its output."""
 
     def make_ready(self) -> None:
-        """Make what a run makes only once, so that it is not timed."""
+        """Do one-time work of a run in advance, so that it is not timed."""
 
     def forward(self, value: Any, *, skip_output: bool = False) -> Any:
-        """Run the stage in the graph that is being built around it; with `skip_output`, the output has no values."""
+        """Run the stage in the surrounding graph; with `skip_output`, the output has no values."""
 
     def first(self, value: Any) -> tuple[Any, Any]:
-        """Run it without a graph; return its output, and its surroundings for running it again."""
+        """Run it without a graph; return its output, and the state for recomputing it."""
 
     def before_first(self, value: Any) -> tuple[Any, int] | None:
-        """Surroundings for running it again, as before a first run, and the most bytes that this would hold beyond
-        those before it; None if only a first run tells.
+        """Return the state for a recomputation as before a first run, and the most bytes of such a run.
+
+        None if only a first run shows this.
         """
 
     def again(self, value: Any, surroundings: Any) -> Any:
-        """Run it once more without a graph, exactly as the first time."""
+        """Recompute it without a graph, exactly as in the first run."""
 
     def attach(self, value: Any, surroundings: Any, *, skip_output: bool = False) -> tuple[Attached, Any]:
-        """Run it once more with a graph of its own, exactly as the first time; return that, and the output."""
+        """Recompute it with a graph of its own, exactly as in the first run; return the graph and the output."""
 
 
-# A stand-in for an optimizer that steps parameters in the backward: it takes the memory of a step, and no more.
+# Substitute for an optimizer that steps parameters in the backward: takes the memory of a step, and no more.
 #
-# Each parameter is stepped as soon as its gradient is whole, and the gradient is freed. So a backward holds fewer
-# gradients than it makes, and needs what the step of a parameter needs.
+# Each parameter is stepped as soon as its gradient is complete, and the gradient is freed. So a backward holds fewer
+# gradients than it makes, and needs the memory of a parameter's step.
 
 
 Stepped = tuple[int | None, ...]
-"""For each trained parameter of a stage, in the order of `trained_parameters`, the bytes that its step needs; None for
-one that the stage's backward does not step."""
+"""For each trained parameter of a stage, in the order of `trained_parameters`, the bytes of its step; None if the
+stage's backward does not step it."""
 
 
 @contextmanager
 def stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> Iterator[None]:
-    """Inside, gradients that a backward brings to `parameters` are freed as a step in the backward frees them."""
+    """Free gradients that a backward inside brings to `parameters`, as a step in the backward does."""
     hooks = [
         parameter.register_post_accumulate_grad_hook(partial(_stand_in, nbytes))
         for parameter, nbytes in zip(parameters, stepped or [None] * len(parameters), strict=True)
@@ -88,8 +89,9 @@ def _stand_in(nbytes: int, parameter: torch.Tensor) -> None:
 
 
 def bytes_after_replay(parameters: Sequence[torch.Tensor], stepped: Stepped) -> int:
-    """What is in memory when the first parameter of a stage is stepped that was run again, beside the gradient of the
-    stage's input: its node makes the gradients of all parameters before it hands on the first.
+    """Return the bytes held when a recomputed stage's first parameter is stepped, without its input's gradient.
+
+    Its node makes the gradients of all parameters before it hands on the first.
     """
     steps = [nbytes for nbytes in stepped if nbytes is not None]
     return bytes_like(parameters) + max(steps) if steps else 0
@@ -97,16 +99,20 @@ def bytes_after_replay(parameters: Sequence[torch.Tensor], stepped: Stepped) -> 
 
 @dataclass(frozen=True, slots=True)
 class StageContext:
-    """Where in a chain a stage is.
+    """Position of a stage in a chain.
 
-    `input_bytes` is |a_i| as the chain counts it. `owned` are the addresses of storages that belong to the caller
-    (parameters, the batch) and not to the stage. Unless `fresh_gradients`, parameters already have a gradient when the
-    backward runs, as they do if gradients are kept between steps. `output_held` says that the caller keeps the output
-    until the backward is done, which is so for the last stage. `carried` are the positions, among the output's tensors,
-    of those that are kept beside the chain: they count neither as |a_{i+1}| nor as saved, only as in memory while the
-    stage runs. `silent` are the positions of those that get no gradient although they could. `arriving` are the layouts
-    of the gradients that the backward is given for the output's tensors. `stepped` says which parameters the backward
-    steps.
+    Attributes:
+        device: The device measured.
+        input_bytes: |a_i| as the chain counts it.
+        owned: Addresses of storages that belong to the caller (parameters, the batch), not to the stage.
+        fresh_gradients: Whether training frees gradients between steps. If not, parameters already have a gradient when
+            the backward runs.
+        output_held: Whether the caller keeps the output until the backward is done, as for the last stage.
+        carried: Indices of output tensors kept outside the chain: they count neither as |a_{i+1}| nor as saved, only as
+            in memory while the stage runs.
+        silent: Indices of output tensors that could get a gradient but do not.
+        arriving: Layouts of the gradients of the output's tensors.
+        stepped: Which parameters the backward steps.
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""When two stages are of one kind: same structure, same shapes, same input; then one measurement serves both."""
+"""Identify stages with the same structure, shapes and input, so that one measurement serves all of them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _OF_NO_STEP = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Tables of hooks that no step calls. `fully_shard` puts some there."""
+"""Tables of hooks that no step calls; `fully_shard` fills some."""
 _OF_HOOKS = {"_forward_pre_hooks_with_kwargs": "_forward_pre_hooks", "_forward_hooks_with_kwargs": "_forward_hooks"}
-"""Tables that say something of the hooks in another table."""
+"""Tables with options of the hooks in another table."""
 _SHARDING = "__composable_api_state_key"
-"""How the attributes begin in which `fully_shard` keeps what it knows of a module. A stage of it is measured with whole
-parameters and without hooks, so it costs the same however it is sharded."""
+"""Prefix of attributes in which `fully_shard` keeps a module's state. A stage is measured with whole parameters and
+without these hooks, so it costs the same however it is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unlike:
-    """Stands in a kind for an object that is equal to itself alone, as long as it lives and in this process."""
+    """Stands in a signature for an object that equals only itself, during its life in this process."""
 
     address: int
 
@@ -43,35 +43,34 @@ class Unlike:
 
 
 class HasKind(ABC):
-    """A module that says itself when it does the same as another one.
+    """A module that defines its own signature.
 
-    The attributes of generated code differ from piece to piece even where the code does the same. Only its generator
-    can tell.
+    Attributes of generated code differ even where the code does the same; only its generator knows.
     """
 
     @abstractmethod
     def kind(self, value: Any) -> Hashable:
-        """A key that is equal for modules that do the same with parameters and buffers that look the same.
+        """Return a key that is equal for modules that do the same with parameters and buffers of the same shapes.
 
-        `value` is the input of the stage that the module is a part of. The key should depend on what of it the module
-        reads, and not on what it only hands on.
+        `value` is the input of the module's stage. The key should depend on the parts that the module reads, not on
+        those that it only hands on.
         """
 
 
 def stage_signature(function: Callable[..., Any], value: Any) -> Hashable:
-    """A key that is equal for stages that cost the same on `value`.
+    """Return a key that is equal for stages that cost the same on `value`.
 
-    Anything that cannot be compared makes a kind of its own: better one measurement too many than one too few.
+    An object that cannot be compared gets a key of its own: one measurement too many is better than one too few.
     """
     if not isinstance(function, nn.Module):
-        return Unlike.any_but(function), value_signature(value)  # functions do not show what they do
+        return Unlike.any_but(function), value_signature(value)  # a function does not show its code's effects
     described = [module for module in function.modules() if isinstance(module, HasKind)]
     read = tuple(module.kind(value) for module in described) if described else value_signature(value)
     return _module_kind(function), read
 
 
 def value_signature(value: Any) -> Hashable:
-    """The structure of a value and, for every tensor in it, shape, strides, dtype, device and need of a gradient."""
+    """Return the structure of a value and, for every tensor, shape, strides, dtype, device and `requires_grad`."""
     leaves, spec = tree_flatten(value)
     return str(spec), tuple(_plain(leaf) for leaf in leaves)
 
@@ -84,14 +83,14 @@ def _module_kind(module: nn.Module) -> Hashable:
 
 
 def _counts(module: nn.Module, key: str) -> bool:
-    """Whether a step may take something else if this attribute of a module is another one."""
+    """Whether an attribute of a module may change the cost of a step."""
     if key in _OF_HOOKS:
         return bool(vars(module)[_OF_HOOKS[key]])
     return key not in _OF_NO_STEP and not (key.startswith(_SHARDING) and is_fsdp_module(module))
 
 
 def _attribute(value: Any) -> Hashable:
-    if isinstance(value, dict):  # a table of parameters, buffers, hooks or modules; modules are described on their own
+    if isinstance(value, dict):  # a table of parameters, buffers, hooks or modules; modules are described separately
         return tuple((key, None if isinstance(item, nn.Module) else _plain(item)) for key, item in value.items())
     return _plain(value)
 
@@ -108,16 +107,14 @@ def _plain(value: Any) -> Hashable:
         return tuple(sorted(value))
     if isinstance(value, FunctionType | partial):
         return _function(value)
-    if isinstance(value, ref):  # recurrent layers have some of their weights
+    if isinstance(value, ref):  # recurrent layers hold such references to weights
         there = value()
         return _plain(there) if there is None or isinstance(there, torch.Tensor) else Unlike.any_but(value)
     return value if _equal_by_value(value) else Unlike.any_but(value)
 
 
 def _function(function: Any) -> Hashable:
-    """A key that is equal for functions that do the same, such as the hooks that `parallelize_module` makes anew for
-    every module.
-    """
+    """Return a key that is equal for functions that do the same, such as hooks that `parallelize_module` recreates."""
     if isinstance(function, partial):
         return Unlike.any_but(function.func), _bound(function.args), _bound(tuple(function.keywords.items()))
     try:
@@ -129,14 +126,14 @@ def _function(function: Any) -> Hashable:
 
 
 def _bound(value: Any) -> Hashable:
-    """What a function is bound to. A function in it that has a closure of its own may refer to the first one."""
+    """Return the key of a bound value. A nested function with a closure of its own may refer to the outer one."""
     if isinstance(value, list | tuple):
         return tuple(map(_bound, value))
     return Unlike.any_but(value) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
 
 
 def _equal_by_value(value: Any) -> bool:
-    """Whether `==` compares what an object says, and not only whether it is the same object."""
+    """Whether `==` compares an object's value, not only its identity."""
     if not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1]):  # the last one is `object`
         return False
     try:
