@@ -174,7 +174,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One operation; `kind` as in `wording.kind`. The loss is right of the last stage."""
+    """One operation; `kind` as in `sweep.kind`. The loss is right of the last stage."""
 
     column: int
     row: int
