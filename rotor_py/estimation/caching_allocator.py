@@ -4,6 +4,24 @@ A program runs out of memory when segments, not tensors, exceed the device. The 
 `c10/cuda/CUDACachingAllocator.cpp`, whose names are given with the constants.
 """
 
+# Note [The allocator's rules]
+#
+#  1. A size is rounded up to 512 bytes. Up to 1 MiB it is for the small pool of its stream, else for the large one.
+#  2. The smallest free block of the pool that is large enough serves it; of equal ones, the one at the lowest address.
+#  3. Else the driver allocates a segment: 2 MiB for the small pool; for the large one 20 MiB for requests below 10 MiB,
+#     and from there on the size, rounded up to 2 MiB.
+#  4. A block is split if 512 bytes or more remain in the small pool, or more than 1 MiB in the large one. An unsplit
+#     remainder counts as allocated: 12 MiB from a free block of 13 MiB take all 13.
+#  5. A freed block merges with the free neighbours of its segment, and stays reserved.
+#  6. If the driver has no more memory, every wholly free segment is released, and the driver is asked once more.
+#  7. Expandable segments: each pool has one range of addresses, and memory is mapped at its end, 2 MiB at a time for the
+#     small pool and 20 MiB for the large. Any remainder of 512 bytes is split off. In the search for the best fit, a block
+#     that can grow into unmapped addresses counts with the size it can reach, so that others are used up first. If the
+#     driver has no more memory, whole pages of free blocks are unmapped.
+#
+# Not simulated, as they are off by default: max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold,
+# and the private pools of CUDA graphs.
+
 from __future__ import annotations
 
 from bisect import bisect_left, insort
