@@ -12,7 +12,6 @@
 #  4. Processes that train together see the same costs (`agreed_costs`), and nothing else decides. So all of them
 #     measure the same batches and reach the same answer.
 
-
 from __future__ import annotations
 
 import inspect

@@ -14,10 +14,10 @@ A program runs out of memory when segments, not tensors, exceed the device. The 
 #     remainder counts as allocated: 12 MiB from a free block of 13 MiB take all 13.
 #  5. A freed block merges with the free neighbours of its segment, and stays reserved.
 #  6. If the driver has no more memory, every wholly free segment is released, and the driver is asked once more.
-#  7. Expandable segments: each pool has one range of addresses, and memory is mapped at its end, 2 MiB at a time for the
-#     small pool and 20 MiB for the large. Any remainder of 512 bytes is split off. In the search for the best fit, a block
-#     that can grow into unmapped addresses counts with the size it can reach, so that others are used up first. If the
-#     driver has no more memory, whole pages of free blocks are unmapped.
+#  7. Expandable segments: each pool has one range of addresses, and memory is mapped at its end, 2 MiB at a time for
+#     the small pool and 20 MiB for the large. Any remainder of 512 bytes is split off. In the search for the best fit,
+#     a block that can grow into unmapped addresses counts with the size it can reach, so that others are used up
+#     first. If the driver has no more memory, whole pages of free blocks are unmapped.
 #
 # Not simulated, as they are off by default: max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold,
 # and the private pools of CUDA graphs.
