@@ -1,4 +1,4 @@
-"""`Trainer(model, args, callbacks=[MemoryLimit("4GB")])`: transformers' trainer inside a limit."""
+"""`Trainer(model, args, callbacks=[MemoryLimit("4GB")])`: run transformers' trainer within a limit."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ except ModuleNotFoundError as error:
 
 
 class MemoryLimit(TrainerCallback):
-    """Has the model of a `Trainer` follow a plan from the beginning of `train()` to its end, when it is plain again.
+    """Plan the model of a `Trainer` during `train()`, and restore it at the end.
 
-    Of several processes, the limit is that of each. A model that is a `Checkpointable` already keeps its own limit.
+    The limit applies to each process. A `Checkpointable` keeps its own limit.
 
     Args:
         mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: `loss`, for one that is not computed by the model.
+        settings: other arguments of `Checkpointable`: `loss`, if the model does not compute it.
 
-    After an error `train()` does not tell its callbacks that it ends: call `end()` for the plain model.
-    ValueError and TypeError as from `Checkpointable`.
+    `train()` does not notify callbacks after an error: call `end()` to restore the plain model.
     """
 
     def __init__(self, mem_limit: float | str | None = None, **settings: Any) -> None:
