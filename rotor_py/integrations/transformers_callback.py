@@ -27,17 +27,19 @@ class MemoryLimit(TrainerCallback):
         settings: other arguments of `Checkpointable`: `loss`, if the model does not compute it.
 
     `train()` does not notify callbacks after an error: call `end()` to restore the plain model.
+
+    Raises ValueError and TypeError as `Checkpointable` does.
     """
 
     def __init__(self, mem_limit: float | str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self.planned: Checkpointable | None = None
-        """What knows the plan, for `report()` and `summary()`: of the last training, if it has begun."""
+        """The planned model of the last training, for `report()` and `summary()`, if it has begun."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Plan the model: the one that is prepared by now, and not what `model_init` made before."""
+        """Plan the prepared model, not the one that `model_init` made before."""
         if args.n_gpu > 1:
             raise UnsupportedModelError(
                 f"one process trains the model on {args.n_gpu} devices (nn.DataParallel), and a plan is for one; start "
@@ -51,5 +53,5 @@ class MemoryLimit(TrainerCallback):
         self.end()
 
     def end(self) -> None:
-        """Have the plain model back."""
+        """Restore the plain model."""
         self._models.take_away()
