@@ -29,8 +29,6 @@ class _Ended(BaseException):
 
 @dataclass(slots=True)
 class _Known:
-    """Observations of the script so far."""
-
     step: FirstStep | None = None
     facts: Facts | None = None
     failure: Failure | None = None

@@ -23,7 +23,7 @@ _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
 _COPIES = {OUT: "copies out", BACK: "copies back"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
 _SHARE = 0.03
-"""Drawn share of the optimizer step: just wide enough to be seen. A guess."""
+"""Drawn share of the optimizer step: just wide enough to be seen."""
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 

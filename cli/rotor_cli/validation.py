@@ -244,7 +244,6 @@ def _refuse_device_file(file: str | None) -> None:
 
 
 def _refuse_unwritable_files(request: Request) -> None:
-    """Raise Failure for a file that cannot be created."""
     _refuse_unwritable(request.json_file, stdout=True)
     for path in (request.plan_file, request.plot_file, request.trace_file, request.html_file):
         _refuse_unwritable(path)

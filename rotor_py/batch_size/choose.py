@@ -48,7 +48,9 @@ _AMONG = ("multiple", "effective_batch", "most")
 _MOST = 2**16
 """Default for the largest candidate batch."""
 _LOWERED = 3
-"""Most times that the limit is lowered to the reserved bytes. A guess: reserved bytes follow the limit closely."""
+"""Most times that the limit is lowered to the reserved bytes. A guess: they follow the limit closely; too few may not
+fit.
+"""
 _ROUNDS = 4
 """Most batches measured as candidates for the best. A guess: times vary, so a limit is needed; too low misses the best.
 """
@@ -245,7 +247,6 @@ def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[in
 
 
 def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> InfeasibleError:
-    """The error if the smallest `batch` does not fit."""
     costs = interpolated(batches.costs, batch) or batches.of(batch)
     least = costs.least_bytes
     return InfeasibleError(

@@ -21,9 +21,9 @@ accuracy.
 _POINTS = 24
 """Batches planned at equal ratios to find the best and to draw the curve. A guess; too few miss the best."""
 _CLOSER = 8
-"""The same between the neighbours of the best. A guess."""
+"""The same between the neighbours of the best."""
 _FINE = 0.01
-"""Relative distance between neighbours at which the search for the best batch ends. A guess."""
+"""Relative distance between neighbours at which the search for the best batch ends."""
 
 
 @dataclass(frozen=True, slots=True)

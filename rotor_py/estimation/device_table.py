@@ -121,7 +121,7 @@ def _value_and_source(cell: Any) -> tuple[Any, str]:
 
 
 def _context(value: Any) -> int:
-    """Bytes of the CUDA context; zero is valid, on a CPU."""
+    """Bytes of the device's context; zero is valid, as on a CPU."""
     return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
 
 

@@ -191,7 +191,6 @@ def touched(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The arguments that an operator writes to."""
     named = zip(func._schema.arguments, args, strict=False)
     found = [value for one, value in named if one.alias_info is not None and one.alias_info.is_write]
     found += [kwargs[one.name] for one in func._schema.arguments

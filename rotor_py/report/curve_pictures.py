@@ -168,7 +168,7 @@ def _named(point: Point, inside: bool) -> str:
 
 
 def _shares(highest: float) -> list[float]:
-    """Round overheads whose labels do not overlap."""
+    """Round values of the overhead axis whose labels do not overlap."""
     found = [0.0]
     for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
         place = math.log1p(share)

@@ -68,7 +68,7 @@ def _one_by_one(
     for number in range(_LIMITS):
         if progress is not None:
             progress(number, _LIMITS, "limits for plans that move")
-        limit = least + number**2 * (most - least) // _LIMITS**2  # denser at small limits, which cost most
+        limit = least + number**2 * (most - least) // _LIMITS**2  # denser at small limits, where overheads are large
         known[limit] = solved(limit)
         yield known[limit]
     if overhead is None:

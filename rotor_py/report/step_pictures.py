@@ -19,7 +19,7 @@ HEIGHT, LEFT, TOP, RIGHT = 280, 64, 12, 8
 _NARROW, _WIDE = 9, 40
 """Preferred least and greatest width of a column, in pixels."""
 _NEAR = 1.5
-"""Limits above this multiple of the peak are not drawn: they would flatten the rest. A guess."""
+"""Limits above this multiple of the peak are not drawn: they would flatten the rest."""
 
 
 @dataclass(frozen=True, slots=True)
