@@ -1,1 +1,1 @@
-"""The command `rotor-plan`: what a training step costs, and the fastest way to take it inside a memory limit."""
+"""The command `rotor-plan`: costs of a training step, and the fastest plan within a memory limit."""

@@ -1,4 +1,4 @@
-"""Curves for a terminal: time against the limit, and samples a second against the batch."""
+"""Terminal charts: time against the limit, and throughput against the batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEIGHT, _WIDEST = 14, 100
 
 
 def curve(sweep: Sweep, title: str, overhead: float | None = None) -> RenderableType:
-    """The sentence about `overhead` more time, 10 % unless given, the chart, and what its letters stand for."""
+    """The sentence about `overhead` more time (10 % by default), the chart and its legend."""
     parts: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
     if len(sweep.points) > 1:
         parts += ["", _Chart(sweep)]
@@ -29,7 +29,7 @@ def curve(sweep: Sweep, title: str, overhead: float | None = None) -> Renderable
 
 
 def strategies(sweep: Sweep) -> Table:
-    """The letters of the chart: each strategy at the least memory that it needs."""
+    """The legend: each strategy at its least memory."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
     table.add_column("at its least", overflow="fold")
@@ -41,7 +41,7 @@ def strategies(sweep: Sweep) -> Table:
 
 
 def plot(sweep: Sweep, path: str | Path, title: str) -> None:
-    """Draw the same into an image file."""
+    """Draw the curve into an image file."""
     from rotor_solver.frontier import draw
 
     points = [(point.name, point.mem_limit, point.overhead - 1) for point in sweep.strategies]
@@ -74,7 +74,7 @@ class _Chart:
 LINE, FILL = "●", "·"
 LEFTWARDS, RIGHTWARDS, UPWARDS, DOWNWARDS = ARROWS = "←→↑↓"
 _LABEL = 8
-"""Characters for the labels on the left."""
+"""Width of the labels on the left, in characters."""
 
 
 def chart(
@@ -86,11 +86,11 @@ def chart(
     top: str,
     ends: tuple[str, str],
 ) -> list[str]:
-    """Lines of at most `width` characters, for a curve of (x, y), x increasing and y decreasing to the least.
+    """Draw lines of at most `width` characters, for a curve of (x, y), x increasing and y decreasing to the least.
 
-    From every x to the next the curve is at its y. `marks` are (letter, x, y), and every one is drawn: where there is a
-    letter already, the next stands beside it; one that lies outside stands at the edge, with an arrow to where it is.
-    `top` labels the largest y, `ends` the least and the largest x. The least y is 0.
+    From each x to the next, the curve is at its y. Draws every mark (letter, x, y): next to a letter that has its
+    position; at the edge, with an arrow, if outside. `top` labels the largest y, `ends` the least and the largest x.
+    The least y is 0.
     """
     columns, highest = width - _LABEL - 2, max(y for _, y in curve)
     left, right = curve[0][0], curve[-1][0]
@@ -107,7 +107,7 @@ def chart(
     for column in range(columns):
         x = right if column == columns - 1 else left + (right - left) * column / (columns - 1)
         row = row_of(curve[bisect.bisect_right(starts, x) - 1][1])
-        # Steps are joined by dots, or points in neighbouring columns would not look like one curve.
+        # Dots join steps; otherwise points in neighbouring columns would not look like one curve.
         for between in range(row if before is None else before + 1, row):
             cells[between][column] = FILL
         cells[row][column] = LINE
@@ -121,7 +121,7 @@ def chart(
 
 
 def _with_axes(cells: list[list[str]], heights: tuple[str, str], ends: tuple[str, str]) -> list[str]:
-    """The cells as lines, with labels for the highest and the lowest, and for both ends of the axis below."""
+    """The cells as lines, with labels for both ends of both axes."""
     columns = len(cells[0])
     labels = [heights[0], *[""] * (len(cells) - 2), heights[1]]
     return [
@@ -132,7 +132,7 @@ def _with_axes(cells: list[list[str]], heights: tuple[str, str], ends: tuple[str
 
 
 def _write(cells: list[list[str]], row: int, column: int, text: str) -> None:
-    """Write `text` where it covers no other, as near to the place as it can be: first to the right in its own row."""
+    """Write `text` as near to the position as possible without overlap, first to the right in its row."""
     height, columns = len(cells), len(cells[0])
     places = itertools.product(range(height), range(columns - len(text) + 1))
     for found, begin in sorted(places, key=lambda at: (abs(at[0] - row), at[1] < column, abs(at[1] - column))):
@@ -146,7 +146,7 @@ PLANNED, STORED, CHOSEN = "●", "○", "◆"
 
 
 class BatchChart:
-    """The points of a choice, as wide as the console; batches by their logarithm."""
+    """The points of a choice, as wide as the console, over the logarithm of the batch."""
 
     def __init__(self, choice: BatchChoice) -> None:
         self.choice = choice
@@ -173,7 +173,7 @@ def batch_chart(choice: BatchChoice, width: int) -> list[str]:
 
     for point in points:
         mark(point.batch, point.samples_per_second, PLANNED)
-    for point in points:  # over the others: where both are, nothing has to be recomputed
+    for point in points:  # drawn last, over the others: nothing has to be recomputed there
         if point.stored_per_second is not None:
             mark(point.batch, point.stored_per_second, STORED)
     mark(choice.batch, choice.samples_per_second, CHOSEN)

@@ -1,4 +1,4 @@
-"""How the command ends: exit codes, and errors that are shown as one sentence."""
+"""Exit codes, and errors shown as one sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN = ("rotor_cli", "rotor_py", "rotor_profiling", "rotor_solver", "importlib",
 
 
 class Failure(click.ClickException):
-    """An end with an exit code and a message on stderr; no traceback. Its fields are those of the solver's errors."""
+    """An exit code and a message on stderr, without traceback. Its fields are those of the solver's errors."""
 
     def __init__(
         self, message: str, exit_code: int, *, kind: str, name: str | None = None, **numbers: int | float | str
@@ -30,18 +30,18 @@ class Failure(click.ClickException):
 
 
 def usage(message: str, *, kind: str, name: str | None = None, **numbers: int | float | str) -> Failure:
-    """The failure for wrong use of the command, or for a model file that cannot be used."""
+    """The failure for wrong use of the command, or for an unusable model file."""
     return Failure(message, USAGE, kind=kind, name=name, **numbers)
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of an error; the name of its class where it has none."""
+    """The kind of an error; its class name by default."""
     return getattr(error, "kind", type(error).__name__)
 
 
 @contextmanager
 def about_option(name: str) -> Iterator[None]:
-    """Turn a ValueError into the failure of the option of this name."""
+    """Turn a ValueError into the failure of the option `name`."""
     try:
         yield
     except ValueError as error:
@@ -50,18 +50,18 @@ def about_option(name: str) -> Iterator[None]:
 
 @contextmanager
 def model_code(file: str) -> Iterator[None]:
-    """Run code of the user's. What it raises becomes a Failure with its own traceback, from the user's file on."""
+    """Run user code. Its errors become a Failure with their own traceback, from the user's file on."""
     try:
         yield
     except (Failure, KeyboardInterrupt):
         raise
-    except BaseException as error:  # a file may call sys.exit(), which would end the command without a word
+    except BaseException as error:  # a file may call sys.exit(), which would end the command silently
         raise raised_by_model(error, file) from error
 
 
 @contextmanager
 def explained(file: str) -> Iterator[None]:
-    """Tell what the user's code raises while our code runs it from what our code says about the model."""
+    """Distinguish errors of user code from our own errors about the model."""
     from rotor_profiling import UnknownOptimizerError, UnusableLossError  # they import torch, and --help does not
     from rotor_py import UnsupportedModelError
 
@@ -76,14 +76,14 @@ def explained(file: str) -> Iterator[None]:
 
 
 def raised_by_model(error: BaseException, file: str) -> Failure:
-    """The failure that shows an error of the user's code."""
+    """The failure for an error of the user's code."""
     frames = _theirs(error.__traceback__, file)
     text = "".join(traceback.format_exception(type(error), error.with_traceback(frames), frames, chain=False))
     return Failure(f"the model itself raised an error\n\n{text.rstrip()}", MODEL_RAISED, kind="model_raised")
 
 
 def raised_by_script(error: BaseException, file: str) -> Failure:
-    """The failure that shows an error of the user's script, without the frames of our own between the script's."""
+    """The failure for an error of the user's script, without our frames between the script's."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
     while each is not None:
@@ -96,7 +96,7 @@ def raised_by_script(error: BaseException, file: str) -> Failure:
 
 
 def _theirs(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """The traceback from the first frame in `file` on; if there is none, from the first frame that is not ours."""
+    """The traceback from the first frame in `file` on; else from the first frame that is not ours."""
     wanted = Path(file).resolve()
     first = trace
     while trace is not None:

@@ -1,4 +1,4 @@
-"""What the command found out, as data: every reporter reads these facts."""
+"""Results of the command as data, read by every reporter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rotor_py.validate.verification import Verification
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What was taken from the first training step of a script."""
+    """Observations of a script's first training step."""
 
     script: str
     arguments: tuple[str, ...]
-    """What it was called with."""
+    """Arguments of the model's call."""
     model: str
     trained: int
-    """Elements of its parameters that are trained."""
+    """Trained parameter elements."""
     input: str
     optimizer: str | None
     own_loss: bool
@@ -28,7 +28,7 @@ class Taken:
     """Other models that the step trains."""
 
     def sentences(self) -> tuple[str, ...]:
-        """In words."""
+        """The observations in words."""
         optimizer = "no optimizer of torch" if self.optimizer is None else self.optimizer
         loss = "its own loss" if self.own_loss else "a loss computed outside of it"
         found = (
@@ -48,26 +48,26 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Facts(Report):
-    """A report with a limit, and what only the command knows: options, real steps, other strategies."""
+    """A report with a limit and the command's own facts: options, real steps, other strategies."""
 
     mem_limit: int
     arguments: tuple[str, ...] = ()
-    """What `Checkpointable` has to be given beside the limit to plan the same, as Python."""
+    """Arguments of `Checkpointable`, other than the limit, that reproduce the plan, as Python."""
     verified: Verification | None = None
     compared: tuple[ComparedStrategy, ...] = ()
     """Every strategy at the limit, the plan first."""
     limited: bool = True
     """Whether a limit was planned for. If not, `sequence` stores everything, and `mem_limit` is its peak."""
     taken: Taken | None = None
-    """What a script has shown, where the model is that of a script."""
+    """Observations of a script; None for a model file."""
 
     def remarks(self) -> tuple[str, ...]:
-        """What there is to say beside the verdict, in whole sentences."""
+        """Sentences that follow the verdict."""
         taken = () if self.taken is None else self.taken.sentences()
-        return (*taken, *Report.remarks(self))  # not `super()`, which a class with slots does not have
+        return (*taken, *Report.remarks(self))  # not `super()`, which fails in a dataclass with slots
 
     def problem(self) -> str | None:
-        """What real steps showed to be wrong, in words; None if nothing is."""
+        """Problem shown by real steps, in words; None if there is none."""
         if self.verified is not None and (problem := self.verified.problem(self.mem_limit)) is not None:
             return problem
         for row in self.compared:

@@ -1,6 +1,6 @@
-"""The command line: its options and its exit codes.
+"""Options and exit codes of the command line.
 
-Heavy imports wait until they are needed: `--help` and wrong options load neither torch nor numba.
+Heavy imports are deferred: `--help` and wrong options load neither torch nor numba.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _OPTION_ALIASES = {
     "--save": ("output", "out", "plan"),
     "--device": ("gpu", "cuda"),
 }
-"""What people call the options elsewhere."""
+"""Common synonyms of the options."""
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""Of torch.compile. Written down here, since wrong use is answered before torch is loaded."""
+"""Modes of torch.compile, listed here because wrong use is reported before torch is loaded."""
 
 
 class CommandWithAliases(click.Command):
-    """Suggests an option by its meaning; click goes by its letters, and would find --quiet for --budget."""
+    """Suggests options by meaning; click compares letters and would suggest --quiet for --budget."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does it. After `--` comes what is a script's. --compile takes no mode, as `torch.compile` does."""
+        """Parse as click does, but keep arguments after `--` for a script, and refuse a mode for --compile."""
         script: tuple[str, ...] | None = None
         if "--" in args:
             args, script = args[: args.index("--")], tuple(args[args.index("--") + 1 :])
@@ -81,17 +81,17 @@ class CommandWithAliases(click.Command):
         return rest
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """As click has them, and what may follow the options."""
+        """Add the script's arguments to click's usage line."""
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
 
 
 def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of files, which the shell knows best."""
+    """Let the shell complete file names."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def _calibrate(context: click.Context, option: click.Parameter, device: str | None) -> None:
-    """Like --version: it needs no model, prints, and ends."""
+    """Eager like --version: print and exit, without a model."""
     if device is None or context.resilient_parsing:
         return
     from rotor_cli.target_device import print_calibration
@@ -267,7 +267,7 @@ def main(traceback: bool, **options: Any) -> None:
     Any other file is a training script. It is run, with ARGUMENTS, up to where its first training step would change a
     weight, and that step is planned; with --run it goes on inside the limit.
     """
-    # The CPU profiler, with which memory is measured, logs to stderr when it starts. torch reads this on import.
+    # The CPU profiler, which measures memory, logs to stderr at its start. torch reads this variable on import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     request = Request(**options)
     try:

@@ -1,4 +1,4 @@
-"""The user's model file: `model`, `sample`, and if they are there `loss` and `optimizer`; or transformers' class."""
+"""Load the user's model file (`model`, `sample`, optional `loss` and `optimizer`) or a class of transformers."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.plan.sample import arguments_of
 
 DEFAULT_BATCH = 8
-"""For a function of the batch size that has no default of its own. A guess."""
+"""Batch for a sample function without a default. A guess; larger may not fit."""
 _LENGTH = 128
-"""Words in a text of the usual size. A guess."""
+"""Sequence length of a sample text. A guess: the user sets --input for another."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What a model file defines; `sample` is on the model's device already. `file` is where errors are shown from.
+    """Contents of a model file; `sample` is on the model's device already. `file` is where errors are reported.
 
-    `sample_of` makes a sample of as many rows as it is asked for, on the device as well.
+    `sample_of` makes a sample of a given batch size, on the device as well.
     """
 
     file: str
@@ -54,9 +54,9 @@ class ModelFile:
 
 
 def load(request: Request, target: LocalTarget) -> ModelFile:
-    """Read `file.py`, `file.py:name` or `package.module:name`, and bring the model and the sample to their `target`.
+    """Read `file.py`, `file.py:name` or `package.module:name`, and move model and sample to `target`.
 
-    Failure, with what is wrong in words, if it cannot be read or what it defines cannot be used.
+    Raises Failure if the file cannot be read or its contents cannot be used.
     """
     batch, shape, config = request.batch_size, request.shape, request.config
     location, name = split_target(request.model)
@@ -127,8 +127,8 @@ def _import(location: str) -> tuple[ModuleType, str]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # As if Python ran the file: it may import its neighbours, and its classes are found by their module's name. A file
-    # called like a module that is imported already (torch.py) must not take that module's place.
+    # As when Python runs the file: it may import its neighbours, and its classes are found by module name. A file named
+    # like an imported module (torch.py) must not replace it.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     with model_code(str(path)):
@@ -137,7 +137,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
 
 
 def _import_module(location: str) -> tuple[ModuleType, str]:
-    # As `python -m` finds modules: in the folder that it is called in, too.
+    # Search the current folder too, as `python -m` does.
     sys.path.insert(0, "")
     try:
         found = importlib.util.find_spec(location)
@@ -150,7 +150,7 @@ def _import_module(location: str) -> tuple[ModuleType, str]:
 
 
 def _made(value: Any, kind: type) -> Any:
-    """`value`, or what it makes if it is a function or a class."""
+    """`value`, or its result if it is a function or a class."""
     return value() if callable(value) and not isinstance(value, kind) else value
 
 
@@ -175,14 +175,14 @@ def _optimizer(make: Any, model: nn.Module, file: str) -> torch.optim.Optimizer:
 
 
 def what_is_missing(file: str, module: ModuleType) -> tuple[str, str]:
-    """What a file would have to define to be a model file, in words; and one that works."""
+    """What a model file lacks, in words, and a working example."""
     wanted = WANTED_SAMPLE if hasattr(module, "model") else wanted_model("model")
     said, _, example = unusable(file, vars(module), wanted).message.partition(". A file that works:\n\n")
     return said, example
 
 
 def _refuse_unknown(target: str, module: ModuleType, name: str) -> None:
-    """Failure that names the nearest names, where a library has none of this name: it is no file to be written."""
+    """Raise Failure with the nearest names if a library lacks this name: it is no file to be written."""
     if target.endswith(".py") or hasattr(module, name):
         return
     near = get_close_matches(name, dir(module), n=3)
@@ -194,7 +194,7 @@ def _refuse_unknown(target: str, module: ModuleType, name: str) -> None:
 
 
 def made_by(sample: Any, batch: int | None) -> Any:
-    """`sample` itself, or what it makes if it is a function of the batch size."""
+    """`sample`, or its result if it is a function of the batch size."""
     if not callable(sample) or isinstance(sample, torch.Tensor):
         return sample
     required = [p for p in inspect.signature(sample).parameters.values() if p.default is p.empty]
@@ -204,10 +204,10 @@ def made_by(sample: Any, batch: int | None) -> Any:
 
 
 def with_batch(sample: Any, batch: int) -> Any:
-    """The sample with `batch` rows, at least one: its own, repeated or cut."""
+    """The sample with `batch` rows, repeated or cut. Needs at least one row."""
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        # A scalar has no rows, and none can be made out of none.
+        # Scalars have no rows, and empty tensors cannot be repeated.
         if tensor.dim() == 0 or len(tensor) in (0, batch):
             return tensor
         return tensor.detach()[torch.arange(batch) % len(tensor)].requires_grad_(tensor.requires_grad)
@@ -216,16 +216,16 @@ def with_batch(sample: Any, batch: int) -> Any:
 
 
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
-    """A function of a number of samples that makes a sample of so many.
+    """A function of the batch size that makes a sample.
 
-    It is `given`, if that is a function of the batch size. Otherwise `made` has its first dimension scaled, that of
-    every tensor; Failure, when it is called, where they have not one first dimension in common.
+    Returns `given` if it is such a function. Otherwise scales the first dimension of every tensor of `made`; raises
+    Failure, when called, if these differ.
     """
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
         return partial(made_by, given)
 
     def scaled(batch: int) -> Any:
-        sample = arguments_of(made, model)  # a DataLoader's is its first batch
+        sample = arguments_of(made, model)  # the first batch of a DataLoader
         rows = {len(tensor) for tensor in tensors_in(sample) if tensor.dim()}
         if len(rows) != 1:
             said = " and ".join(map(str, sorted(rows))) or "none"
@@ -241,9 +241,9 @@ def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
 
 
 def tensor_of(shape: str) -> torch.Tensor:
-    """A random tensor of a shape such as `32,3,224,224`, or zeros for whole numbers, as in `8,128:int64`.
+    """A random tensor of a shape such as `32,3,224,224`, or integer zeros, as in `8,128:int64`.
 
-    Failure if `shape` is none.
+    Raises Failure for an invalid `shape`.
     """
     dimensions, kind = shape_of(shape)
     dtype = getattr(torch, kind, None)
@@ -255,14 +255,14 @@ def tensor_of(shape: str) -> torch.Tensor:
 
 
 def in_dtype(dtype: torch.dtype, sample: Any) -> Any:
-    """The sample with its floating-point numbers as `dtype`."""
+    """The sample with its floating-point tensors in `dtype`."""
     return tree_map_only(torch.Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each, sample)
 
 
 def optimizer_called(name: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes an optimizer of `torch.optim` of parameters, by its name in small letters and a variant of it.
+    """A factory of the `torch.optim` optimizer with this lowercase name and variant.
 
-    Failure for a name that torch does not have, or a variant that this optimizer does not take.
+    Raises Failure for an unknown name, or a variant that the optimizer does not take.
     """
     known: dict[str, Any] = {key.lower(): each for key, each in vars(torch.optim).items() if _is_optimizer(each)}
     base, options = optimizer_and_options(name, known, lambda base: inspect.signature(known[base]).parameters)
@@ -274,7 +274,7 @@ def _is_optimizer(value: object) -> bool:
 
 
 def configuration_class(found: Any) -> Any:
-    """The class of the configuration of a class of models; None for anything else."""
+    """Configuration class of a model class; None for anything else."""
     return getattr(found, "config_class", None) if isinstance(found, type) and issubclass(found, nn.Module) else None
 
 
@@ -285,7 +285,7 @@ def made_from(model_class: Any, config_class: Any, config: str | None) -> nn.Mod
 
 
 def example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Keyword arguments for a training step: `given` as the main input, or one of the usual size, and labels."""
+    """Keyword arguments of a training step: `given` or a default as the main input, and labels."""
     accepted = inspect.signature(model.forward).parameters
     name = model.main_input_name
     if given is None:
@@ -301,7 +301,7 @@ def example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tensor
     if name == "input_ids" and vocabulary:
         sample[name] = torch.randint(int(vocabulary), tuple(given.shape))
     if "labels" in accepted:
-        # The label of a language model is the text itself; that of a classification is one number for each sample.
+        # Language models are labelled by the text itself, classifiers by one number per sample.
         words = name == "input_ids" and "Classification" not in type(model).__name__
         sample["labels"] = sample[name].clone() if words else torch.zeros(len(given), dtype=torch.int64)
     return sample

@@ -1,6 +1,6 @@
-"""What the text of MODEL, and of the file that it names, tells before anything is imported.
+"""Check MODEL and the text of its file before anything is imported.
 
-Importing a training script might train, and importing torch takes seconds: nothing here does either.
+Importing a training script might train, and importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def optimizer(parameters):             # optional
 """
 WANTED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
 _DYNAMIC = {"exec", "globals", "setattr", "vars"}
-"""Functions by which a file may define names that are not written in it."""
+"""Functions that may define names not written in the file."""
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """The file or module, and the name in it; Failure if the text names neither."""
+    """Split into file or module, and name. Raises Failure if the text names neither."""
     if target.endswith(".py"):
         return _present(target), "model"
     location, colon, name = target.rpartition(":")
@@ -55,9 +55,9 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def refuse_missing_module(location: str) -> None:
-    """Failure for a module whose package is not there. Nothing is imported to see that, neither is the package."""
+    """Raise Failure for a module whose package is missing. Imports nothing, not even the package."""
     package = location.partition(".")[0]
-    sys.path.insert(0, "")  # as `python -m` finds modules: in the folder that it is called in, too
+    sys.path.insert(0, "")  # search the current folder too, as `python -m` does
     try:
         found = package in sys.modules or (package and importlib.util.find_spec(package) is not None)
     finally:
@@ -67,7 +67,7 @@ def refuse_missing_module(location: str) -> None:
 
 
 def no_module(location: str) -> Failure:
-    """The failure for a module that is not there."""
+    """The failure for a missing module."""
     return usage(
         f"there is no module {location!r} to import, and no file of that name ending in .py",
         kind="no_such_module",
@@ -89,12 +89,12 @@ def _present(location: str) -> str:
 
 
 def wanted_model(name: str) -> str:
-    """What the model of a file is, in words."""
+    """Describe the model of a file."""
     return f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
 
 
 def unusable(file: str, names: Iterable[str], wanted: str) -> Failure:
-    """The failure for a file that defines these names, and not what is `wanted`; with an example of one that works."""
+    """The failure for a file that defines `names` but not `wanted`, with a working example."""
     defined = ", ".join(name for name in names if not name.startswith("_")) or "nothing"
     return usage(
         f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}",
@@ -104,30 +104,30 @@ def unusable(file: str, names: Iterable[str], wanted: str) -> Failure:
 
 
 def refuse_file_without(name: str, file: str) -> None:
-    """Failure for a file whose text tells that it defines no model of this name."""
+    """Raise Failure if the file's text defines no model of this name."""
     defined = defined_names(file)
     if defined is not None and name not in defined:
         raise unusable(file, defined, wanted_model(name))
 
 
 def defines(path: str, names: Iterable[str]) -> bool:
-    """Whether importing the file defines all of these names; True where its text does not tell."""
+    """Whether importing the file defines all of these names; True if its text does not tell."""
     found = defined_names(path)
     return found is None or set(found).issuperset(names)
 
 
 def defined_names(path: str) -> tuple[str, ...] | None:
-    """The names that importing the file may define, in their order; None where its text does not tell."""
+    """Names that importing the file may define, in order; None if its text does not tell."""
     try:
         tree = ast.parse(Path(path).read_bytes())
-    except (SyntaxError, ValueError):  # it says so itself, when it is read
+    except (SyntaxError, ValueError):  # reported when the file is imported
         return None
     found = tuple(dict.fromkeys(_defined(tree.body)))
     return None if {"*", "__getattr__"} & {*found} or _is_dynamic(tree) else found
 
 
 def _defined(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """The names that these statements bind in the module; `*` for some that are not written."""
+    """Names that these statements bind in the module; `*` for some that are not written."""
     for statement in statements:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -161,7 +161,7 @@ def _captured(pattern: ast.AST) -> str | None:
 
 
 def _is_main_guard(test: ast.expr) -> bool:
-    """Whether it is `__name__ == "__main__"`, or that and more: not so where the file is imported."""
+    """Whether the test includes `__name__ == "__main__"`, which is false on import."""
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(_is_main_guard, values))

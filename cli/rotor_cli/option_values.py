@@ -1,7 +1,7 @@
-"""Texts of options: a shape, a dtype, an optimizer, a configuration; and the names that torch has for them.
+"""Parse option texts: shape, dtype, optimizer, configuration.
 
-Importing torch takes seconds, and a typing error is answered before that. So its names are read from its files. Where
-the files have another form than today's, nothing is known here: torch itself says it later on.
+Importing torch takes seconds, so its names are read from its files, to report typos at once. If the files have another
+form, no names are known here, and torch reports the error later.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 }
 _DTYPE = re.compile(r"^(\w+): dtype = \.\.\.", re.MULTILINE)
 _OF_FEW_BITS = frozenset(("bit", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))))
-"""The stubs leave these out."""
+"""Dtypes that the stubs omit."""
 _FLOATING = re.compile(r"b?float|half$|double$")
 
 
 def shape_of(text: str) -> tuple[list[int], str]:
-    """The sizes and the dtype's name of a shape such as `32,3,224,224` or `8,128:int64`; Failure if it is none."""
+    """Sizes and dtype name of a shape such as `32,3,224,224` or `8,128:int64`. Raises Failure if invalid."""
     sizes, _, kind = text.partition(":")
     try:
         dimensions = [int(size) for size in sizes.split(",")]
@@ -44,7 +44,7 @@ def shape_of(text: str) -> tuple[list[int], str]:
 
 
 def no_shape(text: str) -> Failure:
-    """The failure for a text that is no shape."""
+    """The failure for an invalid shape."""
     return usage(
         f"--input {text!r} is not a shape; write for example 32,3,224,224 or 8,128:int64",
         kind="no_shape",
@@ -53,7 +53,7 @@ def no_shape(text: str) -> Failure:
 
 
 def floating_dtype(text: str, option: str) -> str:
-    """The name that torch has for a kind of floating-point number: `bfloat16` for `bf16`; Failure if it is none."""
+    """torch's name of a floating-point dtype: `bfloat16` for `bf16`. Raises Failure if there is none."""
     name = _SHORT.get(text, text)
     if floating_dtypes() and name not in floating_dtypes():
         raise no_floating_dtype(text, option)
@@ -61,7 +61,7 @@ def floating_dtype(text: str, option: str) -> str:
 
 
 def no_floating_dtype(text: str, option: str) -> Failure:
-    """The failure for a text that names no kind of floating-point number."""
+    """The failure for an unknown floating-point dtype."""
     return usage(
         f"{option} {text!r} is no kind of floating-point number; write bfloat16, float16 or float32",
         kind="bad_value",
@@ -70,7 +70,7 @@ def no_floating_dtype(text: str, option: str) -> Failure:
 
 
 def autocast_dtype(text: str) -> str:
-    """The name of a dtype that autocast casts to; Failure for any other."""
+    """Name of a dtype that autocast supports. Raises Failure for any other."""
     name = floating_dtype(text, "--autocast")
     if name not in ("bfloat16", "float16", "half"):
         raise usage(
@@ -82,10 +82,10 @@ def autocast_dtype(text: str) -> str:
 def optimizer_and_options(
     text: str, known: Collection[str], arguments_of: Callable[[str], Collection[str] | None]
 ) -> tuple[str, dict[str, Any]]:
-    """Of `adamw-fused`: `adamw`, and what it is given to be fused.
+    """Split `adamw-fused` into `adamw` and its arguments.
 
-    `known` are the optimizers of torch in small letters, and `arguments_of` says what each takes, if that is known.
-    Failure for a name that is none of them, or a variant that this optimizer does not take.
+    `known` are torch's optimizers in lowercase, and `arguments_of` returns the arguments of each, if known. Raises
+    Failure for an unknown name, or a variant that the optimizer does not take.
     """
     base, _, variant = text.lower().partition("-")
     if base not in known:
@@ -109,7 +109,7 @@ def optimizer_and_options(
 
 
 def configuration(text: str | None) -> dict[str, Any]:
-    """The settings in a text of JSON, or in a file of it; Failure if it is neither."""
+    """Settings from JSON text, or a file of it. Raises Failure if it is neither."""
     if text is None:
         return {}
     written = text
@@ -136,19 +136,19 @@ def configuration(text: str | None) -> dict[str, Any]:
 
 @cache
 def dtypes() -> frozenset[str]:
-    """The names of dtypes, as torch's stubs for type checkers have them; none if they are not known."""
+    """Dtype names in torch's type stubs; empty if unknown."""
     found = _DTYPE.findall(_text("_C/__init__.pyi"))
     return _OF_FEW_BITS.union(found) if found else frozenset()
 
 
 def floating_dtypes() -> frozenset[str]:
-    """Those of floating-point numbers."""
+    """Names of floating-point dtypes."""
     return frozenset(name for name in dtypes() if _FLOATING.match(name))
 
 
 @cache
 def optimizers() -> dict[str, tuple[str, str]]:
-    """The optimizers of `torch.optim` by their names in small letters: file and class; none if they are not known."""
+    """Optimizers of `torch.optim` by lowercase name: file and class; empty if unknown."""
     found = {}
     for node in _tree("optim/__init__.py").body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.optim."):
@@ -159,7 +159,7 @@ def optimizers() -> dict[str, tuple[str, str]]:
 
 
 def arguments_of(optimizer: str) -> frozenset[str] | None:
-    """What the optimizer of this name in small letters takes; None if that is not known."""
+    """Arguments of an optimizer by lowercase name; None if unknown."""
     file, name = optimizers()[optimizer]
     for made in _functions(file, name, "__init__"):
         given = made.args
@@ -181,7 +181,7 @@ def _tree(file: str) -> ast.Module:
 
 
 def _text(file: str) -> str:
-    found = importlib.util.find_spec("torch")  # looks for it, and does not import it
+    found = importlib.util.find_spec("torch")  # finds it without importing it
     folders = [] if found is None else found.submodule_search_locations or []
     try:
         return "".join((Path(folder) / file).read_text(encoding="utf-8") for folder in folders)

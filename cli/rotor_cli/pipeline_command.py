@@ -1,4 +1,4 @@
-"""`--pipeline`: load the model, measure one microbatch, cut, compare with equal cuts, and show the plan."""
+"""`--pipeline`: load the model, measure a microbatch, cut, compare with equal cuts, and report."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from rotor_solver.pipeline import EqualCuts, Part, equal_cuts
 
 @dataclass(frozen=True, slots=True)
 class PipelineFacts:
-    """A plan for a pipeline of the model `title`, and what equal cuts cost under every policy, the fastest first.
+    """A pipeline plan of the model `title`, and the cost of equal cuts under every policy, fastest first.
 
-    `names` are those of the model's stages. `stored_seconds` is what a microbatch takes through all of them if
-    everything is stored.
+    `names` are the model's stages. `stored_seconds` is the time of a microbatch through all of them with everything
+    stored.
     """
 
     title: str
@@ -52,21 +52,21 @@ class PipelineFacts:
 
     @property
     def ratio(self) -> float | None:
-        """How many times longer a step of `best_equal` takes than one of the plan."""
+        """Step time of `best_equal` relative to the plan."""
         best = self.best_equal
         if best is None or not self.plan.timeline.makespan:
             return None
         return best.plan.timeline.makespan / self.plan.timeline.makespan
 
     def recomputed(self, part: Part) -> float:
-        """Seconds that a microbatch takes longer in a part than if everything was stored, as a share."""
+        """Extra time of a microbatch in a part, relative to storing everything."""
         fastest = sum(min(way.forward_time + way.backward_time for way in stage.options) for stage in part.chain)
         stored = fastest + part.chain.loss_time
         return part.microbatch.seconds / stored - 1 if stored else 0.0
 
 
 def run(request: Request) -> None:
-    """Plan the pipeline, and write and print what was found; Failure if that cannot be done."""
+    """Plan the pipeline, then write and print the result. Raises Failure if that is impossible."""
     facts = _facts(request)
     text = json.dumps(pipeline_json(facts), indent=1)
     if request.json_file == "-":
@@ -95,7 +95,7 @@ def _facts(request: Request) -> PipelineFacts:
 
 
 def _limits(text: str | None, ranks: int, device: torch.device) -> tuple[int, ...]:
-    """The limit of every rank: one for all, or several with commas between them."""
+    """The limit of each rank, from one for all or a comma-separated list."""
     texts = [None] if text is None else text.split(",")
     if len(texts) not in (1, ranks):
         raise usage(
@@ -149,7 +149,7 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
             buffers=True,
         )
     except InfeasibleError as error:
-        # With several parts on a rank, its limit is divided among them in a few ways; another way might do with less.
+        # The limit of a rank is divided among its parts in a few ways only; others might need less.
         several = request.schedule == "interleaved"
         needs = (
             "the way in which the limits are divided among the parts of a rank needs"
@@ -184,7 +184,7 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
 
 
 def render_pipeline(facts: PipelineFacts) -> RenderableType:
-    """The verdict, what equal cuts cost, a line for every part, and their sequences."""
+    """The verdict, the cost of equal cuts, a line per part, and their sequences."""
     return Group(
         Prose(_verdict(facts)),
         "",
@@ -233,7 +233,7 @@ def _compared(facts: PipelineFacts) -> Text:
 
 
 def _excess(plan: PipelinePlan) -> list[int]:
-    """By how much each rank passes its limit."""
+    """Bytes by which each rank exceeds its limit."""
     return [peak - limit for peak, limit in zip(plan.timeline.peaks, plan.limits, strict=True)]
 
 
@@ -267,7 +267,7 @@ def _sequence(facts: PipelineFacts, part: Part) -> Text:
 
 
 def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
-    """What `--json` writes: seconds and bytes, as the keys say. Sequences number the stages of a part from 0."""
+    """JSON output in seconds and bytes, as the keys say. Sequences number the stages of a part from 0."""
     plan = facts.plan
     best = facts.best_equal
     return {

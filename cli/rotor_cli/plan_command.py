@@ -1,4 +1,4 @@
-"""From a request to all facts: load the model, measure it, plan, compare, and train steps to verify."""
+"""Turn a request into facts: load the model, measure, plan, compare, and verify by real steps."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from rotor_solver import store_all, watched
 
 
 def plan(request: Request) -> Facts:
-    """All facts that are asked for; on a terminal, with a line about what is being done.
+    """Compute all requested facts, with a progress line on a terminal.
 
-    Failure, with the exit code that the command's help names, if that cannot be done.
+    Raises Failure, with the exit code from the command's help.
     """
     with activities(quiet=request.quiet) as shown:
         target = target_of(request)
-        # Read before the model is loaded, which may take long: a typing error is told at once.
+        # Parse before the model is loaded, which may take long, to report typos at once.
         limit = None
         if request.limited and request.overhead is None:
             with target.measuring():
@@ -53,7 +53,7 @@ def plan(request: Request) -> Facts:
 def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget) -> Facts:
     chosen = None
     if request.batch_aim is None:
-        # Inside of it again, so that what the model may not do there is told as what it is.
+        # Enter again, so that operations that a model must not do here are explained.
         with explained(found.file), target.measuring():
             network = measured_network(found, limit, request, shown, target)
             if target.elsewhere is not None:
@@ -77,10 +77,10 @@ def facts_of(
     taken: Taken | None = None,
     target: LocalTarget | None = None,
 ) -> Facts:
-    """All facts that are asked for about `network`, which has been measured on the sample of `found`.
+    """Compute all requested facts about `network`, measured on the sample of `found`.
 
-    `chosen` is how the batch was chosen, `taken` what a script has shown, and `target` the device that is planned for,
-    if it is not that of the model. Failure as from `plan`.
+    `chosen` describes the choice of the batch, `taken` the observations of a script, and `target` the device, if it is
+    not the model's. Raises Failure as `plan` does.
     """
     facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
     elsewhere = None if target is None else target.elsewhere
@@ -97,7 +97,7 @@ def facts_of(
             with explained(found.file), target.measuring():
                 facts = _reserve(facts, network, found, request, target)
     if request.plan_file is not None:
-        with region(None if target is None else target.autocast):  # the file says what it was planned under
+        with region(None if target is None else target.autocast):  # the plan file records the autocast of planning
             network.save_plan(request.plan_file)
     if request.compare:
         compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
@@ -111,7 +111,7 @@ def _step(network: Checkpointable, found: ModelFile, request: Request, target: L
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:
-    """The facts before anything is planned: those of storing everything, without a limit."""
+    """Facts before planning: everything stored, no limit."""
     assert network.budget is not None
     assert network.inspection_values is not None
     stored = store_all(network.budget.chain)
@@ -135,9 +135,9 @@ def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activ
 
 
 def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
-    """With the plan for `limit`, or else for the time that is allowed. Failure if no plan fits."""
+    """Add the plan for `limit`, or else for the allowed overhead. Raises Failure if none fits."""
     if request.overhead is not None:
-        # The sweep has solved for every limit already, so its sequence is taken over and not solved for again.
+        # The sweep has solved every limit: reuse its sequence.
         assert facts.sweep is not None
         point = facts.sweep.least_for(request.overhead)
         network.mem_limit, network.sequence = point.mem_limit, point.sequence
@@ -147,10 +147,10 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         sequence = network.compute_sequence()
     except InfeasibleError as error:
         if not request.quiet:
-            # What each stage takes says where to cut. Not on stdout, where a script expects a plan.
+            # Stage costs show where to cut. Not on stdout, where a script expects a plan.
             console(stderr=True).print(StageTable(facts, costs_alone=True), "", sep="\n")
         raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
-    # Which stages run compiled is decided for a limit, and costs follow from that.
+    # The limit decides which stages are compiled, and so the costs.
     assert network.budget is not None
     assert network.inspection_values is not None
     found = replace(facts, budget=network.budget, measurement=network.inspection_values)
@@ -159,7 +159,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
 
 
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> Facts:
-    """With what the allocator reserves for the plan; where nobody has set a limit, one that leaves room for it."""
+    """Add the allocator's reservation; without a user limit, lower the limit to fit it."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
     assert target.elsewhere is not None
     reserved = target.elsewhere.reserve(_step(network, found, request, target), keep_limit=keep_limit)
@@ -170,7 +170,7 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
 
 
 def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:
-    """With what real steps showed: of the plan, and of every other strategy that fits."""
+    """Add results of real steps, of the plan and of every other strategy that fits."""
     with explained(found.file):
         results = verify(
             network,
@@ -189,7 +189,7 @@ def measured_network(
 ) -> Checkpointable:
     """The network of a model file, measured on its sample, on `target`; `limit` is in bytes.
 
-    Failure where an option cannot be had, or where the step is above the limit by what is known before measuring.
+    Raises Failure for an unavailable option, or if the step is known before measuring to exceed the limit.
     """
     if request.step_in_backward:
         _refuse_optimizer(found.optimizer)
@@ -198,7 +198,7 @@ def measured_network(
         found.model,
         mem_limit=limit,
         mem_slots=request.slots,
-        loss=found.loss or default_loss,  # `verify` takes it, too: what is predicted is what is measured
+        loss=found.loss or default_loss,  # `verify` uses it too, so that prediction and measurement agree
         optimizer=found.optimizer,
         fresh_grads=request.fresh_grads,
         forwards_in_flight=request.forwards_in_flight,
@@ -221,14 +221,14 @@ def measured_network(
 
 
 def refuse_offload(request: Request) -> None:
-    """Failure for a tier that there is not, or not here."""
+    """Raise Failure for an unknown or unavailable tier."""
     if request.offload is not None:
         with about_option("--offload"):
             checked_name(request.offload)
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
-    """Failure for an optimizer of the model file that cannot step in the backward."""
+    """Raise Failure for an optimizer of the model file that cannot step in the backward."""
     if optimizer is None:
         raise usage(
             "--step-in-backward needs an optimizer; define `optimizer` in the model file",
@@ -240,7 +240,7 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def arguments_in_python(found: ModelFile, network: Checkpointable, request: Request) -> tuple[str, ...]:
-    """What `Checkpointable` has to be given beside the limit to plan the same."""
+    """Arguments of `Checkpointable`, other than the limit, that reproduce the plan."""
     optimizer = "step_in_backward" if request.step_in_backward else "optimizer"
     forwards, order = network.forwards_in_flight, request.backward_order
     given = {
@@ -257,14 +257,14 @@ def arguments_in_python(found: ModelFile, network: Checkpointable, request: Requ
 
 
 def choose(found: ModelFile, limit: int, request: Request, shown: Activities, target: LocalTarget) -> PlannedBatch:
-    """The batch inside `limit` bytes, and the model planned for it. Failure if not even the smallest fits."""
+    """The batch within `limit` bytes, and its planned model. Raises Failure if not even the smallest fits."""
     refuse_offload(request)
     aim: Aim = "max" if request.batch_aim == "max" else "best"
     choose_at = largest_batch if aim == "max" else best_batch
     if target.elsewhere is not None:
         keep = request.mem_limit is not None
         choose_at = partial(choose_elsewhere, aim, target.elsewhere, target.autocast, keep_limit=keep)
-    # Where it is not here, inside of it again, so that what the model may not do there is told as what it is.
+    # On a simulated device, enter again, so that operations that a model must not do there are explained.
     with explained(found.file), target.measuring():
         try:
             return choose_at(

@@ -1,4 +1,4 @@
-"""What the command is asked for."""
+"""The parsed options of the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
 
 
 def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
-    """What `--batch` says; Failure for anything but a number, `max` and `best`."""
+    """Parse `--batch`. Raises Failure for anything but a number, `max` and `best`."""
     try:
         match text:
             case None | "max" | "best":
@@ -30,7 +30,7 @@ def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options, by their names on the command line."""
+    """The options, by their command-line names."""
 
     model: str
     mem_limit: str | None
@@ -75,12 +75,12 @@ class Request:
 
     @property
     def explicit_script(self) -> bool:
-        """Whether the command line says that the file is a training script."""
+        """Whether the command line marks the file as a training script."""
         return self.script_arguments is not None or self.run
 
     @property
     def as_script(self) -> bool:
-        """Whether the file is a training script: it is said so, or it does not define what a model file does."""
+        """Whether the file is a training script: marked as one, or without the definitions of a model file."""
         if self.explicit_script:
             return True
         if not self.model.endswith(".py") or self.of_model_files:
@@ -89,7 +89,7 @@ class Request:
 
     @property
     def of_model_files(self) -> list[str]:
-        """The options that are given and that only a model file leaves open; a script says these things itself."""
+        """Given options that apply to model files only; a script decides them itself."""
         given = {
             "--device": self.device,
             "--device-memory": self.device_memory,
@@ -109,28 +109,28 @@ class Request:
 
     @property
     def overhead(self) -> float | None:
-        """The share of more time that is allowed: 0.1 for `10%`; Failure if that is no share."""
+        """Allowed overhead: 0.1 for `10%`. Raises Failure if it is no share."""
         return None if self.max_overhead is None else _share(self.max_overhead)
 
     @property
     def batch_aim(self) -> Literal["max", "best"] | None:
-        """How the batch is to be chosen; None where it is not."""
+        """Aim of the batch choice; None without a choice."""
         return self.batch if self.batch in ("max", "best") else None
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples that is asked for; None where the model file or the choice says it."""
+        """The requested batch size; None if the model file or the choice decides."""
         return self.batch if isinstance(self.batch, int) else None
 
     @property
     def elsewhere(self) -> bool:
-        """Whether the step is planned for a device that need not be there."""
+        """Whether the device is simulated."""
         named = self.device is not None and not HERE.fullmatch(self.device)
         return named or self.device_memory is not None or self.device_file is not None
 
     @property
     def limited(self) -> bool:
-        """Whether a plan for one limit is wanted: a sweep alone has none."""
+        """Whether to plan for one limit; a sweep alone has none."""
         if self.batch_aim is not None:
             return True
         others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
@@ -139,12 +139,12 @@ class Request:
 
     @property
     def microbatches_or_default(self) -> int:
-        """Of a pipeline: twice as many as ranks unless given."""
+        """Microbatches of a pipeline: twice the ranks by default."""
         return 2 * (self.pipeline or 1) if self.microbatches is None else self.microbatches
 
     @property
     def virtual_stages_or_default(self) -> int:
-        """Of a pipeline: parts on each rank."""
+        """Pipeline parts per rank."""
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
 
 

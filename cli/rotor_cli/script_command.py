@@ -1,4 +1,4 @@
-"""`rotor-plan train.py -- arguments`: a user's own script up to its first training step, and the plan for that step."""
+"""`rotor-plan train.py -- arguments`: run a script up to its first training step, and plan that step."""
 
 from __future__ import annotations
 
@@ -24,24 +24,22 @@ from rotor_py.stage.forward_state import restored_autocast
 
 
 class _Ended(BaseException):
-    """Ends the script where its first training step is known. No `except Exception` of the script stops it."""
+    """Ends the script once its first training step is known. The script's `except Exception` does not stop it."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the script has shown so far."""
-
     step: FirstStep | None = None
     facts: Facts | None = None
     failure: Failure | None = None
-    """why the step cannot be planned"""
+    """reason that the step cannot be planned"""
 
 
 def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
-    """Run the script up to the first step of its optimizer, and have the plan for it delivered.
+    """Run the script up to the first step of its optimizer, and deliver the plan for it.
 
-    With `--run` the script then goes on by the plan, and ends as it ends by itself. Failure, with the exit code that
-    the command's help names, if it takes no training step, or none that can be planned.
+    With `--run` the script then continues by the plan to its own end. Raises Failure, with the exit code from the
+    command's help, if it takes no training step, or none that can be planned.
     """
     known = _Known()
 
@@ -55,7 +53,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     def stepping(step: FirstStep) -> None:
         known.step = step
         if not request.run:
-            # What the script holds is let go of first: a step that is verified finds the memory that it has alone.
+            # Free the script's objects first, so that a verified step has the memory to itself.
             raise _Ended
         try:
             known.facts = plan(step)
@@ -82,7 +80,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     )
     with main_module(request.model, request.script_arguments or ()) as module:
         try:
-            # The answer goes to stdout; what the script prints on its way does not, unless it is to run.
+            # The answer goes to stdout; the script's output does not, unless it is to run.
             printing = nullcontext() if request.run else redirect_stdout(sys.stderr)
             with printing, _ending(request, module, known), first.watched():
                 run_script(module)
@@ -99,7 +97,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
 
 @contextmanager
 def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[None]:
-    """Turn each way in which the script may end into an end of this command."""
+    """Turn each ending of the script into an ending of this command."""
     name = Path(request.model).name
     try:
         yield
@@ -107,7 +105,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
         raise
     except BaseException as error:
         if known.step is not None and known.facts is None:
-            return  # we have ended it, whatever it made of that
+            return  # this command ended the script, whatever error the script made of it
         match error:
             case NoTrainingStepError() if request.explicit_script:
                 raise usage(f"{name} took no training step: {error}", kind="no_training_step", name=name) from error
@@ -133,7 +131,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
 
 
 def _file_of(step: FirstStep, request: Request) -> ModelFile:
-    """What the script has shown, as a model file would define it."""
+    """The script's model, sample and loss as a model file."""
     model, sample = step.network.model, step.sample
     return ModelFile(
         file=request.model,
@@ -162,10 +160,10 @@ def _taken(step: FirstStep, request: Request) -> Taken:
 
 @contextmanager
 def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
-    """Inside, the module `__main__` is the one that `run_script` fills, and `sys.argv` and `sys.path` are the script's.
+    """Install the `__main__` module that `run_script` fills, with the script's `sys.argv` and `sys.path`.
 
-    It goes on being `__main__` when the script has ended: its functions are called again to measure, and processes that
-    it starts import it by that name.
+    It stays `__main__` after the script's end, within the context: measuring calls its functions, and its child
+    processes import it by that name.
     """
     file = str(Path(path).resolve())
     module = ModuleType("__main__")
@@ -182,7 +180,7 @@ def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 def run_script(module: ModuleType) -> None:
-    """Run the file of `module` in it."""
-    # Not by runpy: it clears the module when the script ends.
+    """Execute the file of `module` in it."""
+    # Not by runpy, which clears the module at the script's end.
     file = str(module.__file__)
     exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)

@@ -1,4 +1,4 @@
-"""The device that a step is planned for: one of this machine, or one that is simulated; and the limit on it."""
+"""The planned device, on this machine or simulated, and its limit."""
 
 from __future__ import annotations
 
@@ -27,40 +27,41 @@ from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 _OF_MEMORY_ALONE = "a100-80"
-"""Whose data sheet stands in where only the bytes of a device are given. A guess: the middle of the table."""
+"""Device whose data sheet applies if only a memory size is given. A guess: the middle of the table; times are then off.
+"""
 
 
 class LocalTarget:
-    """A device of this machine: what runs there is measured."""
+    """A device of this machine, which is measured."""
 
     elsewhere: Elsewhere | None = None
-    """What stands for devices that need not be there; None if what runs here is measured."""
+    """The simulated devices; None if measured on this machine."""
     autocast: torch.dtype | None = None
-    """The dtype of the region of autocast that steps are taken in; None if they enter one themselves, or none."""
+    """Autocast dtype of steps; None if they enter a region themselves, or none."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.name = str(device)
 
     def making(self) -> AbstractContextManager[object]:
-        """Inside, the user's code makes its model and its sample."""
+        """Context in which user code makes its model and sample."""
         return nullcontext()
 
     def measuring(self) -> AbstractContextManager[object]:
-        """Inside, the model is measured and planned."""
+        """Context in which the model is measured and planned."""
         return nullcontext()
 
     def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
-        """The model, brought there, and what a model file has beside it: targets of a loss, for example."""
+        """Move the model to the device, with other tensors of the model file, such as targets of a loss."""
         return model.to(self.device)
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
-        """What the model is called with, brought there."""
+        """Move a sample to the device."""
         return moved_to(self.device, sample)
 
 
 class SimulatedTarget(LocalTarget):
-    """Devices of the table, which need not be there: tensors are on the CPU, and take no memory."""
+    """Simulated devices of the table: fake tensors on the CPU."""
 
     elsewhere: Elsewhere
 
@@ -88,24 +89,23 @@ class SimulatedTarget(LocalTarget):
         return self.elsewhere.model(model)
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
-        arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
+        arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
         return self.elsewhere.without_memory.value(keywords or arguments)
 
 
 _OF_MEMORY_ALONE = "a100-80"
-"""Whose data sheet stands in where only the bytes of a device are given. A guess: the middle of the table."""
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device called `name`; without one, the present CUDA device, or the CPU where there is none.
+    """The device `name`; by default CUDA's current device if there is one, else the CPU.
 
-    Failure if it is no device to plan for, or not there.
+    Raises Failure for an unsupported or missing device.
     """
     if name is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:  # torch has never heard of it; the refusal below says so
+    except RuntimeError:  # unknown to torch; refused below
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise usage(
@@ -126,9 +126,9 @@ def device_of(name: str | None) -> torch.device:
 
 
 def target_of(request: Request) -> LocalTarget:
-    """Where the model is measured: on a device of this machine, or without memory for one of the table or a file.
+    """The device of the model: on this machine and measured, or simulated from the table or a file.
 
-    Failure if there is no such device.
+    Raises Failure if there is no such device.
     """
     text = request.device
     if not request.elsewhere:
@@ -151,7 +151,7 @@ def target_of(request: Request) -> LocalTarget:
     if request.device_memory is not None:
         size = parse_bytes(request.device_memory)
         each = devices.each
-        if text is None and request.device_file is None:  # of which nothing else is known
+        if text is None and request.device_file is None:  # nothing else is known of it
             name = f"a device of {format_bytes(size)}"
             each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
         with about_option("--device-memory"):
@@ -160,13 +160,13 @@ def target_of(request: Request) -> LocalTarget:
 
 
 def limit_on(device: torch.device, text: str | None) -> int:
-    """The bytes that a limit stands for on `device`; Failure if it is not a size."""
+    """A limit on `device` in bytes. Raises Failure for an invalid size."""
     with about_option("--mem-limit"):
         return limit_bytes(text, device)
 
 
 def print_calibration(name: str | None) -> None:
-    """Measure the device called `name`, by default CUDA's where there is one; the file goes to stdout."""
+    """Measure the device `name` (CUDA by default if present), and print its file to stdout."""
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise usage(
             f"--calibrate measures cpu, cuda or cuda:N, not {name!r}; it needs no MODEL",
@@ -190,7 +190,7 @@ def print_calibration(name: str | None) -> None:
 
 
 def dtype_called(name: str, option: str = "--dtype") -> torch.dtype:
-    """The kind of floating-point number called `name`: `bfloat16`, `bf16`; Failure of `option` for anything else."""
+    """The floating-point dtype `name`: `bfloat16`, `bf16`. Raises Failure for `option` otherwise."""
     found = getattr(torch, floating_dtype(name, option), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise no_floating_dtype(name, option)
@@ -198,7 +198,7 @@ def dtype_called(name: str, option: str = "--dtype") -> torch.dtype:
 
 
 def moved_to(device: torch.device, sample: Any) -> Any:
-    """The sample with every tensor on `device`; those that need a gradient are leaves there."""
+    """Move every tensor of the sample to `device`; those with a gradient become leaves there."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == device else tensor.detach().to(device).requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""The report for people: a verdict first, then memory, time, the stages, the sequence, and how to use the plan."""
+"""The text report: verdict, memory, time, stages, sequence, and use of the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rotor_py.units import format_bytes, format_seconds
 from rotor_py.validate.comparison import ComparedStrategy
 
 _ANY = 10**4
-"""Characters: more than any table is wide."""
+"""Width in characters beyond any table."""
 _Part = Callable[["ComparedStrategy | None", str], "list[str | Text]"]
 
 
@@ -31,7 +31,7 @@ def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
 
 
 def verified(facts: Facts) -> Text:
-    """What a real step showed, beside what was predicted."""
+    """Results of a real step, next to the predictions."""
     found = facts.verified
     assert found is not None
     share = found.measured_peak_bytes / facts.peak_bytes
@@ -63,7 +63,7 @@ def verified(facts: Facts) -> Text:
 
 
 def usage(facts: Facts, saved_plan: str | None) -> Table:
-    """The lines of Python that use the plan; a line that is too long goes on below, as Python allows it."""
+    """Python lines that use the plan; long lines are broken as Python allows."""
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -72,9 +72,9 @@ def usage(facts: Facts, saved_plan: str | None) -> Table:
 
 
 def usage_lines(facts: Facts, saved_plan: str | None) -> str:
-    """Three lines of Python: the plan in the user's own program, from the file `saved_plan` if there is one."""
+    """Three lines of Python that use the plan, from the file `saved_plan` if there is one."""
     argument, others = f"mem_limit={typed(facts.mem_limit, facts.peak_bytes)}", facts.arguments
-    if saved_plan:  # what a file does not say: where things go on a machine, the word for fewer bits, the optimizer
+    if saved_plan:  # options that a plan file omits: tier, low-precision format, optimizer
         again = ("step_in_backward=", "keep=", *(("offload=",) if facts.sequence.moves is not None else ()))
         others = tuple(each for each in others if each.startswith(again))
         argument = f'plan="{saved_plan}"'
@@ -94,7 +94,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
 
 
 def typed(limit: int, peak: int) -> str:
-    """A limit as it is written in Python: exactly, or with a few digits where that leaves room for the plan."""
+    """A limit as Python writes it: exactly, or rounded if that leaves room for the plan."""
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):
         if limit >= 10**power:
             hundredths = limit * 100 // 10**power
@@ -104,7 +104,7 @@ def typed(limit: int, peak: int) -> str:
 
 
 def console(width: int | None = None, *, stderr: bool = False) -> Console:
-    """A console: the terminal's width; where output is piped, $COLUMNS, and without that 100 columns."""
+    """A console as wide as the terminal; if piped, $COLUMNS or 100 columns."""
     found = Console(stderr=stderr, highlight=False, soft_wrap=False)
     if found.is_terminal and width is None:
         return found
@@ -114,9 +114,9 @@ def console(width: int | None = None, *, stderr: bool = False) -> Console:
 
 
 class Comparison:
-    """One row for each strategy: what is predicted, and beside it what was measured, where anything was.
+    """One row per strategy: predictions, and measurements if there are any.
 
-    In a narrow terminal, what was measured stands in a second table below.
+    A narrow terminal shows measurements in a second table.
     """
 
     def __init__(self, rows: tuple[ComparedStrategy, ...]) -> None:
@@ -140,7 +140,7 @@ class Comparison:
 
 
 def _table(rows: tuple[ComparedStrategy, ...], parts: tuple[_Part, ...], gap: str, names: int = _ANY) -> Table:
-    """A table of these parts, with names of at most `names` characters in a line."""
+    """A table of these parts, with names of at most `names` characters per line."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("strategy")
     for heading in (cell for part in parts for cell in part(None, gap)):
@@ -152,7 +152,7 @@ def _table(rows: tuple[ComparedStrategy, ...], parts: tuple[_Part, ...], gap: st
 
 
 def _predicted(row: ComparedStrategy | None, gap: str) -> list[str | Text]:
-    """The cells of a row; the headings, their words `gap` apart, without one."""
+    """The cells of a row, or the headings, with words `gap` apart, if None."""
     if row is None:
         return ["fits", f"predicted{gap}peak", "time", "overhead"]
     fits = Text("yes", style="green") if row.fits else Text("no", style="red")

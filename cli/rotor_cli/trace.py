@@ -1,4 +1,4 @@
-"""The step, predicted and measured, as trace events, which Perfetto and chrome://tracing open."""
+"""The predicted and measured step as trace events for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rotor_solver.moving import timed_moments, transfers
 Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2
 FORWARD, AGAIN, BACKWARD = 11, 12, 13
-"""Other numbers than those of processes: a thread with its process's number would be called the main thread."""
+"""Thread ids other than process ids: a thread with its process's id would be called the main thread."""
 PLANNED, PLAIN = 14, 15
 OUT, BACK = 16, 17
 _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
 _COPIES = {OUT: "copies out", BACK: "copies back"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
 _SHARE = 0.03
-"""The share of the step's time as which the optimizer's is drawn: just wide enough to be seen. A guess."""
+"""Drawn share of the optimizer step: just wide enough to be seen."""
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 
 def trace(facts: Facts) -> dict[str, Any]:
     """The step in the JSON object format of the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes.
 
-    Process 1 is the predicted step; process 2, where a step was verified, the measured one: its operations, and how
-    long whole steps took without listening to them.
+    Process 1 is the predicted step. Process 2, if a step was verified, is the measured one: its operations, and the
+    duration of whole steps without listeners.
     """
     copies = list(_copies(facts))
     tracks = {**_TRACKS, **_COPIES} if copies else _TRACKS
@@ -78,7 +78,7 @@ def _predicted(facts: Facts) -> Iterator[Event]:
 
 
 def _copies(facts: Facts) -> Iterator[Event]:
-    """What moves, where anything does. Of a measured step, nobody notes when its copies run."""
+    """Copies of offloaded tensors. A measured step does not record them."""
     for each in transfers(facts.chain, facts.shown, facts.budget.link):
         name, begin = facts.measurement.names[each.stage], facts.before_chain_seconds + each.begin
         track, sizes = OUT if each.out else BACK, {"moved_bytes": each.moved}
@@ -124,7 +124,7 @@ def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
 
 
 def _microseconds(seconds: float) -> float:
-    """In eighths, which binary fractions are exact for: Perfetto drops a slice that ends after the next one begins, and
-    it counts in whole nanoseconds, so that the last digit of a sum would be enough.
+    """Round to eighths, which binary fractions represent exactly: Perfetto counts whole nanoseconds and drops a slice
+    that ends after the next one begins, so a rounding error in a sum would suffice.
     """
     return round(seconds * 8e6) / 8

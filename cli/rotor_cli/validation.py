@@ -1,6 +1,6 @@
-"""Refuse what cannot be done before the model is loaded: a typing error must not cost a run of minutes.
+"""Refuse impossible requests before the model is loaded, so that a typo does not cost minutes.
 
-`--help` needs nothing of rotor_py, so it is imported where an option asks for it.
+rotor_py is imported per option, since `--help` does not need it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from rotor_cli.option_values import (
 from rotor_cli.request import HERE, Request
 
 _SOME_DEVICE = 10**12
-"""Bytes. Whether a text is a share of a device can be said before the device is known."""
+"""Bytes of a stand-in device: validates a share before the device is known."""
 _IMAGES = (".svg", ".png")
 
 
 def refuse_wrong_use(request: Request) -> None:
-    """Failure for options that exclude each other, for texts that say nothing, and for files that are not there or
-    cannot be written. Nothing is loaded for it.
-    """
+    """Raise Failure for conflicting options, invalid texts, and missing or unwritable files. Loads nothing."""
     location, name = split_target(request.model)
     _refuse_script(request)
     _refuse_sizes(request)
     _refuse_device(request)
     _refuse_values(request)
     _refuse_unwritable_files(request)
-    if request.overhead is not None and request.mem_limit is not None:  # in this order: a share that is none is refused
+    if (
+        request.overhead is not None and request.mem_limit is not None
+    ):  # in this order: an invalid share is refused first
         raise usage(
             "--mem-limit and --max-overhead both say how to plan; give one of them",
             kind="excluded_together",
@@ -95,7 +95,7 @@ def _refuse_offload(request: Request) -> None:
 
 
 def _refuse_script(request: Request) -> None:
-    """Failure for a file that is no script, and for options that a script decides itself."""
+    """Raise Failure for a file that is no script, and for options that a script decides itself."""
     if not request.explicit_script:
         return
     if not request.model.endswith(".py"):
@@ -125,12 +125,12 @@ def _refuse_script(request: Request) -> None:
 
 
 def _refuse_sizes(request: Request) -> None:
-    """Failure for a `--mem-limit`, or a `--device-memory`, that is no number of bytes."""
-    from rotor_py.units import parse_bytes  # `--help` needs nothing of it
+    """Raise Failure for an invalid `--mem-limit` or `--device-memory`."""
+    from rotor_py.units import parse_bytes  # `--help` does not need it
 
     if request.mem_limit is not None:
         with about_option("--mem-limit"):
-            for limit in request.mem_limit.split(",") if request.pipeline else [request.mem_limit]:  # one for each rank
+            for limit in request.mem_limit.split(",") if request.pipeline else [request.mem_limit]:  # one per rank
                 parse_bytes(limit, device_bytes=_SOME_DEVICE)
     if request.device_memory is not None:
         with about_option("--device-memory"):
@@ -138,7 +138,7 @@ def _refuse_sizes(request: Request) -> None:
 
 
 def _refuse_device(request: Request) -> None:
-    """Failure for a device that there is none of, and for what can only be done on a device that is there."""
+    """Raise Failure for an unknown device, and for options that need a present one."""
     if request.elsewhere:
         _refuse_elsewhere(request, request.device or "")
     several = request.elsewhere and _count(request.device or "") > 1
@@ -203,9 +203,7 @@ def _refuse_elsewhere(request: Request, device: str) -> None:
 
 
 def _refuse_values(request: Request) -> None:
-    """Failure for a batch without samples, and for a shape, dtype, optimizer, configuration, tier or file of a device
-    that there is not.
-    """
+    """Raise Failure for an invalid batch, shape, dtype, optimizer, configuration, tier or device file."""
     if request.batch_size is not None and request.batch_size < 1:
         raise usage(
             f"--batch is {request.batch_size}; a batch has at least one sample", kind="bad_value", name="--batch"
@@ -228,7 +226,7 @@ def _refuse_values(request: Request) -> None:
 def _refuse_tier(tier: str | None) -> None:
     if tier is None:
         return
-    from rotor_py.offload import refuse_other_names  # `--help` needs nothing of rotor_py
+    from rotor_py.offload import refuse_other_names  # `--help` does not need rotor_py
 
     with about_option("--offload"):
         refuse_other_names(tier)
@@ -246,14 +244,13 @@ def _refuse_device_file(file: str | None) -> None:
 
 
 def _refuse_unwritable_files(request: Request) -> None:
-    """Failure for a file that cannot be made where it is asked for."""
     _refuse_unwritable(request.json_file, stdout=True)
     for path in (request.plan_file, request.plot_file, request.trace_file, request.html_file):
         _refuse_unwritable(path)
 
 
 def _refuse_plot(request: Request) -> None:
-    """Failure for a plot without a sweep, for a file that is no image, and where Matplotlib is missing."""
+    """Raise Failure for a plot without a sweep, of no image type, or without Matplotlib."""
     if request.plot_file is None:
         return
     from rotor_solver.frontier import require_matplotlib
@@ -292,7 +289,7 @@ def _refuse_unwritable(path: str | None, *, stdout: bool = False) -> None:
 
 
 def _refuse_pipeline(request: Request) -> None:
-    """Failure for options that are about one process, beside `--pipeline`, or about several without it."""
+    """Raise Failure for single-process options with `--pipeline`, and for pipeline options without it."""
     of_pipelines = {"--microbatches": request.microbatches, "--virtual-stages": request.virtual_stages}
     if request.pipeline is None:
         given = [name for name, value in of_pipelines.items() if value is not None]
@@ -333,7 +330,7 @@ def _refuse_pipeline(request: Request) -> None:
 
 
 def _refuse_batch(request: Request) -> None:
-    """Failure for options that go together with a batch that is chosen only, or with any other only."""
+    """Raise Failure for options that conflict with a chosen batch, or require one."""
     aim, effective, multiple = request.batch_aim, request.grad_accumulation, request.batch_multiple
     if aim is None:
         for name, given in (("--batch-multiple", multiple != 1), ("--grad-accumulation", effective is not None)):

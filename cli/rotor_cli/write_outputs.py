@@ -1,4 +1,4 @@
-"""From facts to what was asked for: files, JSON with a schema number, and the report on the screen."""
+"""Write the requested files and JSON, and print the report."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rotor_py.validate.comparison import ComparedStrategy
 from rotor_py.validate.verification import Verification
 
 SCHEMA = 1
-"""Raised when a key is dropped or changes its meaning; new keys leave it as it is."""
+"""Raised when a key is dropped or changes its meaning; new keys do not raise it."""
 
 
 def write_outputs(facts: Facts, request: Request) -> None:
-    """Write the files that are asked for, and print the report; OSError if a file cannot be written."""
+    """Write the requested files and print the report. Raises OSError if a file cannot be written."""
     write(facts, request)
     show(facts, request)
 
 
 def write(facts: Facts, request: Request) -> None:
-    """Write trace, page, plot and JSON, each where a file is named; OSError if one cannot be written."""
+    """Write trace, page, plot and JSON to their files. Raises OSError if one cannot be written."""
     if request.trace_file is not None:
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
@@ -47,7 +47,7 @@ def write(facts: Facts, request: Request) -> None:
 
 
 def show(facts: Facts, request: Request) -> None:
-    """Print the report, as text or, with `--json -`, as JSON and nothing else."""
+    """Print the report as text, or only JSON with `--json -`."""
     if request.json_file == "-":
         click.echo(_json(facts))
         return
@@ -67,7 +67,7 @@ def _json(facts: Facts) -> str:
 
 
 def json_report(facts: Facts) -> dict[str, Any]:
-    """What `--json` writes. Without a limit, there is neither "mem_limit" nor "plan"."""
+    """JSON of `--json`. Without a limit, it has neither "mem_limit" nor "plan"."""
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "device": facts.device,
@@ -115,7 +115,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             peaks["reserved_expandable_bytes"] = facts.reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
         data["prediction"] = facts.basis.as_data(peaks, seconds)
-        # Beside the numbers, which are what the plan was found with.
+        # Ranges are separate keys: the plan was solved with the plain numbers.
         for key, value in (("plan", facts.step_seconds), ("store_all", facts.store_all_seconds)):
             data[key]["step_seconds_range"] = list(facts.basis.seconds(value))
     if not facts.limited:
@@ -124,7 +124,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
 
 
 def _fewer_bits(facts: Facts) -> dict[str, str]:
-    """The stages that the plan keeps in fewer bits, with the word for these."""
+    """Stages that the plan stores in low precision, with the format."""
     found = rounded_stages(facts.chain, facts.sequence)
     return {facts.measurement.names[stage]: word for stage, word in sorted(found.items())}
 
@@ -154,7 +154,7 @@ def _stages(facts: Facts) -> list[dict[str, Any]]:
 
 
 def _in_part(way: Way) -> int:
-    """How exactly it is the way of that name: there are others that make less or more again."""
+    """Rank the mode named "in part" first, then its variants, which recompute less or more."""
     return 0 if way.name == "in part" else 1 if way.name.startswith("in part") else 2
 
 

@@ -1,1 +1,1 @@
-"""How large a batch: the largest that fits into a limit, and the one with the most samples a second."""
+"""Choose a batch: the largest that fits a limit, or the one with the highest throughput."""

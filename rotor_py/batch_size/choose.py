@@ -1,18 +1,16 @@
-"""How large a batch: `largest_batch` and `best_batch`.
+"""Choose a batch: `largest_batch` and `best_batch`."""
 
 # Note [Choosing a batch]
 #
-#  1. Two small batches are measured, stage by stage: 2 and 4, or less where 4 might be too large for the device. The
-#     line through them leads to the next one to measure, until the largest batch is known that fits, and the largest
-#     that fits with everything stored (`largest`). No step is tried to see whether it runs out of memory: that would
-#     leave other processes waiting.
-#  2. The best batch is looked for by costs interpolated between the measured ones (`Curve`). It is measured, which may
-#     bend the lines: then it is looked for again, a few times. The answer is always a batch that was measured.
-#  3. A real step is taken. If its peak is over the limit, only smaller batches are candidates, and all of it is done
-#     again with what is known. To be the best, a batch also has to be as fast in real steps as the two largest.
+#  1. Two small batches are measured stage by stage: 2 and 4, or less if 4 might not fit. The line through them leads to
+#     the next batch to measure, until the largest batch is known that fits, and the largest that fits with everything
+#     stored (`largest`). No step is run just to see whether it runs out of memory: other processes would wait for it.
+#  2. The best batch is searched by costs interpolated between measured ones (`Curve`), then measured. The measurement
+#     may bend the lines, so this repeats a few times. The answer is always a measured batch.
+#  3. A real step is taken. If its peak exceeds the limit, only smaller batches remain candidates, and the search is
+#     repeated with the known costs. The best batch must also be as fast in real steps as the two largest.
 #  4. Processes that train together see the same costs (`agreed_costs`), and nothing else decides. So all of them
-#     measure the same batches, and come to the same answer.
-"""
+#     measure the same batches and reach the same answer.
 
 from __future__ import annotations
 
@@ -43,25 +41,30 @@ R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
 _ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
-"""Options of `Checkpointable` that leave nothing to choose, or that are about one batch; and an optimizer that each of
-the plans would have step the same parameters."""
+"""Options of `Checkpointable` that leave no choice or concern one batch; and `step_in_backward`, with which each plan
+would step the same parameters.
+"""
 _AMONG = ("multiple", "effective_batch", "most")
 _MOST = 2**16
-"""The largest batch that is asked about, unless another is given."""
+"""Default for the largest candidate batch."""
 _LOWERED = 3
-"""How often the limit is lowered for what is reserved. A guess: that follows the limit closely."""
+"""Most times that the limit is lowered to the reserved bytes. A guess: they follow the limit closely; too few may not
+fit.
+"""
 _ROUNDS = 4
-"""Batches that are measured because they may be best, at most. A guess: times vary from one to the next."""
+"""Most batches measured as candidates for the best. A guess: times vary, so a limit is needed; too low misses the best.
+"""
 _TOLERANCE = 0.005
-"""The share of time that another batch would have to save to be measured: as much as the solver's gap may be."""
+"""Least share of time that another batch must save to be measured: the solver's gap may be as large."""
 _ROUNDED = 4 * 512
-"""Bytes for each stage by which rounding may bend the line of a size on CUDA, whose blocks have multiples of 512 bytes.
-A guess: four blocks that grow."""
+"""Bytes per stage by which CUDA's rounding to 512 bytes may bend the line of a size. A guess: four growing blocks. Too
+few measure more batches.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch(BatchChoice):
-    """A batch that was chosen, with the model planned for it and ready to be trained: `network`."""
+    """A chosen batch, with the model planned for it and ready to train: `network`."""
 
     network: Checkpointable
 
@@ -84,7 +87,7 @@ def choose_batch(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> PlannedBatch:
-    """The largest batch or the best one, as `aim` says; arguments and errors are those of `largest_batch`."""
+    """Choose the largest or the best batch, as `aim` says; arguments and errors as for `largest_batch`."""
     step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress}
     step |= options
     among: dict[str, Any] = dict(zip(_AMONG, (multiple, effective_batch, most), strict=True))
@@ -122,10 +125,9 @@ def choose_elsewhere(
     keep_limit: bool | None = None,
     **options: Any,
 ) -> PlannedBatch:
-    """The same of a model without memory, inside of what predicts for devices that are not there.
+    """Choose a batch for a model on fake tensors, within the context of simulated devices.
 
-    Unless `keep_limit`, which is so by default if there is one, the limit is lowered where more would be reserved than
-    there is.
+    Unless `keep_limit` (the default with a limit), lowers the limit if more would be reserved than the device has.
     """
     among = {name: options.pop(name) for name in _AMONG if name in options}
     fresh_grads = options.get("fresh_grads", False)
@@ -159,14 +161,14 @@ def _chosen(
         among = among[1:]
     limit = batches.mem_limit
     rate: Rate | None = None
-    over: Largest | None = None  # whose step is over the limit, though it was predicted to fit
+    over: Largest | None = None  # predicted to fit, but its step exceeds the limit
     while True:
         fits, stored = _largest(batches, among, limit, stored=False), _largest(batches, among, limit, stored=True)
         if fits is None:
             raise _infeasible(batches, among[0], limit)
         if over is not None:
             fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
-        if rate is None:  # not before it is known that a batch fits, and so does the optimizer's step
+        if rate is None:  # only once a batch and its optimizer step fit
             rate = Rate(batches.optimizer_seconds, effective_batch)
         chosen, gap, tried = fits.batch, None, {fits.batch}
         if aim == "best":
@@ -218,7 +220,7 @@ def _chosen(
 
 
 def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, stored: bool) -> Largest | None:
-    """The largest batch that fits; with everything `stored`, or else by any plan."""
+    """The largest batch that fits, with everything `stored` or by any plan."""
 
     def needs(batch: int) -> int:
         costs = batches.of(batch)
@@ -230,13 +232,13 @@ def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, 
 
 
 def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[int, float]:
-    """The best batch of those `inside` the limit, measured; and by what share an interpolated one seems better."""
+    """The best measured batch of those `inside` the limit, and the share by which an interpolated one seems better."""
     for left in range(_ROUNDS, -1, -1):
-        curve.planned.clear()  # what was measured since has bent the lines
+        curve.planned.clear()  # newer measurements have bent the lines
         seen = curve.best(inside)
         best = min((batch for batch in batches.costs if batch in inside), key=curve.per_sample)
         gap = max(0.0, curve.per_sample(best) / curve.per_sample(seen) - 1)
-        # What is measured is preferred to what is no better than two plans may differ.
+        # Prefer a measured batch unless the gain exceeds the difference between two plans.
         if gap <= _TOLERANCE or not left:
             return best, gap
         if not batches.trains_on(seen):
@@ -245,7 +247,6 @@ def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[in
 
 
 def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> InfeasibleError:
-    """The error where not even the smallest `batch` fits."""
     costs = interpolated(batches.costs, batch) or batches.of(batch)
     least = costs.least_bytes
     return InfeasibleError(
@@ -259,7 +260,7 @@ def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> Infeasi
 
 
 def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_grads: bool) -> Sequence[int]:
-    """The batches to choose from, which increase. ValueError for numbers that leave none."""
+    """Candidate batches in increasing order. Raises ValueError if none remain."""
     for name, number in (("multiple", multiple), ("effective_batch", effective_batch), ("most", most)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InvalidValueError(
@@ -306,7 +307,7 @@ def _refuse_others(options: dict[str, Any]) -> None:
 def _for_one_aim(
     choose: Callable[Concatenate[Aim, P], R],
 ) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Give a function the arguments of `choose` behind its aim, for type checkers, `help` and editors."""
+    """Give a function the signature of `choose` without its aim, for type checkers, `help` and editors."""
 
     def decorated(function: Callable[..., R]) -> Callable[P, R]:
         signature = inspect.signature(choose)
@@ -318,35 +319,37 @@ def _for_one_aim(
 
 @_for_one_aim(choose_batch)
 def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
-    """The largest batch with which a step of `model` stays inside `mem_limit`, recomputation included; exact.
+    """Find the largest batch with which a step of `model` stays within `mem_limit`, with recomputation. Exact.
 
-    Batches are measured stage by stage, so none is tried that runs out of memory, and it works with several processes,
-    all of which take the same batch. At last, one real step is taken. Parameters, gradients, the optimizer's state,
-    buffers and the random state are put back.
+    Measures batches stage by stage, so no step runs out of memory, and takes one real step at the end. Several
+    processes agree on the same batch. Restores parameters, gradients, optimizer state, buffers and the random state.
 
     Args:
         model: any model that `Checkpointable` takes.
-        sample_of: a function of a number of samples that returns a sample of so many, on the model's device: a tensor,
-            a tuple of positional or a dict of keyword arguments.
-        mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%". None is 90 % of what the
-            device can give this process.
+        sample_of: a function of the batch size that returns a sample on the model's device: a tensor, a tuple of
+            positional
+            or a dict of keyword arguments.
+        mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%". None is 90 % of the device
+            memory available to this process.
         loss: a function of the output, for any batch. Without it, the model's own loss, or else a mean of squares.
         optimizer: the optimizer. Its state counts as memory, its step as time.
         fresh_grads: gradients are freed between steps.
         multiple: only batches that are multiples of it.
-        effective_batch: the samples in a step of the optimizer, over several batches: only batches that divide it.
-            Gradients are then kept between batches, so `fresh_grads` is refused.
-        most: the largest batch that is asked about.
+        effective_batch: the samples in an optimizer step, over several batches: only batches that divide it. Keeps
+            gradients
+            between batches, so `fresh_grads` is refused.
+        most: the largest candidate batch.
         progress: called with (stages done, all stages, name of the next) while measuring.
-        device: a device that need not be here, as for `estimate`, by its name ("h100"). Nothing is measured then,
-            and no step is taken: all of it is predicted, for a copy of the model without memory.
+        device: a simulated device, as for `estimate`, by name ("h100"). Nothing is measured and no step is taken: all
+            is
+            predicted, for a copy of the model on fake tensors.
         autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
-        options: other options of `Checkpointable`, without those that plan by hand, compile, read a plan or step in the
+        options: other options of `Checkpointable`, except those that plan by hand, compile, read a plan or step in the
             backward.
 
     Raises:
-        InfeasibleError: not even the smallest batch fits; `min_bytes` is what it needs.
-        ValueError: a number or an option that cannot be.
+        InfeasibleError: not even the smallest batch fits; `min_bytes` is its least limit.
+        ValueError: an invalid number or option.
         UnsupportedModelError: the model cannot be planned, or its costs do not grow with the batch.
     """
     return choose_batch("max", *args, **kwargs)
@@ -354,21 +357,21 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
 
 @_for_one_aim(choose_batch)
 def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
-    """The batch with the most samples a second inside `mem_limit`, recomputation and the optimizer's step included.
+    """Find the batch with the highest throughput within `mem_limit`, recomputation and optimizer step included.
 
-    Arguments and errors are those of `largest_batch`. `gap` of the result is the share of samples a second that another
-    batch seems to have more, by costs interpolated between the measured batches.
+    Arguments and errors are those of `largest_batch`. `gap` of the result is the share of throughput that another batch
+    seems to gain, by costs interpolated between measured batches.
     """
     return choose_batch("best", *args, **kwargs)
 
 
 def _probe(batches: MeasuredBatches) -> bool:
-    """Measure two small batches; whether the model trains on one sample, as far as that was tried."""
-    # Not one sample first: layers may refuse it (BatchNorm), and TorchDynamo takes it for a constant.
+    """Measure two small batches. Return whether the model trains on one sample, as far as tried."""
+    # Not one sample first: layers may refuse it (BatchNorm), and TorchDynamo specializes on it.
     first = batches.of(2)
     fixed, limit = first.budget.fixed.total, batches.mem_limit
     for second in (4, 3):
-        # In proportion: a part that is there for any batch makes it less. A stage alone needs less than a step.
+        # Scale in proportion: the constant part makes this an upper bound. One stage needs less than a step.
         if fixed + (first.least_bytes - fixed) * second // 2 <= limit:
             batches.of(second)
             return True

@@ -1,4 +1,4 @@
-"""Batches of a model, measured when they are asked for, each for itself; and real steps of them."""
+"""Measure batches of a model on demand, and take real steps of them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from rotor_solver.progress import Progress
 
 _log = logging.getLogger("rotor_py")
 _SEVERAL = 3
-"""Steps of which the least peak counts, where peaks may come out too large. A guess."""
+"""Steps whose least peak counts, if peaks may be overestimated. A guess; too few overestimate the peak."""
 _TURNS = 3
-"""Times that every batch has its turn. A guess."""
+"""Rounds of timed steps. A guess; too few let a disturbance decide."""
 
 
 class MeasuredBatches:
-    """The costs of steps of `model` by batch, as all processes see them that train it together.
+    """Costs of steps of `model` by batch, agreed by all processes that train it together.
 
-    `sample_of(batch)` gives a sample of so many rows. `options` are those of `Checkpointable`.
+    `sample_of(batch)` returns a sample of that many rows. `options` are those of `Checkpointable`.
     """
 
     predicted: ClassVar[bool] = False
-    """Whether nothing is measured, since the device is not here."""
+    """Whether the device is simulated, so that nothing is measured."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """The measured costs of a batch. UnsupportedModelError if its sample does not grow with it."""
+        """Measured costs of a batch. Raises UnsupportedModelError if its sample does not grow with it."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
@@ -74,10 +74,10 @@ class MeasuredBatches:
         return self.costs[batch]
 
     def trains_on(self, batch: int) -> bool:
-        """Measure a batch; False if it is a single sample, and the model refuses that."""
+        """Measure a batch. Return False if it is a single sample that the model refuses."""
         try:
             self.of(batch)
-        except Exception:  # any: it is the user's model that refuses
+        except Exception:  # the user's model may raise anything
             if batch > 1:
                 raise
             _log.info("the model does not train on one sample", exc_info=True, extra=record_fields("no_batch_of_one"))
@@ -91,14 +91,14 @@ class MeasuredBatches:
 
     @property
     def mem_limit(self) -> int:
-        """The least limit of any process, in bytes. At least one batch is measured."""
+        """Least limit of any process, in bytes. Needs a measured batch."""
         return -int(self.agreed(-limit_bytes(self._limit, self._any.device)))
 
     @property
     def optimizer_seconds(self) -> float:
-        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. At least one batch is measured.
+        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. Needs a measured batch.
 
-        Steps are taken on gradients of zeros. Parameters, gradients and the optimizer's state are put back.
+        Steps use zero gradients. Restores parameters, gradients and the optimizer's state.
         """
         network, optimizer = self._any, self._optimizer
         if optimizer is None:
@@ -122,26 +122,26 @@ class MeasuredBatches:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether sizes are those of CUDA's allocator, which rounds them. At least one batch is measured."""
+        """Whether CUDA's allocator rounds sizes. Needs a measured batch."""
         return self._any.device.type == "cuda"
 
     def agreed(self, number: float) -> float:
-        """The most that any process says; all have to call this. At least one batch is measured."""
+        """The maximum over all processes, which all have to call this. Needs a measured batch."""
         group = self._group
         return number if group is None or size_of(group) == 1 else slowest(number, group, self._any.device)
 
     def step_peak(self, batch: int) -> int | None:
-        """The measured peak of a real step of a batch by its plan, in bytes; of several processes, the largest.
+        """Measured peak of a real step of a batch by its plan, in bytes; the maximum over all processes.
 
-        None if the machine has no room for such a step now. InfeasibleError if it has no plan.
+        None if the machine lacks memory for the step now. Raises InfeasibleError if the batch has no plan.
         """
         network = self.network(batch)
         sequence = network.compute_sequence()
         assert network.budget is not None
         if self.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
             return None
-        # On the CPU, the profiler misses a free if a thread of the backend is the last to let go of what was sent: what
-        # is found is never less than the peak, and the least of several is closest.
+        # On the CPU, the profiler misses a free if a backend thread drops the last reference. A measurement is never
+        # below the peak, so the least of several is closest.
         peaks = []
         for _ in range(_SEVERAL if network.device.type == "cpu" and several_processes() else 1):
             with self._stepping(batch) as step, step.taken(network) as peak:
@@ -149,10 +149,10 @@ class MeasuredBatches:
         return int(self.agreed(min(peaks)))
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """The seconds of forward, loss and backward in real steps, for each batch; of several processes, the slowest's.
+        """Seconds of forward, loss and backward in real steps by batch; the maximum over all processes.
 
-        They take turns, so that what disturbs the machine disturbs all of them, and the best turn of each counts: to be
-        disturbed only takes longer. A step of each has been taken.
+        Batches take turns, so that a disturbance hits all of them, and the best turn of each counts: disturbances only
+        add time. Needs a step of each batch taken before.
         """
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
@@ -163,7 +163,7 @@ class MeasuredBatches:
 
     @contextmanager
     def _stepping(self, batch: int) -> Iterator[TrainingStep]:
-        """For real steps of a batch, which leave no trace, and the plan as it is."""
+        """Real steps of a batch that leave no trace and keep the plan."""
         network = self.network(batch)
         step = TrainingStep(
             network.model,
@@ -196,7 +196,7 @@ class MeasuredBatches:
             if progress is not None:
                 progress(done, total, f"{name}, batch {batch}")
 
-        # A limit that is none is told before anything is measured.
+        # Refuse an invalid limit before measuring.
         return Checkpointable(
             self._model,
             mem_limit=self._limit,
@@ -211,7 +211,7 @@ class MeasuredBatches:
         network.measure(sample)
 
     def _refuse_other_rows(self, batch: int, sample: Any) -> None:
-        """UnsupportedModelError if samples of other batches have as many numbers."""
+        """Raise UnsupportedModelError if samples of other batches have as many numbers."""
         self._sample_bytes[batch] = bytes_like(tensors_in(sample))
         for other, size in self._sample_bytes.items():
             if (other < batch) != (size < self._sample_bytes[batch]) and other != batch:

@@ -1,6 +1,6 @@
-"""Batches of a model without memory, for a device that is not there. No step is taken that measures anything.
+"""Predict batches of a model on fake tensors for a simulated device.
 
-What stands for a real step is a step that follows the plan without memory: it says what the allocator reserves.
+Instead of a real step, a traced step by the plan shows the allocator's reservation.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from rotor_py.estimation.training_step import TrainingStep
 
 
 class Followed(Protocol):
-    """Devices that are not there, and what a step by a plan shows of them: an `Elsewhere`, for example."""
+    """Simulated devices and their steps: an `Elsewhere`, for example."""
 
     def follow(self, step: TrainingStep) -> None:
-        """Have a model that was measured plan with what a step by its plan shows beside that."""
+        """Plan a measured model with the communication bytes of a step by its plan."""
 
     def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation | None:
-        """What the allocator reserves for a step by the plan that was found."""
+        """Reservation of the allocator for a step by the plan."""
 
 
 class PredictedBatches(MeasuredBatches):
-    """The costs of steps of a model without memory, by batch; all is done inside of what predicts (`measuring`).
+    """Costs of steps of a model on fake tensors by batch, computed within `measuring`.
 
-    Other arguments are those of `MeasuredBatches`. Steps are taken under `autocast`, if that is a dtype.
+    Other arguments are those of `MeasuredBatches`. Steps run under `autocast` if it is a dtype.
     """
 
     predicted: ClassVar[bool] = True
@@ -52,7 +52,7 @@ class PredictedBatches(MeasuredBatches):
 
     @property
     def optimizer_seconds(self) -> float:
-        """Seconds of the optimizer's step. At least one batch is measured."""
+        """Seconds of the optimizer step. Needs a measured batch."""
         optimizer, step = self._optimizer, self._step(self._any, next(iter(self.costs)))
         if optimizer is None:
             return 0.0
@@ -70,21 +70,21 @@ class PredictedBatches(MeasuredBatches):
 
     @property
     def on_cuda(self) -> bool:
-        """Whether sizes are those of CUDA's allocator, which rounds them."""
+        """Whether CUDA's allocator rounds sizes."""
         return True
 
     def step_peak(self, batch: int) -> None:
-        """None: no step can be taken, and the prediction has the last word."""
+        """None: no real step can be taken, so the prediction decides."""
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
-        """What the device lacks for what a step of a batch reserves, by the plan within `mem_limit` bytes."""
+        """Bytes missing on the device for the reservation of a batch by its plan within `mem_limit` bytes."""
         network = self.network(batch)
         network.compute_sequence(mem_limit)
         found = self._followed.reserve(self._step(network, batch), keep_limit=True)
         return 0 if found is None else found.missing_bytes
 
     def lower_limit(self, mem_limit: int) -> None:
-        """Have the limit be so many bytes from now on."""
+        """Lower the limit to `mem_limit` bytes."""
         self._limit = mem_limit
 
     def _measure(self, network: Checkpointable, batch: int, sample: Any) -> None:

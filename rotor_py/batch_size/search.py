@@ -1,4 +1,4 @@
-"""The largest batch inside a limit, and the one with the most samples a second, from few measured batches."""
+"""Find the largest and the best batch within a limit from few measured batches."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from rotor_py.batch_size.step_costs import StepCosts, interpolated
 from rotor_py.report.batch_choice import BatchPoint
 
 _GROWTH = 4
-"""By how much a batch that is measured may be larger than any before it. A guess: where more memory is needed than the
-line says, that is to show while there is room."""
+"""Most growth from one measured batch to the next. A guess: a batch that needs more than its line must show that while
+memory remains.
+"""
 _PATIENCE = 8
-"""Measurements led by lines, before the range is halved each time: for sizes that are not convex. A guess."""
+"""Measurements by lines before bisection starts, for sizes that are not convex. A guess; costs measurements, not
+accuracy.
+"""
 _POINTS = 24
-"""Batches at equal ratios that are planned for, to find the best one and to draw the curve. A guess."""
+"""Batches planned at equal ratios to find the best and to draw the curve. A guess; too few miss the best."""
 _CLOSER = 8
-"""The same, between the neighbours of the best one of them. A guess."""
+"""The same between the neighbours of the best."""
 _FINE = 0.01
-"""The part of the best batch by which its neighbours may differ when the search ends. A guess."""
+"""Relative distance between neighbours at which the search for the best batch ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch that fits, measured; `needs` are its bytes.
+    """The largest batch that fits, measured; `needs` is its bytes.
 
-    `beyond` is the next one that was asked about and does not fit, with `beyond_bytes`: measured, or predicted by the
-    line through smaller ones. None if there is no larger one to ask about.
+    `beyond` is the next tried batch, which does not fit, with `beyond_bytes`, measured or predicted by the line through
+    smaller ones. None if there is no larger candidate.
     """
 
     batch: int
@@ -41,12 +44,12 @@ class Largest:
 def largest(
     candidates: Sequence[int], needs: Callable[[int], int], known: dict[int, int], mem_limit: int, slack: int = 0
 ) -> Largest | None:
-    """The largest of `candidates`, which increase, that needs at most `mem_limit` bytes; None if the least does not.
+    """Find the largest of the increasing `candidates` that needs at most `mem_limit` bytes; None if the least does not
+    fit.
 
-    `needs` measures a batch; `known` has the bytes of those that were measured, two at least, and is added to. The
-    bytes of a step are convex in the batch: a peak is the largest of sums that are affine. So the line through two
-    batches is a lower bound beyond them, and an upper bound between them. A prediction within `slack` bytes of the
-    limit is not relied on.
+    `needs` measures a batch; `known` holds the bytes of at least two measured batches and is extended. The bytes of a
+    step are convex in the batch, since a peak is a maximum of affine sums. So the line through two batches is a lower
+    bound outside them and an upper bound between them. Predictions within `slack` bytes of the limit are measured.
     """
     for rounds in count():
         fitting = [batch for batch in known if batch in candidates and known[batch] <= mem_limit]
@@ -63,13 +66,13 @@ def largest(
         following = candidates[place + 1]
         if following in known:
             return Largest(fits, known[fits], following, known[following], beyond_measured=True)
-        # Only by smaller batches: bytes may jump where a library takes another kernel, and the line through larger ones
-        # then says too much of those before the jump.
+        # Use smaller batches only: bytes may jump where a library changes kernels, and the line through larger batches
+        # then overestimates those before the jump.
         bound = _bound({batch: known[batch] for batch in known if batch < following}, following)
         if bound > mem_limit + slack:
             return Largest(fits, known[fits], following, bound)
         above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
-        # What was measured need not be a candidate: none may be left before it but the following one.
+        # A measured batch need not be a candidate, so always keep the next one.
         end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
         if rounds >= _PATIENCE:
             at = (place + end) // 2 if above is not None else 2 * place + 1
@@ -81,25 +84,25 @@ def largest(
 
 
 def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:
-    """The batch at which lines through measured ones reach the limit, above `fits`, which does not."""
+    """The batch at which lines through measured batches reach the limit, above `fits`, which is below it."""
     below = sorted(batch for batch in known if above is None or batch < above)
     ahead = _meets(known, below[-2], below[-1], mem_limit) if len(below) > 1 else None
     if above is None:
         most = _GROWTH * max(known)
         return most if ahead is None else min(ahead, most)
     between = _meets(known, below[-1], above, mem_limit)
-    # Between two batches the line says too much, never too little: what it leads to fits, or else to the next try.
+    # Between two batches the line overestimates: its batch fits, or leads to the next try.
     return max(fits, between) if between is not None and between > fits else ahead or fits
 
 
 def _meets(known: dict[int, int], low: int, high: int, mem_limit: int) -> int | None:
-    """The last batch at which the line through two is inside the limit; None if it does not rise."""
+    """The last batch at which the line through two is within the limit; None if it does not rise."""
     rise = known[high] - known[low]
     return low + (mem_limit - known[low]) * (high - low) // rise if rise > 0 else None
 
 
 def _bound(known: dict[int, int], batch: int) -> int:
-    """A lower bound for the bytes of a batch that was not measured, if they are convex and do not fall."""
+    """Lower bound of the bytes of an unmeasured batch, if bytes are convex and do not fall."""
     below = sorted(each for each in known if each < batch)
     above = sorted(each for each in known if each > batch)
     bounds = [known[each] for each in below[-1:]]
@@ -112,26 +115,26 @@ def _bound(known: dict[int, int], batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What a step is worth: `optimizer_seconds` are shared by its samples, or by those of an effective batch."""
+    """Throughput of a step: `optimizer_seconds` are divided by its samples, or by the effective batch."""
 
     optimizer_seconds: float = 0.0
     effective_batch: int | None = None
 
     def per_sample(self, seconds: float, batch: int) -> float:
-        """Seconds for each sample, if forward, loss and backward of a batch take `seconds`."""
+        """Seconds per sample, if forward, loss and backward of a batch take `seconds`."""
         return seconds / batch + self.optimizer_seconds / (self.effective_batch or batch)
 
 
 @dataclass(slots=True)
 class Curve:
-    """Plans for batches within `mem_limit`, each solved for once, by costs interpolated between `measured` batches."""
+    """Plans within `mem_limit` by batch, each solved once, with costs interpolated between `measured` batches."""
 
     measured: dict[int, StepCosts]
     mem_limit: int
     rate: Rate
     slots: int = 500
     planned: dict[int, float] = field(default_factory=dict)
-    """Seconds of forward, loss and backward by the fastest plan, by batch; infinite where none fits."""
+    """Seconds of forward, loss and backward by the fastest plan, by batch; infinite if none fits."""
 
     def seconds(self, batch: int) -> float:
         """Seconds of forward, loss and backward by the fastest plan for a batch; infinite if none fits."""
@@ -143,14 +146,14 @@ class Curve:
         return self.planned[batch]
 
     def per_sample(self, batch: int) -> float:
-        """Seconds for each sample; infinite if no plan fits."""
+        """Seconds per sample; infinite if no plan fits."""
         return self.rate.per_sample(self.seconds(batch), batch)
 
     def best(self, candidates: Sequence[int]) -> int:
-        """The candidate with the least seconds for each sample, of some at equal ratios, and of more around the best.
+        """The candidate with the least seconds per sample, from a grid at equal ratios and a finer one around its best.
 
-        Seconds for each sample have no simple shape: a larger batch shares what a step costs in any case among more
-        samples, and has to recompute more. Between two looks the best may be missed by what the curve bends there.
+        Seconds per sample have no simple shape: a larger batch amortizes fixed costs but recomputes more. The best may
+        be missed between grid points.
         """
         looked = sorted({*_spread(candidates, _POINTS), *(batch for batch in self.measured if batch in candidates)})
         while True:
@@ -164,7 +167,7 @@ class Curve:
             looked = sorted({*looked, *more})
 
     def points(self, candidates: Sequence[int], most: int, wanted: Iterable[int]) -> tuple[BatchPoint, ...]:
-        """Points up to the batch `most`: the `wanted` ones, those that were measured, and some at equal ratios."""
+        """Points up to the batch `most`: the `wanted` ones, measured ones, and some at equal ratios."""
         inside = [batch for batch in candidates if batch <= most]
         batches = {*_spread(inside, _POINTS), *wanted, *(batch for batch in self.measured if batch in inside)}
         found = (self._point(batch) for batch in sorted(batches))
@@ -181,7 +184,7 @@ class Curve:
 
 
 def _spread(candidates: Sequence[int], points: int) -> set[int]:
-    """Candidates, which increase, at equal ratios from the first to the last."""
+    """Candidates at equal ratios from the first to the last."""
     ratio = candidates[-1] / candidates[0]
     found = set()
     for at in range(points + 1):

@@ -1,9 +1,8 @@
-"""What a step of one batch costs, and the costs of every batch, from those that were measured for some.
+"""Costs of a step for any batch, interpolated between measured batches.
 
-Bytes and seconds of a stage are affine in the batch: a part that is there for any batch (weights that are read,
-launches), and one for every sample. That holds in parts. A peak is the largest of several sums, each affine, and
-another one may be the largest from some batch on; a library may choose another kernel. So every number lies on the line
-between the two measured batches around it.
+Bytes and seconds of a stage are affine in the batch: a constant part (weights, launches) and one per sample. This holds
+piecewise: a peak is a maximum of affine sums, and a library may change kernels. So each number is interpolated between
+the two nearest measured batches.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Costs = TypeVar("Costs")
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The memory of a step with its chain, and the seconds of the layers before the chain, which no plan changes."""
+    """Memory and chain of a step, and the seconds of the layers before the chain, which are not planned."""
 
     budget: Budget
     before_chain_seconds: float = 0.0
@@ -40,17 +39,17 @@ class StepCosts:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The names of the stages: where they differ, nothing lies between two sizes."""
+        """Names of the stages. Batches with different stages cannot be interpolated."""
         return tuple(stage.name for stage in self.chain)
 
     @property
     def least_bytes(self) -> int:
-        """The least limit for which there is a plan."""
+        """Least limit with a plan."""
         return self.budget.least_bytes()
 
     @property
     def stored_bytes(self) -> int:
-        """The peak of a step that stores everything."""
+        """Peak of a step that stores everything."""
         return self.budget.peak_bytes(store_all(self.chain))
 
     @property
@@ -59,7 +58,7 @@ class StepCosts:
         return self.seconds_of(store_all(self.chain))
 
     def seconds_of(self, sequence: Sequence) -> float:
-        """Seconds of forward, loss and backward by `sequence`, of all forwards in flight."""
+        """Seconds of forward, loss and backward by `sequence`, all forwards in flight."""
         return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
 
     def plan(self, mem_limit: int, slots: int) -> Sequence | None:
@@ -71,9 +70,9 @@ class StepCosts:
 
 
 def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torch.device) -> StepCosts:
-    """Of every number the most that any process of `group` has measured. All have to call this.
+    """Take the maximum of each number over all processes of `group`, which all have to call this.
 
-    PlanMismatchError, in all of them, if their stages are different.
+    Raises PlanMismatchError in all of them if their stages differ.
     """
     if group is None or size_of(group) == 1:
         return costs
@@ -99,11 +98,11 @@ def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torc
 
 
 def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None:
-    """The costs of a step of `batch`; None where the measured batches around it say nothing about it.
+    """Interpolate the costs of a step of `batch`; None if the measured batches around it do not determine them.
 
-    Beyond the measured batches, the line through the last two goes on for bytes, and seconds are in proportion to the
-    batch: lines through times that vary would soon be nowhere. Batches whose models are cut into other stages are not
-    on one line; the nearer one then decides which line is followed.
+    Beyond the measured batches, bytes follow the line through the last two, and seconds are proportional to the batch,
+    since noise would ruin an extrapolated line. Batches with different stages share no line; the nearer one decides
+    which line applies.
     """
     if batch in measured:
         return measured[batch]
@@ -120,14 +119,14 @@ def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None
     try:
         return _on_line(measured[low], measured[high], way)
     except ValueError:
-        # Between measured costs there are costs. Beyond them, lines may cross, and no chain has such numbers.
+        # Interpolated costs are valid. Extrapolated lines may cross, which no chain has.
         if low <= batch <= high:
             raise
         return None
 
 
 class _Way(NamedTuple):
-    """How far along a line: `part` of its length, which is `whole`. Beyond it, seconds are those of its end, scaled."""
+    """Position on a line: `part` of its length `whole`. Beyond its end, seconds are those of the end, scaled."""
 
     part: int
     whole: int
@@ -135,15 +134,14 @@ class _Way(NamedTuple):
 
 
 def _on_line(low: Costs, high: Costs, way: _Way) -> Costs:
-    """What lies so far on the way from `low` to `high`, number by number; sizes are rounded up.
+    """Interpolate from `low` to `high`, number by number; sizes are rounded up.
 
-    Numbers that are not below zero at both ends are not below zero anywhere. Of the ways to run a stage, those are left
-    that both have.
+    Numbers that are nonnegative at both ends stay nonnegative. Only options of a stage that both have remain.
     """
     found: Any
     if low is None or high is None:
         found = None
-    elif isinstance(low, str | bool | Link):  # a link is as fast for any batch
+    elif isinstance(low, str | bool | Link):  # a link does not depend on the batch
         found = low
     elif is_dataclass(low) and not isinstance(low, type):
         found = replace(
@@ -158,7 +156,7 @@ def _on_line(low: Costs, high: Costs, way: _Way) -> Costs:
 
 
 def _pairs(low: tuple[Any, ...], high: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """The items of both that are about the same."""
+    """Items of both that match."""
     if not all(isinstance(each, Option) for each in (*low, *high)):
         return list(zip(low, high, strict=False))
     by_name = {option.name: option for option in high}
@@ -170,6 +168,6 @@ def _seconds(low: float, high: float, way: _Way) -> float:
 
 
 def _bytes(low: int, high: int, way: _Way) -> int:
-    # In whole numbers, because sizes are exact: an affine size comes out as it would be measured.
+    # In integers, because sizes are exact: an affine size equals its measurement.
     found = low - (-(high - low) * way.part // way.whole)
     return max(0, found) if low >= 0 and high >= 0 else found

@@ -1,1 +1,1 @@
-"""Checkpoints that the user chooses: levels, every n layers, segments. Nothing is solved."""
+"""User-chosen checkpoints: by level, every n layers, or segments. No solver."""

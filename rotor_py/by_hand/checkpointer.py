@@ -1,7 +1,7 @@
-"""Checkpoints every n layers, for loops written by hand: some outputs are kept, the others are computed from them.
+"""Checkpoint every n layers in hand-written loops, and recompute the other outputs.
 
-Each layer's surroundings (random state, autocast, buffers) are recorded in its first run, so that later runs repeat it
-exactly.
+Each layer's forward state (random state, autocast, buffers) is recorded in its first run, so that recomputations repeat
+it exactly.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rotor_solver.segments import recompute_segments, segments_from
 
 _HALVES = (torch.bfloat16, torch.float16)
 _INPUT = -1
-"""The index of the network's input: the output of the layer before the first."""
+"""Index of the network's input, the output of the layer before the first."""
 Forward = Callable[[Any, Any], Any]
-"""Called with a layer and its input; returns the layer's output."""
+"""Callable of a layer and its input that returns the layer's output."""
 
 
 def _call(layer: Any, value: Any) -> Any:
@@ -39,11 +39,13 @@ def _call(layer: Any, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Keep the outputs of the layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; of none for n = 0.
+    """Store the outputs of layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; none for n = 0.
 
-    At most `max_checkpoints` are kept. With `use_mixed_precision`, floating activations are kept in `storage_dtype`,
-    bfloat16 or float16, and come back, rounded, in their own dtype. Raises ValueError for numbers that are no whole
-    numbers, zero or more, for a `use_mixed_precision` that is no bool, and for any other `storage_dtype`.
+    Stores at most `max_checkpoints`. With `use_mixed_precision`, floating-point activations are stored in
+    `storage_dtype`, bfloat16 or float16, and restored, rounded, in their own dtype.
+
+    Raises ValueError for negative or non-integer numbers, a `use_mixed_precision` that is no bool, and any other
+    `storage_dtype`.
     """
 
     checkpoint_every_n_layers: int = 4
@@ -69,41 +71,41 @@ class CheckpointConfig:
 
     @property
     def kept_dtype(self) -> torch.dtype | None:
-        """The dtype in which wider activations are kept; None if they are kept as they are."""
+        """Storage dtype of wider activations; None to store them unchanged."""
         return self.storage_dtype if self.use_mixed_precision else None
 
 
 class ActivationCheckpointer:
-    """Keeps the outputs of the layers 0, n, 2n, … and computes the others again.
+    """Stores the outputs of layers 0, n, 2n, … and recomputes the others.
 
-    Values are tensors, or nested structures of them. `checkpointed_forward` trains: its backward runs layers again from
-    the checkpoints. What is kept stays until `clear` or the next `checkpointed_forward`.
+    Values are tensors, or nested structures of them. `checkpointed_forward` trains: its backward recomputes layers from
+    the checkpoints. These stay until `clear` or the next `checkpointed_forward`.
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = CheckpointConfig() if config is None else config
         self._store = _KeptOutputs(self.config.kept_dtype)
         self._input = _KeptOutputs()
-        """The network's input, which is the caller's, and is never rounded."""
+        """The network's input, owned by the caller and never rounded."""
         self._seen: dict[int, int] = {}
-        """Bytes of the output of every layer that has run or was saved."""
+        """Bytes of the output of each layer that was run or saved."""
         self._surroundings: dict[int, Surroundings] = {}
         self._wanted: set[int] = set()
-        """The layers whose output is kept as soon as they run."""
+        """Layers whose output is stored when they run."""
 
     def is_checkpoint_layer(self, layer_idx: int) -> bool:
-        """Whether the output of this layer is one of those to keep.
+        """Whether this layer's output is a checkpoint.
 
-        Raises ValueError for an index that is no whole number, zero or more.
+        Raises ValueError for a negative or non-integer index.
         """
         n = self.config.checkpoint_every_n_layers
         return whole_number(layer_idx, "layer_idx") % n == 0 if n else False
 
     def save(self, layer_idx: int, activation: Any) -> None:
-        """Keep the output of a checkpoint layer, in the place of an earlier one; of any other layer, count the bytes.
+        """Store the output of a checkpoint layer, replacing an earlier one; for other layers, count the bytes.
 
-        Raises CheckpointLimitError (a ValueError) for one more layer than `max_checkpoints`, and ValueError for an
-        index that is no whole number, zero or more.
+        Raises CheckpointLimitError (a ValueError) beyond `max_checkpoints`, and ValueError for a negative or
+        non-integer index.
         """
         if not self.is_checkpoint_layer(layer_idx):
             self._seen[layer_idx] = storage_bytes(tensors_in(activation))
@@ -114,47 +116,47 @@ class ActivationCheckpointer:
         self._store.keep(layer_idx, activation)
 
     def get(self, layer_idx: int) -> Any:
-        """The kept output of a layer, in its own dtype and without history; None if it is not kept.
+        """The stored output of a layer, in its own dtype and detached; None if it is not stored.
 
-        Raises RuntimeError if the tensor was overwritten after it was kept (outputs are kept as they are, not copied),
-        and ValueError for an index that is no whole number, zero or more.
+        Raises RuntimeError if the tensor was overwritten since (outputs are stored without copying), and ValueError for
+        a negative or non-integer index.
         """
         whole_number(layer_idx, "layer_idx")
         if layer_idx not in self._store:
             return None
         self._store.refuse_overwritten(layer_idx)
-        # Another object each time, so that `requires_grad_` on it does not reach what is kept.
+        # A new object each time, so that `requires_grad_` on it does not affect the stored one.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._store[layer_idx])
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         self._store = _KeptOutputs(self.config.kept_dtype)
         self._input = _KeptOutputs()
         self._seen, self._surroundings = {}, {}
 
     @property
     def num_checkpoints(self) -> int:
-        """The number of layers whose output is kept."""
+        """Number of stored layer outputs."""
         return len(self._store)
 
     @property
     def memory_stored_bytes(self) -> int:
-        """Bytes of the kept outputs, as they are kept. The network's input is the caller's, and does not count."""
+        """Bytes of the outputs as stored, without the network's input, which the caller owns."""
         return self._store.nbytes
 
     @property
     def memory_saved_bytes(self) -> int:
-        """Bytes of the layer outputs that were seen, less those that are kept, as they are kept."""
-        # Not below zero: a kept view counts with the whole of the memory behind it.
+        """Bytes of all seen layer outputs, minus the stored bytes."""
+        # Not below zero: a stored view counts all of its storage.
         return max(0, sum(self._seen.values()) - self.memory_stored_bytes)
 
     def checkpointed_forward(self, input: Any, layers: Sequence[Any], forward_fn: Forward = _call) -> Any:
-        """Run `layers` one after the other from `input`, keep checkpoints, and return the output of the last layer.
+        """Run `layers` in order from `input`, store checkpoints, and return the last output.
 
-        At most `max_checkpoints` are kept, the first ones. Where gradients are on, the layers between checkpoints are
-        run again in the backward, from the checkpoint as it is kept. In full precision gradients are bit for bit those
-        of plain training; in half precision they are those of rounded activations. The backward raises RuntimeError if
-        `forward_fn`, or a layer that is no `nn.Module`, uses a parameter of its own.
+        Stores the first `max_checkpoints` at most. With gradients enabled, the backward recomputes the layers between
+        checkpoints from the stored values. In full precision, gradients equal plain training bit for bit; in half
+        precision, they are those of rounded activations. The backward raises RuntimeError if `forward_fn`, or a layer
+        that is no `nn.Module`, uses its own parameters.
         """
         self.clear()
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
@@ -169,16 +171,15 @@ class ActivationCheckpointer:
         else:
             for each in run:
                 value = each(value)
-        for each in run:  # the backward runs them again, and is not to be noted
+        for each in run:  # the backward recomputes them, which must not be recorded
             each.checkpointer = None
         return value
 
     def recompute_from_checkpoint(self, target_layer: int, layers: Sequence[Any], forward_fn: Forward = _call) -> Any:
-        """The output of `target_layer`: kept, or computed again from the nearest checkpoint before, or from the input.
+        """The output of `target_layer`, stored or recomputed from the nearest checkpoint before it, or from the input.
 
-        It is what the forward had, bit for bit, if what it starts from is kept in full precision. Raises ValueError for
-        a layer that does not exist, MissingCheckpointError (a ValueError) if there is nothing to start from, and
-        RuntimeError if what it starts from was overwritten.
+        Equals the forward's output bit for bit if it starts from full precision. Raises ValueError for a missing layer,
+        MissingCheckpointError (a ValueError) if there is no start, and RuntimeError if the start was overwritten.
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
             raise InvalidValueError(
@@ -195,7 +196,7 @@ class ActivationCheckpointer:
         value = self._input[_INPUT] if start == _INPUT else self.get(start)
         for index in range(start + 1, target_layer + 1):
             found = self._surroundings.get(index)
-            if found is None:  # the caller ran it and saved checkpoints: nothing is known of its first run
+            if found is None:  # the caller ran it and saved checkpoints: its forward state is unknown
                 value = forward_fn(layers[index], value)
                 continue
             with found.restored(layers[index], graph=torch.is_grad_enabled()):
@@ -205,8 +206,8 @@ class ActivationCheckpointer:
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
         """Run the layers in the caller's graph, so that the backward starts from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # The executor keeps the inputs of all segments but the last. That one is stored as it runs, since it would be
-        # run again at once; its input is noted here as other outputs are.
+        # The executor stores the inputs of all segments but the last. That one is stored as it runs, since the backward
+        # would recompute it at once; its input is recorded here as other outputs are.
         shared = [start - 1 for start in starts[1:-1]]
         self._wanted -= {*shared}
         store = ActivationStore(self.config.kept_dtype)
@@ -214,14 +215,14 @@ class ActivationCheckpointer:
         enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
         sequence = recompute_segments(enables, segments[:-1])
         value = replay(runners, program(len(run), sequence), input, store)
-        for index in shared:  # the output of a layer is the input of the segment that begins after it
+        for index in shared:  # a layer's output is the input of the segment that starts after it
             self._store.adopt(index, store, index + 1)
         return value
 
     def _note(self, layer_idx: int, value: Any, output: Any, surroundings: Surroundings) -> None:
-        """A layer has run for the first time."""
+        """Record the first run of a layer."""
         self._surroundings[layer_idx] = surroundings
-        # A view of the input, or the input itself overwritten, is no memory of the layer's own.
+        # A view of the input, or the input overwritten in place, is no new memory.
         new = storages(tensors_in(output)).keys() - storages(tensors_in(value)).keys()
         self._seen[layer_idx] = sum(size for at, size in storages(tensors_in(output)).items() if at in new)
         if layer_idx in self._wanted:
@@ -229,7 +230,7 @@ class ActivationCheckpointer:
 
 
 class _Layer(nn.Module):
-    """A layer together with the function that calls it; the checkpointer notes its first run.
+    """A layer with the function that calls it; the checkpointer records its first run.
 
     A module, so that a `StageRunner` finds the layer's parameters in it.
     """
@@ -252,10 +253,10 @@ class _Layer(nn.Module):
 
 
 class _KeptOutputs(ActivationStore):
-    """Outputs by the index of their layer.
+    """Outputs by layer index, stored without copying.
 
-    They are not copied: where they are kept in full precision, the next layer works on the same memory. One that works
-    in place would change what the backward starts from. Autograd would not notice: to it, no tensor is saved here.
+    In full precision, the next layer shares the memory. An in-place operation would change the start of the backward
+    unnoticed by autograd, which saves no tensor here.
     """
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
@@ -263,17 +264,17 @@ class _KeptOutputs(ActivationStore):
         self._versions: dict[int, list[int]] = {}
 
     def keep(self, index: int, value: Any) -> None:
-        """Keep the output of a layer, in the place of an earlier one."""
+        """Store the output of a layer, replacing an earlier one."""
         super().keep(index, value)
         self._versions[index] = self._versions_now(index)
 
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:
-        """Share what `other` keeps at the index `there`: it is in memory once."""
+        """Share the value that `other` stores at the index `there`."""
         super().adopt(index, other, there)
         self._versions[index] = self._versions_now(index)
 
     def refuse_overwritten(self, index: int) -> None:
-        """Raises RuntimeError if the output of a layer is no longer what it was when it was kept."""
+        """Raise RuntimeError if the output of a layer was modified since it was stored."""
         if self._versions_now(index) != self._versions[index]:
             what = "the network's input" if index == _INPUT else f"the kept output of layer {index}"
             raise InvalidStateError(
@@ -284,5 +285,5 @@ class _KeptOutputs(ActivationStore):
             )
 
     def _versions_now(self, index: int) -> list[int]:
-        """How often each tensor's memory was written to; autograd counts that for every tensor."""
+        """Autograd's version counter of each tensor."""
         return [tensor._version for tensor in self.held_tensors(index)]

@@ -1,8 +1,7 @@
-"""Checkpointing by level: a level says how large the parts of a model are that are recomputed in the backward.
+"""Checkpointing by level: a level is the size of the parts of a model that the backward recomputes.
 
-`assign_levels` derives levels from the structure, and from names where structure does not tell. Structure tells how
-large a part is: what it holds, and whether it is one of several alike. It does not tell an attention from a layer with
-two projections, nor an encoder from the list of layers in it: there names decide.
+`assign_levels` derives levels from the structure: the contents of a part, and whether it repeats. Structure does not
+distinguish an attention from a layer with two projections, nor an encoder from its list of layers: there names decide.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ LEVELS = {
     4: "groups or stages of layers",
     5: "whole encoders or decoders",
 }
-"""The parts of a model that a level is about."""
+"""The parts of a model for each level."""
 
 
 class ActivationCheckpointing(nn.Module):
-    """Calls functions, and checkpoints those of a low enough level: for models that are written with levels in them.
+    """Calls functions and checkpoints those of a low enough level, for models written with levels.
 
-    `ActivationCheckpointing(3, level)(block, x)` is `block(x)`. In training mode, if `level` is 3 or more, what `block`
-    makes is not kept for the backward but computed again there, from `x`. A function of level 0 is never checkpointed.
-    Levels are nested: at a training level of 3, a function of level 1 inside `block` is checkpointed, too.
+    `ActivationCheckpointing(3, level)(block, x)` is `block(x)`. In training mode, if `level` is 3 or more, the backward
+    recomputes `block` from `x` instead of storing its activations. A function of level 0 is never checkpointed. Levels
+    are nested: at a training level of 3, a function of level 1 inside `block` is checkpointed, too.
 
-    `Checkpointable(model, level=3)` does the same for models without levels in them. Raises ValueError for a level that
-    is no whole number from 0 to 5.
+    `Checkpointable(model, level=3)` does the same for models without levels. Raises ValueError unless a level is an
+    integer from 0 to 5.
     """
 
     def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
@@ -53,7 +52,7 @@ class ActivationCheckpointing(nn.Module):
     def forward(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
         """`fn(*args, **kwargs)`, checkpointed if its level is low enough.
 
-        `use_reentrant` is that of `torch.utils.checkpoint`, which raises ValueError for keyword arguments with it.
+        `use_reentrant` is passed to `torch.utils.checkpoint`, which raises ValueError for keyword arguments with it.
         """
         if not self.checkpoints or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
@@ -64,7 +63,7 @@ class ActivationCheckpointing(nn.Module):
 
 
 def checked_level(value: object, what: str = "level") -> int:
-    """`value`, if it is a level; raises ValueError otherwise."""
+    """`value` if it is a level; raises ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value not in LEVELS:
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)",
@@ -78,34 +77,35 @@ _SMALL = re.compile(
     r"attention|attn|mlp|ffn?\b|ff$|feed_?forward|residual|resblock|bottleneck|basicblock|denserelu|moe|experts?\b",
     re.IGNORECASE,
 )
-"""Names of small blocks, as transformers and torchvision use them."""
+"""Names of small blocks in transformers and torchvision."""
 _WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
-"""Names of whole encoders and decoders, as the last word of a class or an attribute."""
+"""Names of whole encoders and decoders: the last word of a class or an attribute."""
 _GROUP = 4
-"""From so many single layers on, a row of them is a group; fewer are a small block. A guess: VGG's classifier has three
-layers and is a block, its eight and more convolutions are a group.
+"""Least number of consecutive single layers that form a group; fewer are a small block. A guess: VGG's classifier has
+three layers and is a block, its eight and more convolutions are a group. A wrong one recomputes larger or smaller
+parts.
 """
 
 
 class AssignedLevel(NamedTuple):
-    """The level of one submodule, and the reason. Level 0: nobody would run it again as a whole."""
+    """The level of one submodule, and the reason. Level 0: never recomputed as a whole."""
 
     level: int
     reason: str
 
 
 def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
-    """The level of every submodule of `model` by its name; "" is the model itself. `LEVELS` says what levels mean.
+    """The level of every submodule of `model` by name; "" is the model. `LEVELS` defines the levels.
 
-    Single layers are level 1, and so is what holds one with its activation, normalisation or dropout. From there
-    upwards: what holds single layers is a small block (2), what holds small blocks is a layer (3), repeated blocks or
-    layers in a row are a group (4), and what holds groups is an encoder or decoder (5). Anything larger is level 0.
+    Single layers are level 1, also with their activation, normalisation or dropout. Above that, a container of single
+    layers is a small block (2), of small blocks a layer (3), of repeated blocks or layers in a row a group (4), of
+    groups an encoder or decoder (5). Anything larger is level 0.
     """
     found: dict[str, AssignedLevel] = {}
-    # Under all of its names, where a module is shared: whoever asks has one of them.
+    # Under all names of a shared module: a caller may use any of them.
     modules = dict(model.named_modules(remove_duplicate=False))
-    # The deepest first: the level of a module follows from those of the modules in it. The model itself, "", and its
-    # children have no dot both, so `bool` puts it after them.
+    # Deepest first: a module's level follows from its submodules. The model, "", and its children both lack a dot, so
+    # `bool` puts it after them.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
         children = modules[name].named_children()
         inner = [(child, found[f"{name}.{key}" if name else key].level) for key, child in children]
@@ -119,23 +119,23 @@ def _assigned(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
         empty = _is_list(module) or isinstance(module, nn.Identity)
         return AssignedLevel(0, f"{kind} does nothing") if empty else AssignedLevel(1, f"{kind} is a single layer")
     found = _of_list(name, module, inner) if _is_list(module) else _of_block(name, module, inner)
-    # The model itself is no part of the model, unless it is an encoder and nothing else.
+    # The model itself gets no level, unless it is just an encoder.
     if not name and not (found.level == 5 and _whole(name, module)):
         return AssignedLevel(0, f"{kind} is the whole model")
     return found
 
 
 def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
-    """The level of a list of modules that run one after the other, by what it repeats."""
+    """The level of a list of modules by the parts that it repeats."""
     highest = max(level for _, level in inner)
     kind, count = Counter(type(each).__name__ for each, level in inner if level == highest).most_common(1)[0]
-    runs = isinstance(module, nn.Sequential)  # a ModuleList only holds: whether its parts run in a row is not known
+    runs = isinstance(module, nn.Sequential)  # a ModuleList does not tell whether its parts run in a row
     if _whole(name, module) and _weights(module) > 1:
         return AssignedLevel(5, f"{_called(name, module)} is a whole one by its name")
     if highest >= 4:
         return _holding(module, highest)
     if highest in (2, 3):
-        # A list with a single block is the list of a model of depth one.
+        # A list with a single block belongs to a model of depth one.
         if count > 1 or (count == 1 and len(inner) == 1):
             return AssignedLevel(4, f"{count} × {kind} in a row are a group")
         return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else _unlike(module)
@@ -148,15 +148,15 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
 
 
 def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
-    """The level of a module with a forward of its own."""
+    """The level of a module with its own forward."""
     highest, called = max(level for _, level in inner), _called(name, module)
     if len(inner) == 1 and highest == 5:
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
     if highest >= 4:
-        # A stage of a Swin or a ConvNeXt: a downsampling and a group, one of several numbered ones.
+        # A numbered stage of a Swin or a ConvNeXt: a downsampling and a group.
         stage = name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1 and highest == 4
         return AssignedLevel(4, f"{called}, one of several, holds a group") if stage else _holding(module, highest)
-    # Before counting what it holds: an attention with a Sequential in it would be taken for a layer.
+    # Before counting its contents: an attention with a Sequential would count as a layer.
     if highest <= 2 and _named_small(name, module):
         return AssignedLevel(2, f"{called} is a small block by its name")
     # One block has all the weights: the rest is norms and dropout around it.
@@ -207,5 +207,5 @@ def _called(name: str, module: nn.Module) -> str:
 
 
 def _weights(module: nn.Module) -> int:
-    """The number of layers with a weight of two dimensions or more; those of normalisations and biases have one."""
+    """Number of layers with a weight of two dimensions or more; those of normalisations and biases have one."""
     return sum(any(p.dim() > 1 for p in each._parameters.values() if p is not None) for each in module.modules())

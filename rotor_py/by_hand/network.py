@@ -1,4 +1,4 @@
-"""Networks of segments: only the input of each is kept, and all else is computed again in the backward."""
+"""Networks of segments: store only each segment's input, and recompute the rest in the backward."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Segment = Callable[[Any], Any]
 
 
 class Checkpoint:
-    """The input of one segment, from which its output can be computed again.
+    """The input of one segment, from which its output can be recomputed.
 
-    Make it right before the segment runs: it records the random state, autocast and the segment's buffers as they are
-    then. `input` is held without its history, and not copied. After a backward through what `recompute` returned, its
-    `grad` is the gradient of the segment's input. Raises ValueError if the segment cannot be called.
+    Make it right before the segment runs: it records the current random state, autocast and the segment's buffers.
+    `input` is detached, not copied. After a backward through the result of `recompute`, its `grad` is the gradient of
+    the segment's input. Raises ValueError if the segment cannot be called.
     """
 
     def __init__(self, segment: Segment, input: Any) -> None:
@@ -48,10 +48,10 @@ class Checkpoint:
         return storage_bytes(tensors_in(self.input))
 
     def recompute(self) -> Any:
-        """The segment's output, as its first run makes it; with a graph of autograd if gradients are on.
+        """The segment's output as in its first run, with an autograd graph if gradients are enabled.
 
-        The random stream and the buffers are left as they are now. Raises RuntimeError if the input was overwritten
-        after the checkpoint was made.
+        Leaves the random state and the buffers as they are. Raises RuntimeError if the input was overwritten after the
+        checkpoint was made.
         """
         self._refuse_overwritten()
         with self._surroundings.restored(self.segment, graph=torch.is_grad_enabled()):
@@ -69,12 +69,11 @@ class Checkpoint:
 
 
 class CheckpointedNetwork(nn.Module):
-    """Segments one after the other, trained with nothing kept but the input of each.
+    """Runs segments in order and trains them, storing only the input of each.
 
-    `segments` are modules, or functions without parameters; each takes what the one before it returned. In the backward
-    each is run again, the last first. Outputs, gradients, buffers and the random stream are those of plain training. In
-    eval mode or without gradients the segments are simply run. Raises ValueError if there are no segments, or if one
-    cannot be called.
+    `segments` are modules, or functions without parameters; each takes the previous output. The backward recomputes
+    each, last first. Outputs, gradients, buffers and the random stream equal plain training. In eval mode or without
+    gradients, nothing is checkpointed. Raises ValueError if there are no segments, or if one cannot be called.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
@@ -96,7 +95,7 @@ class CheckpointedNetwork(nn.Module):
         self._full = 0
 
     def forward(self, x: Any) -> Any:
-        """What the last segment returns for `x`, a tensor or a nested structure of tensors.
+        """Return the last segment's output for `x`, a tensor or a nested structure of tensors.
 
         The backward raises RuntimeError if a function among the segments uses a parameter.
         """
@@ -116,24 +115,24 @@ class CheckpointedNetwork(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the segments' inputs, which are all that the last training forward kept; 0 before the first one."""
+        """Bytes of the segments' inputs stored by the last training forward; 0 before the first one."""
         return self._kept
 
     @property
     def full_memory_bytes(self) -> int:
-        """Bytes of the network's input and of the outputs of all modules in the segments, had all been kept."""
+        """Bytes of the network's input and the outputs of all modules in the segments, if all were stored."""
         return self._full
 
     @property
     def memory_savings(self) -> float:
-        """The part of `full_memory_bytes` that is not kept: in [0, 1)."""
+        """Share of `full_memory_bytes` that is not stored: in [0, 1)."""
         return 1 - self._kept / self._full if self._full else 0.0
 
 
 class _Memory:
-    """Bytes of the memory behind tensors, each storage once.
+    """Bytes of the storages behind tensors, each once.
 
-    Storages are not told apart by address: one that was freed still counts, and another may get its address later.
+    Does not identify storages by address: a freed one still counts, and its address may be reused.
     """
 
     def __init__(self) -> None:
@@ -141,7 +140,7 @@ class _Memory:
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):
-            # Python has only one plain weak reference for an object, and while it is kept, its id is not used again.
+            # An object has a single plain weak reference; while it lives, its id is not reused.
             reference = weakref.ref(tensor.untyped_storage())
             self._sizes[id(reference)] = reference, storage_bytes([tensor])
 
@@ -152,7 +151,7 @@ class _Memory:
 
 @contextmanager
 def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
-    """Yields the memory of the segments' inputs, and the memory of these and of the outputs of all modules together."""
+    """Yield the memory of the segments' inputs, and of these with the outputs of all modules."""
     kept, made = _Memory(), _Memory()
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The strategies that `Checkpointable` takes as arguments: by level, or every n layers, in place of an optimal plan."""
+"""Strategies set by arguments of `Checkpointable` instead of an optimal plan: by level, or every n layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rotor_solver import Algorithm, Chain, InfeasibleError, Periodic, Sequence, 
 from rotor_solver.segments import fastest_forwards, recompute_segments
 
 _NO_LIMIT = 2**62
-"""More bytes than any strategy needs. Whether it fits is checked afterwards, so that the error can say both numbers."""
+"""More bytes than any strategy needs. The limit is checked afterwards, so that the error can state both numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Keep the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
+    """Store the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
 
-    Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, for numbers that are
-    not whole or below zero, and for a level that does not exist.
+    Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, for negative or
+    non-integer numbers, and for an unknown level.
     """
 
     level: int | None = None
@@ -50,7 +50,7 @@ class ByHand:
 
     @classmethod
     def asked_for(cls, level: int | None, every_n_layers: int | None, max_checkpoints: int | None) -> ByHand | None:
-        """The strategy that these arguments ask for; None if they ask for none, so that the plan is the optimal one.
+        """The strategy of these arguments; None for an optimal plan.
 
         Raises ValueError as the constructor does.
         """
@@ -67,12 +67,12 @@ class ByHand:
             return ByLevel.of(model, self.level)
         if self.every_n_layers and self.max_checkpoints != 0:
             return Periodic(every=self.every_n_layers, max_checkpoints=self.max_checkpoints)
-        return StoreAll()  # without checkpoints all is one segment, which would be run again at once: so it is stored
+        return StoreAll()  # without checkpoints all is one segment, recomputed at once: so it is stored
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
         """The sequence of the strategy for a measured model.
 
-        Raises InfeasibleError if it needs more than `mem_limit` bytes. A strategy is never changed to fit a limit.
+        Raises InfeasibleError if it needs more than `mem_limit` bytes: a strategy is never changed to fit.
         """
         sequence = self.algorithm(model).solve(budget.chain, _NO_LIMIT)
         peak = budget.peak_bytes(sequence)
@@ -91,26 +91,26 @@ class ByHand:
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """An algorithm that runs every module of `level` again: for the measured chain of a model, whose stages have names.
+    """An algorithm that recomputes every module of `level`, for a measured chain with stage names.
 
-    Stages that follow each other in the same module of the level (the outermost, where modules of the level lie in each
-    other) are run again together, from the input of the first. If the model has no module of the level, the next lower
-    level is used. At level 1 a stage that holds several layers is run again as a whole, and a layer without weights
-    goes with the layer before it: its input is the other's output, and keeping both would save nothing.
+    Consecutive stages in one module of the level (the outermost, if modules of the level are nested) are recomputed
+    together from the input of the first. If the model has no module of the level, the next lower level is used. At
+    level 1, a stage of several layers is recomputed as a whole, and a layer without weights joins the layer before it:
+    its input is the other's output, so storing both saves nothing.
     """
 
     level: int
     levels: Mapping[str, int] = field(repr=False)
-    """The level of every module, by its dotted path."""
+    """The level of every module, by dotted path."""
     weightless: frozenset[str] = field(default=frozenset(), repr=False)
-    """The modules that have no parameters."""
+    """Modules without parameters."""
 
     name = "by-level"
 
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
-        """The algorithm for the stages of `model`. Raises ValueError if `level` is no whole number from 0 to 5."""
-        # Under all of its names, where a module is shared: a stage has one of them.
+        """The algorithm for the stages of `model`. Raises ValueError unless `level` is an integer from 0 to 5."""
+        # Under all names of a shared module: a stage has one of them.
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
         levels = {name: assigned.level for name, assigned in assign_levels(model).items()}
@@ -119,8 +119,8 @@ class ByLevel:
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """The schedule of the level; its peak, a_0 counted, is at most `mem_limit` bytes.
 
-        The group before the loss is stored as it runs, since it would be run again at once, unless that peaks higher.
-        Raises InfeasibleError if the peak is above the limit.
+        The group before the loss is stored as it runs, since it would be recomputed at once, unless that peaks higher.
+        Raises InfeasibleError if the peak exceeds the limit.
         """
         groups = self.groups([stage.name for stage in chain])
         forwards = fastest_forwards(chain)
@@ -136,7 +136,7 @@ class ByLevel:
         return sequence
 
     def groups(self, names: list[str]) -> list[range]:
-        """The stages of every module of the level, as ranges of positions, in a chain of stages with these names."""
+        """The stages of each module of the level, as ranges of positions."""
         units = self.units(names)
         # Neighbours only: a module that runs twice, with others in between, is two groups.
         positions = groupby(range(len(names)), key=lambda position: units[position])
@@ -144,8 +144,8 @@ class ByLevel:
         return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]
 
     def units(self, names: list[str]) -> list[str | None]:
-        """For every stage, the module of the level that it lies in; None for stages outside."""
-        # A ResNet has blocks and stages, but no layers of a transformer: a level that it lacks is not an error.
+        """The module of the level that contains each stage; None outside."""
+        # A ResNet has blocks and stages but no transformer layers: a missing level is no error.
         for level in range(self.level, 0, -1):
             found = [self._unit(name, level) for name in names]
             if any(unit is not None for unit in found):
@@ -159,7 +159,7 @@ class ByLevel:
             for prefix in inside:
                 if self.levels.get(prefix) == level:
                     return prefix
-            # The stage is a larger module that was not cut: there is no single layer to run again, so all of it is.
+            # The stage is a larger, uncut module: no single layer can be recomputed, so all of it is.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
                 return stage
         return None
@@ -184,9 +184,9 @@ def _beside(one: str, other: str) -> bool:
 
 
 def whole_number(value: object, what: str) -> int:
-    """`value`, if it is a whole number, zero or more; raises ValueError otherwise.
+    """`value` if it is a nonnegative integer; raises ValueError otherwise.
 
-    True and False are whole numbers to Python, and mistakes here.
+    Refuses True and False, which are integers to Python.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidValueError(

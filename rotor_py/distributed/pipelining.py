@@ -1,7 +1,7 @@
-"""What a schedule of `torch.distributed.pipelining` asks of the memory of one rank.
+"""Memory that a schedule of `torch.distributed.pipelining` needs on one rank.
 
-A `Checkpointable` is the module of a `PipelineStage`, as any module is. Each rank has a model and a plan of its own:
-nothing is agreed upon between the ranks of a pipeline.
+A `Checkpointable` serves as the module of a `PipelineStage`. Each rank has its own model and plan; the ranks of a
+pipeline agree on nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rotor_py.errors import InvalidValueError
 
 
 def microbatches_in_flight(schedule: Any) -> dict[int, int]:
-    """The most microbatches that each stage of this rank has in flight at once, by the stage's index in the pipeline.
+    """The most microbatches in flight at once, by the index of each of this rank's stages.
 
-    A microbatch is in flight from its forward until its backward is through. Where the schedule has one backward for
-    inputs and another for weights, that is the second, unless the stage does both at once (see `whole_backward`).
-    ValueError for a schedule that does not tell what it runs.
+    A microbatch is in flight from its forward to the end of its backward. If the schedule splits the backward for
+    inputs and for weights, that is the second, unless the stage computes both at once (see `whole_backward`). Raises
+    ValueError for a schedule that does not expose its actions.
     """
     stages = {stage.stage_index: stage for stage in stages_of(schedule)}
     if isinstance(schedule, ScheduleGPipe | Schedule1F1B):
-        # They run without a list of actions, or by another than they show: releases of torch differ.
+        # These schedules run without a list of actions, or by another than they show, depending on torch's release.
         ((index, stage),) = stages.items()
         count = schedule._n_microbatches
         return {index: count if isinstance(schedule, ScheduleGPipe) else min(count, stage.num_stages - index)}
@@ -42,8 +42,8 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 
 
 def stages_of(schedule: Any) -> list[PipelineStage]:
-    """The stages that a schedule runs on this rank."""
-    # Attributes of torch's own: nothing public tells.
+    """Stages that a schedule runs on this rank."""
+    # Private attributes: torch has no public way.
     several: Any = getattr(schedule, "_stages", None)
     if several is None:
         several = [getattr(schedule, "_stage", None)]
@@ -51,7 +51,7 @@ def stages_of(schedule: Any) -> list[PipelineStage]:
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
-    """Index of the stage and kind of everything that this rank computes, in order: F, B, or I and W."""
+    """Yield stage index and kind (F, B, or I and W) of each computation of this rank, in order."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
         raise InvalidValueError(
@@ -62,25 +62,25 @@ def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
     pending = [action for action in reversed(order[schedule.rank]) if action is not None]
     while pending:
         action = pending.pop()
-        if parts := getattr(action, "sub_actions", None):  # a forward and a backward that overlap
+        if parts := getattr(action, "sub_actions", None):  # an overlapped forward and backward
             pending.extend(reversed(parts))
         else:
             yield action.stage_index, action.computation_type.value
 
 
 def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: Any) -> int:
-    """Bytes that a step of `schedule` holds, at most, to receive and send inputs and gradients for one of its stages.
+    """Peak bytes of the buffers in which a step of `schedule` receives and sends inputs and gradients of one stage.
 
-    `received` and `returned` are the input and the output of the stage for one microbatch: tensors, which may be on the
-    device "meta", or nested structures of them. Take the bytes off the limit of the stage's model: its plan knows one
-    input and one gradient of its output.
+    `received` and `returned` are the input and output of the stage for one microbatch: tensors, possibly on the device
+    "meta", or nested structures. Subtract the bytes from the limit of the stage's model, whose plan counts one input
+    and one gradient of its output.
     """
     own, index = {each.stage_index for each in stages_of(schedule)}, stage.stage_index
     count: int = schedule._n_microbatches
     inputs = 0 if stage.is_first else bytes_like(tensors_in(received))
     outputs = 0 if stage.is_last else bytes_like(tensors_in(returned))
-    # Memory to receive in is there for all microbatches, from the first step on. What goes to another rank is held
-    # until the schedule waits for it: right away, after all backwards, or after all that is sent in the step.
+    # Receive buffers exist for all microbatches from the first step on. Sent tensors are held until the schedule waits
+    # for them: right away, after all backwards, or after all sends of the step.
     sent = (0 if index - 1 in own else inputs, 0 if index + 1 in own else outputs)
     if isinstance(schedule, Schedule1F1B):
         held = sum(sent)
@@ -92,14 +92,13 @@ def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: A
 
 
 def whole_backward() -> Callable[[], None]:
-    """A `dw_builder` for `PipelineStage`: the backward for weights runs along with the one for inputs.
+    """A `dw_builder` for `PipelineStage`: compute the backward for weights along with the one for inputs.
 
-    Without it, a zero-bubble schedule holds everything that a microbatch has kept from the first of its backwards to
-    the second, and a gradient for every stage of the plan on top; with it, nothing. Stages that are run again compute
-    both in the first anyway. The numbers are the same.
+    Otherwise a zero-bubble schedule holds a microbatch's saved tensors from its first backward to its second, plus a
+    gradient for every stage of the plan. Recomputed stages compute both in the first anyway. The numbers do not change.
     """
     return _nothing_left
 
 
 def _nothing_left() -> None:
-    """Nothing is left to be done in the backward for weights."""
+    """Nothing is left for the backward of weights."""

@@ -1,4 +1,4 @@
-"""Find the processes that train together, and what they exchange."""
+"""Find the processes that train together, and exchange numbers between them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 
-# Groups of processes that overlap, joined to one: what trains together may be spread over several dimensions.
+# Join overlapping process groups, as training may span several mesh dimensions.
 #
-# With tensor parallelism in one dimension of a mesh and data parallelism in another one, a process shares each group
-# with
-# other processes. They all have to follow one plan: none of them may wait in a collective that another comes to later.
-
+# With tensor and data parallelism in two dimensions, a process shares each group with other processes. All have to
+# follow one plan: none may wait in a collective that another enters later.
 
 
 _joined: dict[tuple[str, ...], dist.ProcessGroup] = {}
-"""The groups that were made here, by the names of those that they join."""
+"""Joined groups by the names of their parts."""
 
 
 def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    """The processes that these groups of this process connect, also by way of others; None without groups.
+    """Join the groups of this process and all processes connected through them; None without groups.
 
-    Groups have to be those of the dimensions of a mesh, as far as they are different. The first call communicates, and
-    all of the processes have to come to it together.
+    Distinct groups have to be dimensions of one mesh. The first call communicates, and all processes have to make it
+    together.
     """
     different = list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.items())
     if len(different) <= 1:
@@ -46,7 +44,7 @@ def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
 def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.ProcessGroup:
     known = {rank for ranks, _ in groups for rank in ranks}
     if len(known) < dist.get_world_size():
-        # In one dimension after the other: afterwards each process knows all that it is connected with.
+        # One dimension after the other: afterwards each process knows all connected ones.
         for ranks, group in groups:
             told: list[set[int]] = [set()] * len(ranks)
             dist.all_gather_object(told, known, group=group)
@@ -54,7 +52,7 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
     if len(known) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    # Only its members: the other processes may train another part of a model, and never come here.
+    # Only members call this: the other processes may train another part of a model.
     made = dist.new_group(sorted(known), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
@@ -62,16 +60,16 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
 
 @dataclass(frozen=True, slots=True)
 class GroupBytes:
-    """Bytes of a group's parameters and gradients, on one process."""
+    """Bytes of a group's parameters and gradients on one process."""
 
     whole: int
-    """The whole parameters, in the dtype in which they are gathered."""
+    """Whole parameters, in their gathered dtype."""
     kept: int
-    """This process's part after a forward, if parameters are then spread over fewer processes than between steps."""
+    """This process's part after a forward, if parameters are then sharded over fewer processes than between steps."""
     gradients: int
-    """Whole gradients, as the backward makes them."""
+    """Whole gradients of the backward."""
     sent: int
-    """Whole gradients as they are sent, and as they are kept if they are added up over steps."""
+    """Whole gradients in their reduce dtype, and in their accumulated form if steps accumulate."""
 
     @classmethod
     def of(cls, group: ShardGroup) -> GroupBytes:
@@ -88,21 +86,21 @@ class GroupBytes:
 
 
 def gathered_bytes(model: nn.Module) -> int:
-    """An upper bound of what whole parameters and their gradients need at any moment of a step.
+    """Upper bound of the bytes of gathered parameters and their gradients at any moment of a step.
 
-    It is no prediction: which groups are whole together depends on how fast processes communicate. What is received
-    lies in one piece before it is copied into parameters, and so do gradients while they are sent.
+    Not a prediction: which groups are gathered at once depends on communication speed. Received parameters lie in one
+    piece before they are copied out, and so do gradients while they are sent.
     """
     groups = groups_of(model)
     sizes = {group: GroupBytes.of(group) for group in groups}
-    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that there are always as many as below
+    throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that there are always enough entries
     sent: dict[ShardGroup, int] = {}
     for group in groups:
         own = sizes[group]
         outer = [other for other in groups if other.contains(group)]
-        # FSDP keeps the outermost group whole to the end of the step.
+        # FSDP keeps the outermost group gathered to the end of the step.
         first = outer[0] if outer else group
-        inner = [each for each in (*outer, group) if each is not first]  # all of them are whole at once
+        inner = [each for each in (*outer, group) if each is not first]  # all gathered at once
         sent[first] = max(sent.get(first, 0), sum(sizes[each].sent for each in (*outer, group)))
         made.append(sum(sizes[each].gradients for each in inner))
         if group.keeps_gradients:
@@ -115,25 +113,26 @@ def gathered_bytes(model: nn.Module) -> int:
         else:
             throughout += own.whole
             received.append(own.whole)
-    # At the worst moment one group is in use, the next is prefetched, and one is gathered to run a stage again. The
-    # largest counts twice: while it is gathered, it is there as it was received, and as parameters.
+    # At worst one group is in use, the next is prefetched, and one is gathered for a recomputation. The largest counts
+    # twice:
+    # while it is gathered, it exists as received bytes and as parameters.
     one, two, three = sorted(passing)[:-4:-1]
     return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())
 
 
 def around(model: nn.Module) -> DistributedDataParallel | None:
-    """The `DistributedDataParallel` in whose forward this is called, or else `model` if it is one; None otherwise."""
-    # PyTorch has no public way to ask. TorchDynamo reads the same attribute, so it is likely to stay.
+    """The `DistributedDataParallel` around the current forward, or `model` if it is one; else None."""
+    # Private: PyTorch has no public way. TorchDynamo reads this attribute too, so it is likely to stay.
     active = getattr(DistributedDataParallel, "_active_ddp_module", None)
     found = active if active is not None else model
     return found if isinstance(found, DistributedDataParallel) else None
 
 
 def communication_bytes(model: nn.Module) -> int:
-    """Bytes that communication takes in this process, beside the model and its gradients."""
+    """Communication bytes of this process, in addition to the model and its gradients."""
     ddp = around(model)
     if ddp is not None:
-        # Buckets are as large as all gradients together, each in the dtype of its parameter.
+        # Buckets are as large as all gradients, each in its parameter's dtype.
         return bytes_like(p for p in ddp.module.parameters() if p.requires_grad)
     return gathered_bytes(model)
 
@@ -141,10 +140,10 @@ def communication_bytes(model: nn.Module) -> int:
 def processes(model: nn.Module) -> dist.ProcessGroup | None:
     """The processes that train `model` together; None if the model shows none.
 
-    Those are the processes of its DistributedDataParallel, and all that have a part of a parameter: of `fully_shard`,
-    and of tensor parallelism. The first call joins them, and all processes have to come to it together.
+    These are the processes of its DistributedDataParallel and all that share a parameter, by `fully_shard` or tensor
+    parallelism. The first call joins them, and all processes have to make it together.
     """
-    if not dist.is_initialized():  # as most steps are, which ask for it several times
+    if not dist.is_initialized():  # fast path of most steps, which call this several times
         return None
     ddp = around(model)
     found = [] if ddp is None else [ddp.process_group]
@@ -152,7 +151,7 @@ def processes(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
-    """The groups of the meshes that the parameters of a model are spread over, one for each dimension of a mesh."""
+    """The groups of the meshes that the parameters are sharded over, one per mesh dimension."""
     if not dist.is_initialized():
         return []
     with at_rest(model):
@@ -161,13 +160,13 @@ def _sharing_parameters(model: nn.Module) -> list[dist.ProcessGroup]:
 
 
 def meeting_in_stages(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes that wait for each other inside stages of `model`, so that all have to run these equally often."""
+    """The processes that communicate inside stages of `model`, and so have to run them equally often."""
     synchronized = any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
     return processes(model) if synchronized or _sharing_parameters(model) else None
 
 
 def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
-    """Whether any process of `group` has found it. All have to call this; `device` is the one that they train on."""
+    """Whether any process of `group` has found it. All have to call this; `device` is their training device."""
     if group is None or alone_in_a_prediction():
         return found
     flag = torch.tensor(float(found), device=device)
@@ -176,9 +175,9 @@ def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device)
 
 
 def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """Of each number the largest that any process of `group` has. All have to call this, with equally many.
+    """The maximum of each number over the processes of `group`, which all have to call this with equally many numbers.
 
-    ValueError, in all of them, if they have not. `device` is the one that they train on.
+    Raises ValueError in all of them otherwise. `device` is their training device.
     """
     if group is None or alone_in_a_prediction():
         return list(numbers)
@@ -195,10 +194,10 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
 
 
 def alone_in_a_prediction() -> bool:
-    """Whether devices are planned for that are not there: then nor are other processes, and all of them are alike."""
+    """Whether devices are simulated: other processes are then simulated, too, and all are alike."""
     return prediction() is not None
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """The number of processes in a group; 1 if there is no group."""
+    """Number of processes in a group; 1 without a group."""
     return dist.get_world_size(group) if group is not None else 1

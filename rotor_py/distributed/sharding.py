@@ -1,4 +1,8 @@
-"""Read the groups of parameters that FSDP has sharded, and gather them."""
+"""Read the parameter groups of FSDP2 (`fully_shard`) and gather them.
+
+PyTorch has no public way to query them: this file alone reads FSDP's private attributes, under the names of all
+supported versions of torch.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# The groups of parameters that `fully_shard` (FSDP2) gathers together, one for every call of it.
-#
-# PyTorch has no public way to ask for them, so this file reads FSDP's private attributes, and is the only one that
-# does.
-# Where they differ between versions of torch, both names are here.
-
-
 Tensors = tuple[torch.Tensor, ...]
 HookPlace = tuple[dict[int, Any], int]
 """A table of hooks, and the key of one of them."""
@@ -33,27 +30,27 @@ HookPlace = tuple[dict[int, Any], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
-    """A parameter of which every process has a part."""
+    """A parameter that is sharded over processes."""
 
     sharded: nn.Parameter
-    """This process's part, as a DTensor; its shape is that of the whole parameter."""
+    """This process's shard, a DTensor with the shape of the whole parameter."""
     places: tuple[tuple[nn.Module, str], ...]
-    """The modules that use the parameter, and its name in each."""
+    """Modules that use the parameter, with its name in each."""
     dtype: torch.dtype
-    """The dtype in which it is gathered."""
+    """Gathered dtype."""
     device: torch.device
-    """The device on which it is gathered."""
+    """Gathered device."""
     size: torch.Size
-    """Its shape when it is gathered, in this process: with tensor parallelism, a part of the whole parameter's."""
+    """Gathered shape in this process: with tensor parallelism, a part of the whole parameter's."""
     layout: Any
-    """What makes a DTensor of it when it is gathered (`DTensorSpec`), with tensor parallelism; None without."""
+    """The `DTensorSpec` of the gathered parameter with tensor parallelism; None without."""
     mesh: DeviceMesh
-    """The processes that it is gathered from, and those that have the same part."""
+    """Mesh of the processes that it is gathered from, and of those with the same shard."""
     dim: int
-    """The dimension in which it is divided among them."""
+    """Sharded tensor dimension."""
 
     def gather(self) -> torch.Tensor:
-        """What FSDP has modules use: the whole parameter or, with tensor parallelism, this process's part as a DTensor.
+        """Gather as FSDP does: the whole parameter or, with tensor parallelism, this process's part as a DTensor.
 
         All processes have to call this together.
         """
@@ -64,7 +61,7 @@ class ShardedParameter:
         if self.layout is None:
             return sharded.full_tensor().to(self.dtype)
         stride = torch.empty(self.size, device="meta").stride()
-        # Not by the placements of `sharded`: those are about both kinds of parallelism at once.
+        # Not the placements of `sharded`, which combine both kinds of parallelism.
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(self.dim)]
         spread = DTensor.from_local(
             local(sharded), self.mesh, placements, run_check=False, shape=self.size, stride=stride
@@ -72,7 +69,7 @@ class ShardedParameter:
         return self.laid_out(spread.full_tensor().to(self.dtype))
 
     def laid_out(self, memory: torch.Tensor) -> torch.Tensor:
-        """The gathered parameter, in this memory."""
+        """View `memory` as the gathered parameter."""
         if self.layout is None:
             return memory
         from torch.distributed.tensor import DTensor
@@ -84,7 +81,7 @@ class ShardedParameter:
 
 
 class ShardGroup:
-    """The parameters of one call of `fully_shard`, gathered before its modules run and let go of after that."""
+    """Parameters of one `fully_shard` call, gathered before its modules run and freed after."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -93,7 +90,7 @@ class ShardGroup:
         self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype: torch.dtype | None = policy.output_dtype
         self.reduce_dtype: torch.dtype | None = policy.reduce_dtype
-        """The dtype in which gradients are sent; None for that of the parameter."""
+        """Dtype of sent gradients; None for the parameter's."""
         self._gathered_here = False
         self._before = _ids(state._pre_forward_hook_handle)
         self._after = _ids(state._post_forward_hook_handle)
@@ -105,7 +102,7 @@ class ShardGroup:
 
     @property
     def reshards(self) -> bool:
-        """Whether the parameters are let go of after a forward, to be gathered again for the backward."""
+        """Whether a forward frees the gathered parameters, and the backward gathers them again."""
         return any(part._reshard_after_forward for part in self._parts)
 
     @property
@@ -115,22 +112,24 @@ class ShardGroup:
 
     @property
     def spread_after_forward(self) -> int:
-        """The least number of processes that share a parameter after a forward; 0 if as many as between steps do."""
+        """Least number of processes that share a parameter after a forward; 0 if as many as between steps."""
         fewer = [part.post_forward_mesh_info.shard_mesh_size for part in self._parts if part._use_post_forward_mesh]
         return int(min(fewer, default=0))
 
     def contains(self, other: ShardGroup) -> bool:
-        """Whether a module of another group is inside a module of this one."""
+        """Whether a module of `other` is inside a module of this group."""
         return other is not self and any(module in other.modules for own in self.modules for module in own.modules())
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients are added up here instead of sent: `set_requires_gradient_sync(False)`."""
+        """Whether whole gradients accumulate locally: `set_requires_gradient_sync(False)`."""
         return any(not part.reduce_grads for part in self._parts)
 
     @property
     def unsupported(self) -> str | None:
-        """Why gathered parameters are not what `ShardedParameter` says, as the end of a sentence; None if they are."""
+        """Reason that `ShardedParameter` does not describe the gathered parameters, as the end of a sentence; else
+        None.
+        """
         for part in self._parts:
             for each in part.fsdp_params:
                 if hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather"):
@@ -138,30 +137,30 @@ class ShardGroup:
         return None
 
     def enter(self, module: int, tensors: Tensors) -> Tensors:
-        """Do what FSDP does before the forward of a module; `tensors` are those of its input that need a gradient.
+        """Run FSDP's pre-forward hook of a module; `tensors` are its inputs with a gradient.
 
-        Returns them with a node of FSDP's in their history, which sends gradients when the backward comes through it.
+        Returns them with FSDP's autograd node, which sends gradients when the backward reaches it.
         """
         found = self.modules[module]
-        # On a device, FSDP takes the first of what it has moved there, and of nothing there is no first.
+        # On a device, FSDP takes the first tensor it has moved there, and an empty input has none.
         keywords = {} if tensors else {"nothing": None}
         entered = _hook(found._forward_pre_hooks, self._before)(found, tensors, keywords)
-        # FSDP's hook returns None if another module of the group has had it gathered already.
+        # The hook returns None if another module of the group has gathered the parameters.
         return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
-        """Do what FSDP does after the forward of a module; `tensors` are those of its output that need a gradient.
+        """Run FSDP's post-forward hook of a module; `tensors` are its outputs with a gradient.
 
-        Returns them with hooks of FSDP's, which gather the parameters again when their gradients arrive.
+        Returns them with FSDP's hooks, which gather the parameters again when their gradients arrive.
         """
         found = self.modules[module]
         left = _hook(found._forward_hooks, self._after)(found, (), tensors)
         return tensors if left is None else tuple(left)
 
     def gather(self) -> None:
-        """Gather the parameters for running a stage again in the backward, if they are not there."""
+        """Gather the parameters for a recomputation, if necessary."""
         if not self.is_whole:
-            # Parameters that are on their way were asked for by FSDP, for a backward that comes next and frees them.
+            # FSDP has prefetched pending parameters for a backward that comes next and frees them.
             coming = any(part._all_gather_result is not None for part in self._parts)
             self._gathered_here = self.reshards and not coming
             # Of any module: `unshard` and `reshard` are about the whole group.
@@ -169,14 +168,14 @@ class ShardGroup:
 
     def let_go(self) -> None:
         """Undo `gather`, if it did anything."""
-        # Once the group's own backward has begun, FSDP needs the parameters, and frees them by itself.
+        # Once the group's own backward has begun, FSDP needs the parameters, and frees them itself.
         backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
         if self._gathered_here and not backward:
             self.modules[0].reshard()  # type: ignore[operator] # an FSDPModule
         self._gathered_here = False
 
     def hook_places(self, module: int) -> tuple[HookPlace, HookPlace]:
-        """Where a module keeps the hooks that gather and let go."""
+        """Hook tables and keys of a module's gather and free hooks."""
         found = self.modules[module]
         return (
             (found._forward_pre_hooks, _key(found._forward_pre_hooks, self._before)),
@@ -185,7 +184,7 @@ class ShardGroup:
 
     @property
     def _parts(self) -> list[Any]:
-        # Newer versions of torch divide the parameters of one call by device mesh; older ones have one group.
+        # Newer versions of torch split the parameters of one call by device mesh; older ones have one group.
         several = getattr(self._state, "_fsdp_param_groups", None)
         found = [self._state._fsdp_param_group] if several is None else several
         return [each for each in found if each is not None]
@@ -199,7 +198,7 @@ class ShardGroup:
             dtype if dtype is not None and sharded.dtype.is_floating_point else sharded.dtype,
             parameter.device,
             parameter._orig_size,
-            # Called `_tp_spec` before torch 2.13.
+            # Named `_tp_spec` before torch 2.13.
             getattr(parameter, "_unsharded_dtensor_spec", None) or getattr(parameter, "_tp_spec", None),
             parameter.mesh_info.mesh,
             getattr(getattr(parameter, "fsdp_placement", None), "dim", 0),
@@ -207,8 +206,8 @@ class ShardGroup:
 
 
 def groups_of(model: nn.Module) -> list[ShardGroup]:
-    """The groups of a model, in the order in which `model.modules()` comes to them."""
-    # `fully_shard` needs processes, so without them there is nothing to look for.
+    """The groups of a model, in the order of `model.modules()`."""
+    # `fully_shard` needs initialized processes.
     if not dist.is_initialized():
         return []
     states = {id(state): state for state in (_state(m) for m in model.modules() if is_fsdp_module(m))}
@@ -216,12 +215,12 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
 
 
 Sharding = Mapping[int, ShardedParameter]
-"""The sharded parameters of a model, each by the `id` of what a process has of it between steps."""
+"""Sharded parameters of a model by the `id` of this process's shard."""
 
 
 def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
-    """The parameters that `fully_shard` has divided among processes, to be gathered in the dtype of its mixed
-    precision policy, or else in their own.
+    """The parameters sharded by `fully_shard`, gathered in the dtype of its mixed precision policy if
+    `mixed_precision`, else in their own.
     """
     found = [each for group in groups_of(model) for each in group.parameters]
     if not mixed_precision:
@@ -230,7 +229,7 @@ def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with its floating-point tensors in `dtype`, as mixed precision has it; None leaves it as it is."""
+    """Cast floating-point tensors in `value` to `dtype`, as mixed precision does; None changes nothing."""
     if dtype is None:
         return value
     return tree_map_only(
@@ -242,9 +241,9 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Have the parameters on the modules as they are between steps, each process with its part.
+    """Put the sharded parameters on the modules, as between steps.
 
-    While parameters are gathered, FSDP puts the whole ones on the modules. A fingerprint has to be the same then.
+    FSDP puts gathered parameters on the modules, but a fingerprint must not depend on that.
     """
     slots = [
         (module._parameters, name, module._parameters[name], each.sharded)
@@ -266,7 +265,7 @@ def _state(module: Any) -> Any:
 
 
 def _ids(handle: Any) -> frozenset[int]:
-    """The keys of a hook in the modules' tables: one for each module, if several share the group."""
+    """Keys of a hook in the modules' tables: one per module that shares the group."""
     return frozenset(each.id for each in getattr(handle, "handles", (handle,)))
 
 
@@ -285,35 +284,35 @@ _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether `fully_shard` was applied to any module of the model."""
-    return dist.is_initialized() and has_fsdp_module(model)  # it needs processes
+    return dist.is_initialized() and has_fsdp_module(model)  # FSDP needs initialized processes
 
 
 def keeps_gradients(model: nn.Module) -> bool:
-    """Whether whole gradients are added up here instead of sent, in any group."""
+    """Whether whole gradients accumulate locally in any group."""
     return is_sharded(model) and any(group.keeps_gradients for group in groups_of(model))
 
 
 def gathers_in_another_dtype(model: nn.Module) -> bool:
-    """Whether parameters are gathered in another dtype than their own: `MixedPrecisionPolicy(param_dtype=…)`."""
+    """Whether parameters are gathered in another dtype: `MixedPrecisionPolicy(param_dtype=…)`."""
     groups = groups_of(model) if is_sharded(model) else []
     return any(each.dtype != each.sharded.dtype for group in groups for each in group.parameters)
 
 
 def as_entered(model: nn.Module, arguments: Any) -> Any:
-    """The arguments of a call of `model`, cast as the hook of `fully_shard` before its forward casts them."""
+    """Cast the arguments of a call of `model` as FSDP's pre-forward hook does."""
     own = _own_group(model) if dist.is_initialized() else None
     return arguments if own is None else cast(arguments, own.input_dtype)
 
 
 def as_left(model: nn.Module, output: Any) -> Any:
-    """The output of a call of `model`, cast as the hook of `fully_shard` after its forward casts it."""
+    """Cast the output of a call of `model` as FSDP's post-forward hook does."""
     own = _own_group(model)
     return output if own is None else cast(output, own.output_dtype)
 
 
 @contextmanager
 def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
-    """Run a stage as one that is not sharded: with whole parameters, and without the hooks that would gather them.
+    """Run a stage unsharded: with gathered parameters, and without FSDP's hooks.
 
     All processes have to enter this context together.
     """
@@ -327,7 +326,7 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
         for name in _TABLES
         if is_fsdp_module(module)
     ]
-    whole: dict[int, nn.Parameter] = {}  # by id of the sharded one, so that a shared parameter is gathered once
+    whole: dict[int, nn.Parameter] = {}  # by id of the shard, so that a shared parameter is gathered once
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:
         if id(parameter) in sharding and id(parameter) not in whole:
@@ -352,10 +351,10 @@ def _own_group(model: nn.Module) -> ShardGroup | None:
 
 @contextmanager
 def gathered_again(function: Any) -> Iterator[None]:
-    """Have the whole parameters of a stage while it is run again in the backward, and let go of them after that.
+    """Gather a stage's parameters for its recomputation in the backward, and free them afterwards.
 
-    PyTorch frees what a forward has gathered, but not what a forward gathers while a backward runs. Without this, the
-    parameters of all stages that are run again one after the other would be there at once.
+    PyTorch frees the parameters that a forward gathers, but not if the forward runs inside a backward. Without this,
+    the parameters of all recomputed stages would accumulate.
     """
     if not isinstance(function, nn.Module):
         yield
@@ -371,10 +370,10 @@ def gathered_again(function: Any) -> Iterator[None]:
 
 
 class GatheredToRead:
-    """Sharded parameters that a backward makes values from: whole while they are needed, inside of this as a context.
+    """Gather sharded parameters that a backward recomputes values from, as a context.
 
-    The operator that asks for a value may belong to another group than those that make it. All processes come here in
-    the same order.
+    The operator that reads a value may belong to another group than those that make it. All processes come here in the
+    same order.
     """
 
     def __init__(self) -> None:
@@ -387,7 +386,7 @@ class GatheredToRead:
         self._let_go_of_all_but(())
 
     def need(self, groups: Collection[ShardGroup]) -> None:
-        """Gather the parameters of these groups. Those of others are let go of: there may be no room for both."""
+        """Gather the parameters of these groups and free those of others, as memory may not hold both."""
         self._let_go_of_all_but(groups)
         for group in groups:
             if not group.is_whole:

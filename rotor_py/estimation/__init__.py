@@ -1,1 +1,1 @@
-"""What a training step takes on a device that is not there."""
+"""Estimate a training step on a simulated device."""

@@ -1,12 +1,26 @@
-"""The CUDA caching allocator, simulated: what it reserves for a sequence of requests, beyond what they take together.
+"""Simulate the CUDA caching allocator: bytes reserved for a sequence of requests.
 
-A program runs out of memory when segments are more than the device has, not when tensors are. The rules are those of
-`c10/cuda/CUDACachingAllocator.cpp`, whose names stand beside the constants in blocks.py.
-
-Blocks of the CUDA caching allocator, and the pools that keep those that are free.
-
-What a program asks an allocator for, and what comes of it.
+A program runs out of memory when segments, not tensors, exceed the device. The rules are those of
+`c10/cuda/CUDACachingAllocator.cpp`, whose names are given with the constants.
 """
+
+# Note [The allocator's rules]
+#
+#  1. A size is rounded up to 512 bytes. Up to 1 MiB it is for the small pool of its stream, else for the large one.
+#  2. The smallest free block of the pool that is large enough serves it; of equal ones, the one at the lowest address.
+#  3. Else the driver allocates a segment: 2 MiB for the small pool; for the large one 20 MiB for requests below 10 MiB,
+#     and from there on the size, rounded up to 2 MiB.
+#  4. A block is split if 512 bytes or more remain in the small pool, or more than 1 MiB in the large one. An unsplit
+#     remainder counts as allocated: 12 MiB from a free block of 13 MiB take all 13.
+#  5. A freed block merges with the free neighbours of its segment, and stays reserved.
+#  6. If the driver has no more memory, every wholly free segment is released, and the driver is asked once more.
+#  7. Expandable segments: each pool has one range of addresses, and memory is mapped at its end, 2 MiB at a time for
+#     the small pool and 20 MiB for the large. Any remainder of 512 bytes is split off. In the search for the best fit,
+#     a block that can grow into unmapped addresses counts with the size it can reach, so that others are used up
+#     first. If the driver has no more memory, whole pages of free blocks are unmapped.
+#
+# Not simulated, as they are off by default: max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold,
+# and the private pools of CUDA graphs.
 
 from __future__ import annotations
 
@@ -22,18 +36,18 @@ MIN_BLOCK = 512
 SMALL_SIZE = 2**20
 """`kSmallSize`: up to here, requests are small and have a pool of their own."""
 SMALL_SEGMENT = 2 * 2**20
-"""`kSmallBuffer`: what the small pool asks the driver for."""
+"""`kSmallBuffer`: segment size of the small pool."""
 LARGE_SEGMENT = 20 * 2**20
-"""`kLargeBuffer`: what the large pool asks for if less than 10 MiB are wanted."""
+"""`kLargeBuffer`: segment size of the large pool for requests below 10 MiB."""
 MIN_LARGE_ALLOCATION = 10 * 2**20
-"""`kMinLargeAlloc`: from here on, a request has a segment of its own."""
+"""`kMinLargeAlloc`: larger requests get their own segment."""
 ROUND_LARGE = 2 * 2**20
-"""`kRoundLarge`: to a multiple of it, such a segment is rounded up."""
+"""`kRoundLarge`: such a segment is rounded up to a multiple of it."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, between its neighbours. What is not mapped has addresses and no memory behind them."""
+    """A piece of a segment, linked to its neighbours. An unmapped block has addresses and no memory."""
 
     address: int
     size: int
@@ -45,11 +59,11 @@ class Block:
 
     @property
     def whole(self) -> bool:
-        """Whether it is a segment, not a piece of one."""
+        """Whether the block is a whole segment."""
         return self.previous is None and self.next is None
 
     def insert_after(self, other: Block) -> None:
-        """Stand between `other` and its next."""
+        """Link this block after `other`."""
         self.previous, self.next = other, other.next
         if other.next is not None:
             other.next.previous = self
@@ -58,14 +72,14 @@ class Block:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The free blocks for small or for large requests of one stream, ordered by size, then by address."""
+    """Free blocks of one stream, for small or for large requests, ordered by size, then by address."""
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
     unmapped: list[int] = field(default_factory=list)
-    """Addresses, in order."""
+    """Addresses in order."""
     blocks: dict[int, Block] = field(default_factory=dict)
-    """The free and the unmapped ones, by address."""
+    """Free and unmapped blocks by address."""
 
     def add(self, block: Block) -> None:
         self.blocks[block.address] = block
@@ -82,11 +96,11 @@ class Pool:
             del self.unmapped[bisect_left(self.unmapped, block.address)]
 
     def large_enough(self, size: int) -> Iterator[Block]:
-        """The free blocks of at least `size` bytes, the smallest first; of equal ones, that of the lowest address."""
+        """Free blocks of at least `size` bytes, by size, then by address."""
         return (self.blocks[address] for _, address in self.free[bisect_left(self.free, (size, -1)) :])
 
     def merge(self, block: Block, neighbour: Block | None) -> None:
-        """Make a free neighbour, which is in the pool, part of `block`, which is not."""
+        """Merge a free neighbour, which is in the pool, into `block`, which is not."""
         if neighbour is None or neighbour.allocated or neighbour.mapped != block.mapped:
             return
         self.remove(neighbour)
@@ -103,7 +117,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Ask for `size` bytes on `stream`, and call them `key`."""
+    """Request `size` bytes on `stream` as `key`."""
 
     key: Hashable
     size: int
@@ -112,7 +126,7 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Give back what is called `key`."""
+    """Free `key`."""
 
     key: Hashable
 
@@ -121,9 +135,9 @@ Event = Allocate | Free
 
 
 def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
-    """The most bytes that tensors take while `events` happen, beyond those of the first so many events.
+    """Peak of live bytes during `events`, beyond those live after the first `beyond` events.
 
-    Each is a multiple of a block, and what the allocator does not split off is left out.
+    Sizes are rounded up to blocks; remainders that the allocator does not split off are not counted.
     """
     sizes, now, before, most = dict[Hashable, int](), 0, 0, 0
     for number, event in enumerate(events, 1):
@@ -140,14 +154,14 @@ def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Peaks in bytes, as `torch.cuda.max_memory_allocated` and `max_memory_reserved` count them."""
+    """Peaks in bytes, as counted by `torch.cuda.max_memory_allocated` and `max_memory_reserved`."""
 
     allocated_bytes: int
     reserved_bytes: int
 
 
 class DeviceFullError(DescribedError, ValueError):
-    """The driver has no memory for a segment, nor once everything has been given back that is not in use."""
+    """The driver cannot allocate a segment, even after all cached segments are released."""
 
     def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
         super().__init__(
@@ -163,13 +177,14 @@ class DeviceFullError(DescribedError, ValueError):
 
 
 _ENDLESS = LARGE_SEGMENT * 2**26
-"""Addresses of an expandable segment. PyTorch takes an eighth more than the device has; nobody reaches either end."""
+"""Address space of an expandable segment. PyTorch reserves 9/8 of the device; this is large enough never to be reached.
+"""
 
 
 def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | None = None) -> Reserved:
-    """What the allocator has allocated and reserved at most while `events` happen in order.
+    """Return the peaks of allocated and reserved bytes during `events`.
 
-    DeviceFullError if they do not fit `limit` bytes; None is a device without end.
+    `limit` is the device memory in bytes; None is unbounded. Raises DeviceFullError if the events do not fit.
     """
     allocator = CachingAllocator(expandable=expandable, limit=limit)
     for event in events:
@@ -196,11 +211,11 @@ class CachingAllocator:
 
     @property
     def peak(self) -> Reserved:
-        """The most that there was of each so far."""
+        """Peaks so far."""
         return Reserved(self._peak_allocated, self._peak_reserved)
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
-        """Rules 1 to 4. Nothing is allocated for zero bytes."""
+        """Allocate by rules 1 to 4. Zero bytes allocate nothing."""
         if key in self._held:
             raise InvalidValueError(
                 f"{key!r} is allocated already; free it first, or call this one something else",
@@ -227,7 +242,7 @@ class CachingAllocator:
         self._peak_allocated = max(self._peak_allocated, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
-        """Rule 5."""
+        """Free by rule 5."""
         if key not in self._held:
             raise InvalidValueError(f"{key!r} is not allocated", kind="not_allocated", name=str(key))
         block = self._held.pop(key)
@@ -238,7 +253,7 @@ class CachingAllocator:
         self._put_back(block)
 
     def release_cached(self) -> None:
-        """Rule 6, and the end of rule 7: what `torch.cuda.empty_cache` does."""
+        """Apply rule 6 and the end of rule 7, as `torch.cuda.empty_cache` does."""
         for pool in self._pools.values():
             for block in [pool.blocks[address] for _, address in pool.free]:
                 if self._expandable:
@@ -258,7 +273,7 @@ class CachingAllocator:
         return found
 
     def _new(self, pool: Pool, size: int) -> Block:
-        """A free block with memory that the pool did not have: rules 3, 6 and 7."""
+        """Get a free block from memory new to the pool: rules 3, 6 and 7."""
         new = self._expanded if self._expandable else self._segment
         block = new(pool, size)
         if block is None:
@@ -280,7 +295,7 @@ class CachingAllocator:
         return block
 
     def _expanded(self, pool: Pool, size: int) -> Block | None:
-        """Free and unmapped neighbours, the first that have addresses enough, mapped as far as needed."""
+        """Map free and unmapped neighbours as far as needed: the first with enough addresses."""
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         block = self._growing(pool, size)
         while not block.mapped or block.size < size:
@@ -362,6 +377,6 @@ class CachingAllocator:
 
 
 def _room(block: Block) -> int:
-    """How large a block of an expandable segment can become."""
+    """Largest size that a block of an expandable segment can reach."""
     following = block.next
     return block.size + (following.size if following is not None and not following.mapped else 0)

@@ -1,9 +1,7 @@
-"""A device as a file: the text that `device_from_file` reads.
+"""Measure the local device as a `Device`, and write it as a file that `device_from_file` reads.
 
-The device that one is on, measured: a `Device` whose rates and bandwidths are what its kernels reach.
-
-A data sheet's numbers need efficiencies that somebody has fitted. Here, rates are those of the best of several matrix
-products, the bandwidth that of a copy, and efficiencies say what part of these the others reach.
+Rates are those of the best matrix product, the bandwidth that of a copy; efficiencies are the share of these that other
+kernels reach. So no efficiencies need to be fitted to a data sheet.
 """
 
 from __future__ import annotations
@@ -23,12 +21,12 @@ from rotor_profiling.timing import seconds_of
 from rotor_py.data_sheet import CONTEXT_BYTES, Device, Efficiencies, Rates
 
 _LAUNCHES = 200
-"""Small additions one after another; their mean time is that of a launch."""
+"""Small additions in a row; their mean time is that of a launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large what is measured is: large enough for a device to be at its best, and done in seconds."""
+    """Problem sizes: large enough for peak performance, done in seconds."""
 
     matrices: tuple[tuple[int, int, int], ...]
     attention: tuple[int, int, int, int]
@@ -37,7 +35,7 @@ class Sizes:
 
 
 _ON_CUDA = Sizes(
-    # Square; the products of a transformer of width 4096; and one that is narrow.
+    # A square product, those of a transformer of width 4096, and a narrow one.
     matrices=((8192, 8192, 8192), (8192, 4096, 4096), (8192, 4096, 14_336), (16_384, 1024, 1024)),
     attention=(4, 16, 4096, 128),
     convolution=(64, 128, 56),
@@ -58,9 +56,9 @@ def calibrate(
     sizes: Sizes | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Device:
-    """Measure `device`, of which `memory_bytes` are told: ten to thirty seconds.
+    """Measure `device`, whose memory is given as `memory_bytes`. Takes ten to thirty seconds.
 
-    Kinds of numbers that it cannot multiply count as the next wider one. `progress` hears what is measured.
+    A dtype without matrix products counts as the next wider one. `progress` receives the name of each measurement.
     """
     sizes = sizes or (_ON_CUDA if device.type == "cuda" else _ON_CPU)
     say = progress or (lambda text: None)
@@ -74,7 +72,8 @@ def calibrate(
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
             found[name] = _products(device, sizes, dtype) or found["fp32"]
         rates = Rates(**{name: _rounded(max(each)) for name, each in found.items()})
-        # What is trained in: half precision on CUDA, 32 bits on a CPU, where half is often not computed but converted.
+        # Use the training dtype: half precision on CUDA; 32 bits on a CPU, which often converts half instead of
+        # computing it.
         dtype = torch.bfloat16 if cuda and rates.bf16 > rates.fp32 else torch.float32
         best = rates.of(dtype, tf32=False)
         products = found["bf16" if dtype is torch.bfloat16 else "fp32"]
@@ -110,7 +109,7 @@ def calibrate(
 
 
 def _products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> list[float]:
-    """Operations a second of each matrix product; none where the device has no such product."""
+    """Operations a second of each matrix product; empty if the device lacks it."""
     found = []
     for rows, inner, columns in sizes.matrices:
         try:
@@ -131,7 +130,7 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[
     query, key, value = (
         torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
-    products = batch * heads * length * length * width  # two operations, half of the pairs
+    products = batch * heads * length * length * width  # two products, half of the pairs
     forward = _seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), device)
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -151,7 +150,7 @@ def _convolution(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> floa
 
 
 def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Bytes a second of a copy, and the median of other operators that read and write all they are given."""
+    """Bytes a second of a copy, and the median of other elementwise operators."""
     count = sizes.copied_bytes // 4
     one, other = torch.randn(count, device=device), torch.empty(count, device=device)
     rows = one.view(-1, 1024)
@@ -161,7 +160,7 @@ def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
         lambda: F.layer_norm(rows, (1024,)),
         lambda: F.softmax(rows, -1),
     ]
-    moved = 2 * 4 * count  # each reads one tensor and writes one
+    moved = 2 * 4 * count  # one read, one write
     copied = moved / _seconds(lambda: other.copy_(one), device)
     return copied, statistics.median(moved / _seconds(each, device) for each in others)
 
@@ -184,12 +183,12 @@ def _launch(device: torch.device) -> float:
 
 
 def _rounded(number: float) -> float:
-    """To three digits: another run differs in the third."""
+    """Round to three digits: runs differ in the third."""
     return float(f"{number:.3g}")
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one run after two that warm up: algorithms are chosen and memory is reserved in the first."""
+    """Seconds of one run after two warm-up runs, which choose algorithms and reserve memory."""
 
     def once() -> None:
         run()
@@ -217,7 +216,7 @@ _HEAD = """\
 
 
 def as_toml(key: str, device: Device) -> str:
-    """The file of a device, which is called `key` there."""
+    """The file of a device under the name `key`."""
     cells: dict[str, object] = {
         "name": device.name,
         "vendor": device.vendor,
@@ -239,5 +238,5 @@ def as_toml(key: str, device: Device) -> str:
 
 
 def _lines(cells: dict[str, object]) -> str:
-    # JSON's numbers and strings are TOML's, too; a name with quotes is escaped in the same way.
+    # JSON numbers and strings are valid TOML, escaped quotes included.
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in cells.items() if value is not None)

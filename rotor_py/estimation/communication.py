@@ -1,12 +1,7 @@
-"""What processes need for what they send to each other: seen in a step that follows the plan, without memory.
+"""Measure the memory of communication in a step that follows the plan on fake tensors.
 
-Where parameters are sharded, which of them are whole at once is decided by hooks of FSDP while a step runs. Real
-processes have to plan with an upper bound (`distributed/sharded_bytes.py`). A step of tensors without memory can be
-taken as often as one likes, so here the bound gives way to what is seen.
-
-The stream on which FSDP2 gathers parameters, told to a step that is followed.
-
-The allocator keeps what each stream frees for that stream, so what is gathered apart is also reserved apart.
+FSDP's hooks decide during a step which parameters are gathered at once. Real processes plan with an upper bound
+(`gathered_bytes`); steps on fake tensors are cheap, so here the observed bytes replace the bound.
 """
 
 from __future__ import annotations
@@ -29,9 +24,12 @@ _GATHERING = 1
 
 @contextmanager
 def gathering_apart(step: FollowedStep) -> Iterator[None]:
-    """Inside, what FSDP2 makes to gather parameters is requested on a stream of its own, as on CUDA."""
+    """Trace FSDP2's all-gather buffers on a stream of their own, as on CUDA.
+
+    The allocator keeps a pool for each stream, so these buffers are reserved separately.
+    """
     group: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    if group is None:  # nothing is sharded
+    if group is None:  # no sharding
         yield
         return
     gather = group.foreach_all_gather
@@ -51,22 +49,23 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
 
 
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
-"""How much more room than the last step took is planned with, round by round, as a part of it. Guesses.
+"""Slack added to the bytes of the last step, by round, as a share. Guesses: too little does not converge, too much
+wastes memory.
 
-A plan that is left less memory runs other stages again, which gathers other parameters: it may take more room in turn.
-Without slack, that went on for a Llama of 80 layers.
+A plan with less memory recomputes other stages, which gathers other parameters and may need more memory again. Without
+slack, this did not converge for a Llama of 80 layers.
 """
 
 
 class Communication:
-    """Steps on `device` of models whose parameters are sharded, by the plans that they have. None is taken twice."""
+    """Steps of sharded models on `device`, by their plans. Each plan is traced once."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: tuple[Checkpointable, Sequence, FollowedStep] | None = None
 
     def requests(self, step: TrainingStep) -> list[Event]:
-        """Those of two steps by the plan. An optimizer's state is there before."""
+        """Requests of two steps by the plan, with the optimizer's state already allocated."""
         followed = self._followed(step)
         if followed.repeats:
             return followed.repeated()
@@ -75,10 +74,10 @@ class Communication:
         return followed.events
 
     def find_room(self, step: TrainingStep) -> None:
-        """Have the network of `step`, which has been measured, plan with the room that the step takes.
+        """Plan the measured network of `step` with the communication bytes that the step takes.
 
-        If no step stays inside of the room that it was planned with, the room is the upper bound again. If no plan fits
-        beside a room, the room stays, and planning says so.
+        If no step stays within its planned bytes, the upper bound applies again. If no plan fits, the bytes stay, and
+        planning raises the error.
         """
         network = step.network
         budget = network.budget
@@ -99,9 +98,9 @@ class Communication:
         network.divide(budget)
 
     def promise(self, step: TrainingStep) -> None:
-        """Have the network of `step` count the room that the step takes by its plan, whatever that was made for.
+        """Set the communication bytes to those of the current plan.
 
-        Where that is beyond its limit, the limit is what the step takes.
+        If the peak then exceeds the limit, the limit becomes the peak.
         """
         network = step.network
         plan, budget = network.sequence, network.budget
@@ -115,7 +114,7 @@ class Communication:
             network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
 
     def _taken(self, step: TrainingStep) -> int:
-        """The bytes for communication with which the peak of the plan is that of the step."""
+        """Communication bytes with which the plan's peak equals that of the step."""
         followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
         assert plan is not None
         assert budget is not None

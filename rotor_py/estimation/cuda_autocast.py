@@ -1,14 +1,11 @@
-"""Autocast as on CUDA, for tensors of the CPU: what it casts there is not what it casts here.
+"""Apply CUDA's autocast rules to CPU tensors.
 
-On CUDA, softmax, norms, powers and sums give 32 bits, which are kept for the backward; on the CPU they stay in the
-dtype of the region. Autocast is a kernel for each operator, in front of the others, so inside `cuda_autocast` those of
-CUDA's lists stand where the CPU's were, for the whole process. The CPU's own casts to low precision stay where CUDA has
-the same: they also keep a weight that was cast for its next use.
+On CUDA, softmax, norms, powers and sums return 32 bits, which are saved for the backward; on the CPU they keep the
+region's dtype. Autocast is a kernel per operator, so `cuda_autocast` replaces the CPU's kernels by those of CUDA's
+lists, for the whole process. Where both cast to low precision, the CPU's kernel stays: it also caches cast weights.
 
-What autocast does on CUDA, operator by operator: the lists of `aten/src/ATen/autocast_mode.h` of torch 2.13.
-
-Names are those of ATen, with the overload where there is one. Operators that are in none of the lists run in the dtype
-of what they are given.
+The lists are those of `aten/src/ATen/autocast_mode.h` of torch 2.13, with ATen names and overloads. Operators in no
+list run in the dtype of their arguments.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ LOWER_PRECISION = _names("""
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention
 """)
-"""Arguments are cast to the dtype of the region."""
+"""Arguments are cast to the region's dtype."""
 
 FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
@@ -56,41 +53,41 @@ FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
-"""Those that take the dtype of their result are given 32 bits, unless the caller has named one."""
+"""Operators with a result dtype: 32 bits unless the caller sets one."""
 
 FLOAT32_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-"""The same by another overload, which has the dtype as its last argument."""
+"""The same by another overload, whose last argument is the dtype."""
 
 WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
-"""Arguments of several dtypes are cast to the widest of them."""
+"""Arguments of mixed dtypes are cast to the widest."""
 
 REFUSED = ("binary_cross_entropy",)
-"""It raises an error: in low precision, its logarithm overflows."""
+"""Raises an error: its logarithm overflows in low precision."""
 
 
 _KEY = "AutocastCPU"
 _WIDTHS = (torch.float16, torch.bfloat16, torch.float32)
-"""What autocast casts, which leaves 64 bits alone."""
+"""Dtypes that autocast casts; 64 bits stay."""
 _inside: ContextVar[bool] = ContextVar("rotor_py.estimation.cuda_autocast", default=False)
 _Operator = Callable[..., Any]
 _Kernel = Callable[..., Any]
 
 
 def region(dtype: torch.dtype | None) -> Any:
-    """A region of autocast with this dtype, for tensors that stand for those of CUDA; None is none."""
+    """An autocast region for CPU tensors that stand for CUDA's; no region if None."""
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def cast_down(value: Any) -> Any:
-    """Tensors in a nested structure as an operator that runs in low precision gets them here; else as they are."""
+    """Cast the tensors of a nested structure as for a low-precision operator in the current region, if any."""
     return _cast(value, torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else value
 
 
 @contextmanager
 def cuda_autocast() -> Iterator[None]:
-    """Inside, regions of autocast cast on the CPU what they cast on CUDA, and those for CUDA are on for the CPU."""
+    """Within the context, autocast on the CPU follows CUDA's rules, and regions for CUDA apply to the CPU."""
     if _inside.get():
         yield
         return
@@ -98,7 +95,7 @@ def cuda_autocast() -> Iterator[None]:
     token = _inside.set(True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are replaced, which is what we want
+            warnings.simplefilter("ignore")  # kernels are overridden on purpose
             _replace_kernels(library)
         with _for_cpu():
             yield
@@ -126,7 +123,7 @@ def _replace_kernels(library: torch.library.Library) -> None:
 
 
 def _operator(name: str) -> torch_compat.OpOverload | None:
-    """The operator of ATen called `name`; None if this version of torch has none."""
+    """The ATen operator `name`; None if this torch lacks it."""
     packet, _, overload = name.partition(".")
     found: torch_compat.OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     return found
@@ -169,7 +166,7 @@ def _in_the_widest(operator: _Operator) -> _Kernel:
         found = [each.dtype for each in tree_leaves((args, kwargs)) if _is_cast(each)]
         if not found:
             return _below(operator, *args, **kwargs)
-        # Two kinds of 16 bits meet in 32.
+        # Mixed 16-bit dtypes promote to 32 bits.
         widest = found[0] if len({*found}) == 1 else torch.float32
         return _below(operator, *_cast(args, widest), **_cast(kwargs, widest))
 
@@ -189,7 +186,7 @@ def _refused(operator: _Operator) -> _Kernel:
 
 
 def _below(operator: _Operator, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator without autocast, which is also off for those that it is made of."""
+    """Call an operator with autocast off, also for its decomposition."""
     with torch_compat.ExcludeDispatchKeyGuard(torch_compat.DispatchKeySet(torch_compat.DispatchKey.AutocastCPU)):
         return operator(*args, **kwargs)
 
@@ -208,7 +205,7 @@ def _names_a_dtype(args: tuple[Any, ...]) -> bool:
 
 @contextmanager
 def _for_cpu() -> Iterator[None]:
-    """Inside, `torch.autocast("cuda")` in a model's own code is a region for the CPU, where its tensors are."""
+    """Redirect `torch.autocast("cuda")` in the model's code to the CPU, where its tensors are."""
     autocast: Any = torch.amp.autocast_mode.autocast
     begin = autocast.__init__
 

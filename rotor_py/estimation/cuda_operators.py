@@ -1,17 +1,13 @@
-"""Calls whose operator depends on the device: on tensors of the CPU, the operators of CUDA.
+"""Run CUDA's choice of operators on CPU tensors.
 
-Tensors that claim to be on CUDA cannot go backward where there is no GPU. So tensors are on the CPU, and the few calls
-that run something else there are replaced. Batch norms run other kernels, too, but save as much.
+Tensors that claim to be on CUDA have no backward without a GPU, so tensors stay on the CPU and calls that choose
+another operator there are replaced. Batch norm uses another kernel, but saves as much.
 
-The kernel of attention that PyTorch chooses on a CUDA device, called for tensors that are on the CPU.
+Attention: the kernel decides the saved bytes (plain attention one number per pair of tokens, others one per token).
+Rules from `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.
 
-The rules are those of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13. Which kernel runs decides
-what is saved for the backward: plain attention saves a number for each pair of tokens, the others for each token.
-
-RMS norm by the one kernel that CUDA has for it, called for tensors that are on the CPU.
-
-The CPU makes it of a dozen operators, and saves what most of them return. CUDA saves the input and a number for each
-row. Since torch 2.8; `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp has the rules.
+RMS norm: CUDA fuses it since torch 2.8 and saves the input and one number per row; the CPU decomposes it into a dozen
+operators. Rules from `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ class Attention:
     enable_gqa: bool = False
 
     def on(self, compute_capability: tuple[int, int]) -> torch.Tensor:
-        """The result, by the kernel that a device of this capability runs."""
+        """The result by the kernel of a device with this compute capability."""
         match self.backend(compute_capability):
             case "cudnn":
                 return self._cudnn()
@@ -61,7 +57,7 @@ class Attention:
                 return self._math()
 
     def backend(self, compute_capability: tuple[int, int]) -> Backend:
-        """The first kernel in PyTorch's order that takes this call and is not switched off."""
+        """The first enabled kernel in PyTorch's order that supports this call."""
         flags = torch.backends.cuda
         if self._suits_cudnn(compute_capability) and flags.cudnn_sdp_enabled():
             return "cudnn"
@@ -72,8 +68,8 @@ class Attention:
         return "math"
 
     def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
-        # `check_prefer_cudnn_attention`: data center devices of Hopper and Blackwell, where cuDNN is 9.15 or later, as
-        # it is beside the default builds of torch 2.11 (cuDNN 9.19 for CUDA 13) and later.
+        # `check_prefer_cudnn_attention`: Hopper and Blackwell data center devices with cuDNN 9.15 or later, which
+        # default builds have since torch 2.11 (cuDNN 9.19 for CUDA 13).
         preferred = capability in ((9, 0), (10, 0)) and _torch_version() >= (2, 11)
         longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1
         return preferred and longer and self._half() and self._heads_fit(128)
@@ -133,7 +129,7 @@ class Attention:
     def _efficient(self) -> torch.Tensor:
         bias = self._bias()
         if bias is not None:
-            if (beyond := bias.shape[-1] % 8) != 0:  # `pad_bias`: rows begin at multiples of eight numbers
+            if (beyond := bias.shape[-1] % 8) != 0:  # `pad_bias`: rows are aligned to eight numbers
                 bias = functional.pad(bias, (0, 8 - beyond))[..., : bias.shape[-1]]
             bias = bias.expand(*self.query.shape[:3], self.key.shape[2])
         key, value = (self._for_every_head(each) for each in (self.key, self.value))
@@ -156,7 +152,7 @@ class Attention:
         return made
 
     def _bias(self) -> torch.Tensor | None:
-        """The mask as numbers to add (`convert_boolean_attn_mask`)."""
+        """The mask as an additive bias (`convert_boolean_attn_mask`)."""
         mask = self.attn_mask
         if mask is None or mask.dtype != torch.bool:
             return mask
@@ -198,7 +194,7 @@ class _Fused(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
     ) -> torch.Tensor:
         assert _FORWARD is not None
-        with torch_compat.AutoDispatchBelowAutograd():  # where autograd is, it becomes many operators
+        with torch_compat.AutoDispatchBelowAutograd():  # above autograd it decomposes
             made, by_row = _FORWARD(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, by_row)
         ctx.shape = shape
@@ -220,7 +216,7 @@ _RMS_NORM = (functional.rms_norm, torch.rms_norm)
 
 
 class CudaOperators(TorchFunctionMode):
-    """While entered, calls run the operators that a CUDA device of this `compute_capability` would."""
+    """Function mode that runs the operators of a CUDA device with this `compute_capability`."""
 
     def __init__(self, compute_capability: tuple[int, int]) -> None:
         super().__init__()
@@ -242,7 +238,7 @@ class CudaOperators(TorchFunctionMode):
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
 ) -> torch.Tensor:
-    """CUDA keeps a mask of one byte for each number, the CPU one as large as the numbers."""
+    """CUDA's dropout saves a mask of one byte per number, the CPU's one of the input's dtype."""
     training = training if train is None else train
     if training and 0 < p < 1 and not inplace and input.numel():
         made: torch.Tensor = torch.native_dropout(input, p, True)[0]
@@ -252,7 +248,7 @@ def _dropout(
 
 @contextmanager
 def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """Run the operators of CUDA, in backwards too, where what is checkpointed runs again."""
+    """Run CUDA's operators, also for recomputation in backwards."""
     mode = CudaOperators(compute_capability)
     with mode, _also_in_backwards(mode):
         yield
@@ -260,7 +256,7 @@ def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
 
 @contextmanager
 def _also_in_backwards(mode: CudaOperators) -> Iterator[None]:
-    """PyTorch hands `backward` and `grad` to modes, and inside of what it has handed over a mode is off."""
+    """Re-enter the mode in `backward` and `grad`: PyTorch disables a mode in the calls that it handles."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 

@@ -1,4 +1,4 @@
-"""The names of the devices in the table. Nothing here imports torch: the command answers a typing error before that."""
+"""The names in the device table. Does not import torch, so that the CLI reports typos at once."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ else:
 
 TABLE = Path(__file__).with_name("devices.toml")
 SOURCES = "sources"
-"""The one part of a table that is no device."""
+"""Section of a table that is no device."""
 
 
 def name_and_count(text: str) -> tuple[str, int]:
-    """The name in the table of what a text names, and how many of them: of "H100:8" "h100" and 8.
+    """Parse a device and its count: "H100:8" gives "h100" and 8.
 
-    Case and spaces do not matter. ValueError, with the nearest names, if there is no such device, or no such number.
+    Ignores case and spaces. Raises ValueError, with the nearest names, if the device or the count is unknown.
     """
     name, count = counted(text)
     return name_in_table(name), count
 
 
 def counted(text: str) -> tuple[str, int]:
-    """A name, whoever knows it, and the number behind it: of "h100:8" "h100" and 8. ValueError if that is no number."""
+    """Split any name from its count: "h100:8" gives "h100" and 8. Raises ValueError if the count is no number."""
     name, colon, number = text.partition(":")
     if colon and not (number.isdecimal() and int(number) > 0):
         raise InvalidValueError(
@@ -40,14 +40,14 @@ def counted(text: str) -> tuple[str, int]:
 
 
 def name_in_table(name: str) -> str:
-    """The name as it is in the table. ValueError, with the nearest names, if it is not."""
+    """The spelling of the table. Raises ValueError, with the nearest names, if it lacks the name."""
     known = device_names()
     wanted = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
     for each in (wanted, wanted.replace("-", "")):
         if each in known:
             return each
     near = difflib.get_close_matches(wanted, known, cutoff=0.4) or list(known)
-    # A family stands for several: a100 for a100-80 and a100-40.
+    # A family matches its members: a100 matches a100-80 and a100-40.
     near = [each for each in known if each.startswith(f"{wanted}-")] or near
     raise InvalidValueError(
         f"no device is called {name!r}; did you mean {_either(near)}? A file of your own has the form of {TABLE.name}",
@@ -58,12 +58,12 @@ def name_in_table(name: str) -> str:
 
 @cache
 def device_names() -> tuple[str, ...]:
-    """The names of the table, in its order."""
+    """The names of the table, in order."""
     return tuple(name for name in tables_in(TABLE) if name != SOURCES)
 
 
 def tables_in(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. OSError, and ValueError if it is no TOML."""
+    """The tables of a TOML file. Raises OSError, or ValueError if it is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

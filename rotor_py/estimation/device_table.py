@@ -1,4 +1,4 @@
-"""The table of devices, and files of the same form that people write or `rotor-plan --calibrate` prints."""
+"""The device table, and files of the same form, written by hand or by `rotor-plan --calibrate`."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _OWN = "the file itself"
 
 
 def find_device(name: str) -> Device:
-    """The device of the table that is called `name`, as in `device_names()`; case and spaces do not matter.
+    """The device `name` of the table, as in `device_names()`; case and spaces do not matter.
 
-    ValueError with the nearest names if there is none.
+    Raises ValueError with the nearest names if there is none.
     """
     return _table()[name_in_table(name)]
 
 
 def find_devices(text: str) -> Devices:
-    """The devices that a text names, one or several: "h100", "h100:8". ValueError if it names none."""
+    """Devices by text: "h100" or "h100:8". Raises ValueError for unknown names."""
     name, count = name_and_count(text)
     return Devices(_table()[name], count)
 
 
 def device_from_file(path: str | Path, name: str | None = None) -> Device:
-    """The device in the TOML file at `path`, which has the form of the table. `name` chooses among several.
+    """Read the device in the TOML file at `path`, which has the form of the table. `name` chooses among several.
 
-    ValueError in one sentence for a file that is none, or that lacks a cell; OSError if it cannot be read.
+    Raises OSError if the file cannot be read; ValueError if it is no TOML, or lacks a cell.
     """
     devices = _read(Path(path))
     if name is None and len(devices) == 1:
@@ -50,7 +50,7 @@ def device_from_file(path: str | Path, name: str | None = None) -> Device:
 
 
 def devices_from_file(path: str | Path, text: str | None = None) -> Devices:
-    """The devices that a text names in the file at `path`, one or several: "mine", "mine:8". Errors as for one."""
+    """Devices by text from the file at `path`: "mine" or "mine:8". Raises the errors of `device_from_file`."""
     name, count = (None, 1) if text is None else counted(text)
     return Devices(device_from_file(path, name), count)
 
@@ -116,12 +116,12 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
 
 
 def _value_and_source(cell: Any) -> tuple[Any, str]:
-    """A cell is a plain value, or a table of the value and the name of its source."""
+    """Split a cell: a plain value, or a table of the value and its source's name."""
     return (cell["value"], cell.get("source", _OWN)) if isinstance(cell, dict) and "value" in cell else (cell, _OWN)
 
 
 def _context(value: Any) -> int:
-    """None at all is possible, too: on a CPU."""
+    """Bytes of the device's context; zero is valid, as on a CPU."""
     return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
 
 

@@ -1,7 +1,4 @@
-"""`estimate`: what a training step takes on a device that is not there, in memory and time, and the plan for it.
-
-Layers that take something else where they really run: what a step without memory does not show of a model.
-"""
+"""`estimate`: predict memory, time and plan of a training step on a simulated device."""
 
 from __future__ import annotations
 
@@ -27,8 +24,8 @@ _RECURRENT = nn.RNNBase, nn.RNNCellBase
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
-    """The names of recurrent layers, which run as a whole on a GPU, by cuDNN or MIOpen, and keep what these libraries
-    say: the CPU's operators stand in. On a CPU there are none.
+    """Names of recurrent layers, which cuDNN or MIOpen run as a whole on a GPU, saving what these libraries choose; the
+    estimate uses the CPU's operators instead. Empty for a CPU.
     """
     found = model.named_modules() if device.vendor != "cpu" else ()
     return tuple(name or type(each).__name__ for name, each in found if isinstance(each, _RECURRENT))
@@ -52,35 +49,42 @@ def estimate(
     autocast: torch.dtype | None = None,
     offload: Literal["host"] | None = None,
 ) -> Report:
-    """The report of a training step of `model` on `device`, which need not be there, and of the plan for it.
+    """Estimate a training step of `model` on `device`, which need not be present, and plan it.
 
-    Nothing is computed, and no memory is taken for parameters, activations or optimizer state, so that a model may be
-    larger than this machine. Bytes of tensors are exact; peaks are predicted, and times follow from assumptions that
-    the report names.
+    Computes nothing and allocates no parameters, activations or optimizer state, so a model may be larger than this
+    machine. Tensor bytes are exact; peaks are predicted; times follow from assumptions that the report names.
 
     Args:
-        model: any model, which is left as it is; or a function that makes one, so that its parameters take no memory
-            either. A model on the meta device will do.
-        sample: what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments. Only
-            shapes and dtypes count. An attention mask is taken to mask nothing.
-        device: a name in the table of devices (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" are eight,
-            among which `fully_shard` divides the parameters; the report is then of one, with a batch of its own.
+        model: any model, left unchanged; or a function that makes one, so that its parameters take no memory either.
+            May be
+            on the meta device.
+        sample: input of the model: a tensor, a tuple of positional or a dict of keyword arguments. Only shapes and
+            dtypes
+            count. An attention mask is assumed to mask nothing.
+        device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight, with
+            parameters sharded by `fully_shard`; the report is of one, with its own batch.
         optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
         loss: the loss as a function of the output, on the CPU.
-        mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of what PyTorch can have there, or
-            less where its allocator is predicted to reserve more than there is.
+        mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of the memory available to PyTorch,
+            or
+            less if its allocator is predicted to reserve more than there is.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
-        mem_slots: how finely the solver divides memory.
-        shard: how parameters are divided among several devices: "blocks", the default, gathers each layer of a list of
-            like layers by itself, and the rest together; "whole" all at once. Or a function of the model and of the
-            mesh that calls `fully_shard`.
+        mem_slots: memory resolution of the solver.
+        shard: how parameters are sharded over several devices: "blocks", the default, gathers each layer of a list of
+            like
+            layers separately and the rest together; "whole" gathers all at once. Or a function of the model and the
+                mesh
+            that calls `fully_shard`.
         precision: the dtype in which "blocks" and "whole" gather parameters, and layers run.
-        offload: "host": activations may wait in the host's memory, over the link that the table says.
-        autocast: forward and loss run under `torch.autocast` with this dtype, and cast what it casts on CUDA.
+        offload: "host": activations may be offloaded to host memory, over the link in the table.
+        autocast: forward and loss run under `torch.autocast` with this dtype, by CUDA's rules.
 
-    InfeasibleError, with the least limit as `min_bytes`, if no plan fits the device, or with a bound where that is
-    clear before measuring; UnsupportedModelError for a model that cannot be planned, or whose forward depends on
-    values; ValueError for a device that is not in the table, and for `shard` or `precision` with a single one.
+    Raises:
+        InfeasibleError: no plan fits the device. `min_bytes` is the least limit, or a lower bound if that is clear
+            before
+            measuring.
+        UnsupportedModelError: the model cannot be planned, or its forward depends on values.
+        ValueError: the device is not in the table; `shard` or `precision` with a single device.
     """
     devices = find_devices(device) if isinstance(device, str) else device
     devices = Devices(devices) if isinstance(devices, Device) else devices
@@ -95,7 +99,7 @@ def estimate(
                 kind="not_a_module",
                 name="model",
             )
-    arguments, keywords = arguments_of(sample, model)  # of a DataLoader, the first batch
+    arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
     with elsewhere.together():
         fake = elsewhere.model(model).train()
         value = without_memory.value(keywords or arguments)

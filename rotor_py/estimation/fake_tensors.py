@@ -1,15 +1,12 @@
-"""Models without memory: made so, or made of a model that has some.
+"""Build models on fake tensors, or convert them.
 
-A model that is made takes no memory on the meta device, which libraries know of: what they read while they make it,
-such as a rate for each layer, they make on the CPU. To be run it needs devices that agree, so every tensor is then
-replaced by a fake one on the CPU, laid out as it was. Tensors that share memory share it afterwards, too.
+Models are built on the meta device, which libraries support: values that they read while building, such as a rate for
+each layer, they make on the CPU. To run the model, each tensor is replaced by a fake one on the CPU, with the same
+layout and sharing.
 
-Tensors without memory, laid out as kernels lay them out.
-
-What a few operators would return PyTorch knows only by a rule for compilers, which lays it out as the gradient is.
-Their kernels, on the CPU and on CUDA, make it contiguous, or channels last as their input is. Whoever gets the other
-layout makes a copy that there is not. Found by comparing the strides of all that a step makes with and without memory,
-with torch 2.13.
+PyTorch's meta kernels lay out some results as the gradient, where the real kernels, on the CPU and on CUDA, return them
+contiguous, or channels last as their input. The wrong layout would add a copy. Found by comparing the strides of all
+tensors of real and fake steps, with torch 2.13.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ def _contiguous(args: tuple[Any, ...]) -> torch.memory_format:
 
 
 def _as_argument(position: int) -> Callable[[tuple[Any, ...]], torch.memory_format]:
-    """The layout of an argument, of which only channels last is another one (`suggest_memory_format`)."""
+    """Memory format of an argument: channels last or contiguous (`suggest_memory_format`)."""
 
     def layout(args: tuple[Any, ...]) -> torch.memory_format:
         given: torch.Tensor = args[position]
@@ -51,24 +48,26 @@ _LAYOUTS: dict[Any, Callable[[tuple[Any, ...]], torch.memory_format]] = {
     _aten._log_softmax_backward_data.default: _contiguous,
     _aten.native_batch_norm.default: _as_argument(0),
     _aten.native_batch_norm_backward.default: _as_argument(1),
-    _aten.native_dropout_backward.default: _as_argument(0),  # of CUDA alone
+    _aten.native_dropout_backward.default: _as_argument(0),  # CUDA only
 }
-"""The layout of the first result, by the operator's arguments."""
+"""Layout of the first result, by the operator's arguments."""
 
 _MADE_AS_LARGE = (_aten.col2im.default, _aten.im2col.default)
-"""Operators whose result is made as large as their input and then resized, so that a smaller one keeps the memory
-(`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`)."""
+"""Operators that allocate a result as large as their input and then resize it, so that a smaller result keeps the
+memory (`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`).
+"""
 
 _OF_STORAGES = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
-"""Operators with a storage among their arguments. PyTorch remembers what operators return by their arguments, and would
-hold the storage for good."""
+"""Operators with a storage argument. The cache of fake tensors is keyed by arguments and would hold the storage
+forever.
+"""
 
 
 class TensorsWithoutMemory(FakeTensorMode):
-    """While active, tensors that are made take no memory, and operators compute nothing."""
+    """Fake tensor mode: tensors take no memory, and operators compute nothing."""
 
     def __init__(self) -> None:
-        # Tensors with memory come in with losses: a target, for example.
+        # Losses bring real tensors: a target, for example.
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,33 +95,33 @@ class TensorsWithoutMemory(FakeTensorMode):
 
 
 _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
-"""Modules whose functions give tensors their first values; some look at values for it."""
+"""Modules that initialize tensors; some functions read values."""
 
 
 class WithoutMemory:
-    """Makes copies without memory. One object remembers what it has copied, so that sharing is kept."""
+    """Makes fake copies. One object remembers its copies, so that sharing is kept."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._storages: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}
         self._alive: list[Any] = []
-        """what was copied: no other object is to get its id meanwhile"""
+        """originals, kept alive so that their ids stay unique"""
 
     def model(self, model: nn.Module) -> nn.Module:
-        """A copy of a model whose parameters, buffers and other tensors take no memory."""
+        """Copy a model onto fake parameters, buffers and other tensors."""
         held = [*model.parameters(), *model.buffers()]
         held += [leaf for module in model.modules() for leaf in tree_leaves(_others(module)) if _is_tensor(leaf)]
-        # `deepcopy` takes from its memo what is to stand for an object, so that no values are copied.
+        # `deepcopy` takes replacements from its memo, so no values are copied.
         found: nn.Module = copy.deepcopy(model, {id(each): self.tensor(each) for each in held})
         return found
 
     def value(self, value: Any) -> Any:
-        """A nested structure, with tensors that take no memory."""
+        """Convert the tensors of a nested structure to fake ones."""
         return tree_map_only(torch.Tensor, self.tensor, value)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """An optimizer of the copies of its parameters, with the state that it has."""
+        """Copy an optimizer and its state onto the copied parameters."""
         found = copy.copy(optimizer)
         found.param_groups = [
             {**group, "params": [self.tensor(each) for each in group["params"]]} for group in optimizer.param_groups
@@ -133,7 +132,7 @@ class WithoutMemory:
         return found
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor like this one that takes no memory; the same one each time."""
+        """The fake copy of a tensor; the same one each time."""
         if id(tensor) not in self._copies:
             self._alive.append(tensor)
             number = tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
@@ -141,9 +140,9 @@ class WithoutMemory:
         return self._copies[id(tensor)]
 
     def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A single number, with its value: optimizers and batch norms read the count of their steps.
+        """Copy a single number with its value: optimizers and batch norms read their step counts.
 
-        Where it has no value because it was made without memory, it counts as zero, as these counts begin.
+        A number without a value counts as zero, as these counts start there.
         """
         with unset_fake_temporarily():
             value = tensor.item() if has_values(tensor) else 0
@@ -170,7 +169,7 @@ class WithoutMemory:
 
 @contextmanager
 def made_without_memory() -> Iterator[None]:
-    """Inside, models are made on the meta device, and get no initial values: these say nothing about costs."""
+    """Build models on the meta device within the context, without initial values, which do not change costs."""
     with ExitStack() as stack:
         for name in _INITIALIZERS:
             if (module := sys.modules.get(name)) is not None:
@@ -187,7 +186,7 @@ def _as_it_is(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _others(module: nn.Module) -> dict[str, Any]:
-    """What a module keeps beside its parameters, buffers and children."""
+    """Attributes of a module other than parameters, buffers and children."""
     return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
 
 

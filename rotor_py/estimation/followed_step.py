@@ -1,7 +1,7 @@
-"""A step on tensors without memory, followed: its seconds by a roofline, and its requests to the allocator.
+"""Trace a step on fake tensors: its seconds by a roofline, and its allocator requests.
 
-What a step reserves is known once its requests have been replayed (caching_allocator.py). They are the storages that
-operators make and that end when nobody holds them, and what kernels allocate inside.
+Requests are the storages that operators make, until they are freed, and the scratch memory of kernels.
+`caching_allocator` replays them to find the reserved bytes.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rotor_py.estimation.scratch import scratch_bytes
 
 
 class FollowedStep(FollowedStorages):
-    """Follows what runs inside it, on `device`, which need not be there.
+    """Traces everything that runs inside it, on a simulated `device`.
 
-    What was there before has to be told by `hold`.
+    Register tensors from before the step with `hold`.
     """
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.stream = 0
-        """On which requests are made: each stream has pools of its own."""
+        """Stream of the requests: each stream has its own pools."""
         self.seconds = 0.0
         self.events: list[Event] = []
         self._device = device
@@ -37,38 +37,38 @@ class FollowedStep(FollowedStorages):
         self._before = 0
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count what is there already: parameters, the optimizer's state, the batch."""
+        """Count existing tensors: parameters, optimizer state, batch."""
         for tensor in tensors:
             self.follow(local(tensor).untyped_storage())
 
     def hold_workspace(self) -> None:
-        """Count what libraries allocate once, and keep."""
+        """Count workspaces that libraries allocate once and keep."""
         each = workspace_bytes(self._device) // WORKSPACES
         self.events += [Allocate(f"workspace {number}", each) for number in range(WORKSPACES)]
 
     def begin(self) -> None:
-        """All that has been told so far was there before the step."""
+        """Begin the step: everything so far existed before it."""
         self._before = len(self.events)
 
     @property
     def step_events(self) -> list[Event]:
-        """The requests of the step itself."""
+        """Requests of the step itself."""
         return self.events[self._before :]
 
     def risen(self) -> int:
-        """The most bytes that the step has taken beyond what was there when it began."""
+        """Peak bytes of the step beyond those at its begin."""
         return most_bytes(self.events, self._before)
 
     @property
     def repeats(self) -> bool:
-        """Whether the step leaves all as it was, so that the next one will request the same."""
+        """Whether the step leaves memory unchanged, so that the next one makes the same requests."""
         made = {event.key: event.size for event in self.step_events if isinstance(event, Allocate)}
         ended = {event.key for event in self.step_events if isinstance(event, Free)}
-        # FSDP2 leaves storages without bytes.
+        # FSDP2 leaves empty storages.
         return ended <= set(made) and not any(size and key not in ended for key, size in made.items())
 
     def repeated(self) -> list[Event]:
-        """All requests, and those of the step once more."""
+        """All requests, then those of the step again."""
         return [*self.events, *(replace(event, key=("again", event.key)) for event in self.step_events)]
 
     def taken(self, number: int, size: int) -> None:

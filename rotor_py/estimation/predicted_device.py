@@ -1,9 +1,4 @@
-"""The instruments for a device that is not there.
-
-A stopwatch for operators that do not really run: the sum of the seconds that each would take.
-
-A memory meter for tensors without memory: it counts their storages from outside.
-"""
+"""Measuring instruments for a simulated device: a stopwatch and a memory meter for fake tensors."""
 
 from __future__ import annotations
 
@@ -22,11 +17,11 @@ from rotor_profiling.timing import Stopwatch
 from rotor_profiling.torch_compat import TorchDispatchMode
 
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
-"""Seconds that an operator would take: of (operator, arguments, keywords, result)."""
+"""Predicted seconds of (operator, arguments, keywords, result)."""
 
 
 class PredictedStopwatch(TorchDispatchMode):
-    """Adds up the `seconds` of the operators that are called while the mode is active."""
+    """Adds up the `seconds` of operators called while the mode is active."""
 
     exact = True
     waiting = 0.0
@@ -39,7 +34,7 @@ class PredictedStopwatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Inside, TorchDynamo goes on: its graphs run operator by operator, and are timed."""
+        """Let TorchDynamo capture inside the mode: its graphs run operator by operator, and are timed."""
         return True
 
     def start(self) -> None:
@@ -66,9 +61,9 @@ class PredictedStopwatch(TorchDispatchMode):
 
 
 class PredictedMeter:
-    """What storages would take that are created while the meter runs, and what kernels would need beside them.
+    """Bytes of storages created while the meter runs, and scratch memory of kernels.
 
-    As with the other meters, what is older than the meter is not counted when it is freed.
+    Like the other meters, it ignores frees of older storages.
     """
 
     def __init__(self, live: LiveBytes) -> None:
@@ -88,7 +83,7 @@ class PredictedMeter:
         live.begin_peak()
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """As the other meters do."""
+        """Hold a tensor, as the other meters do."""
         self._live.hold(tensor)
 
     def __exit__(
@@ -101,10 +96,10 @@ class PredictedMeter:
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Storages without memory have no address, and are called by the object that they are in C."""
+    """Identifies fake storages, which have no address, by their C++ object."""
 
     block: int = 1
-    """The bytes that the device's allocator rounds up to a multiple of."""
+    """Block size of the device's allocator, in bytes."""
 
     def key(self, storage: torch.UntypedStorage) -> int:
         return int(storage._cdata)
@@ -115,15 +110,14 @@ class Numbered:
 
 @dataclass(frozen=True, slots=True)
 class PredictedDevice:
-    """A device of some `kind` with `memory_bytes` that are free, of which `workspace_bytes` are libraries' own.
+    """A simulated device of some `kind` with `memory_bytes` free, of which libraries use `workspace_bytes`.
 
-    It is one of `count` that are alike and train one model together.
+    It is one of `count` like devices that train one model together.
 
-    `host_bandwidth` is that of copies to the host and back, both at once, in bytes a second each.
+    `host_bandwidth` holds the bytes a second of copies to the host and back, both directions at once.
 
-    `seconds` and `scratch` say what each operator takes. Tensors are fake ones on the CPU, whatever the kind: PyTorch
-    runs no backward of tensors on a device that is not there. `chosen` is entered while stages run, so that the
-    operators are those that PyTorch chooses for that kind.
+    `seconds` and `scratch` predict each operator. Tensors are fake ones on the CPU for every kind, since PyTorch runs
+    no backward for an absent device. While stages run, `chosen` is entered, which selects the operators of that kind.
     """
 
     kind: str
@@ -139,7 +133,7 @@ class PredictedDevice:
 
     @property
     def all_names(self) -> str:
-        """What all of them together are called."""
+        """Name and count of the devices."""
         return self.name if self.count == 1 else f"{self.count} × {self.name}"
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:
@@ -147,9 +141,9 @@ class PredictedDevice:
         return PredictedMeter(LiveBytes({device.type}, self.kind, self.scratch))
 
     def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
-        """A stopwatch for what runs on fake tensors; the device does not matter."""
+        """A stopwatch for operators on fake tensors; ignores `device`."""
         return PredictedStopwatch(self.seconds)
 
     def operators(self) -> AbstractContextManager[object]:
-        """Inside, the operators run that PyTorch chooses on that device."""
+        """Select the device's operators within the context."""
         return self.chosen()

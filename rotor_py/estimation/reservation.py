@@ -1,7 +1,4 @@
-"""What the allocator reserves for a step by a plan: seen in steps that follow it, without memory.
-
-What the allocator of a device that is not there would reserve for a step.
-"""
+"""Predict the bytes that the allocator reserves for a step by its plan, from steps on fake tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from rotor_solver import InfeasibleError
 
 
 def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
-    """What is reserved on `device` for these requests."""
+    """Reserved bytes on `device` for these requests."""
     usable = device.usable_bytes
     plain, expandable = (_reserved(events, usable, expandable=each) for each in (False, True))
     gives_back = plain <= usable < replay(events).reserved_bytes
@@ -23,7 +20,7 @@ def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
 
 
 def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
-    """What is reserved at most. Where the device is too small, what one would have to have, up to a segment more."""
+    """Peak of reserved bytes; if the device is too small, the memory that suffices, to within a segment."""
     much = replay(events, expandable=expandable).reserved_bytes
     if much <= usable:
         return much
@@ -48,20 +45,22 @@ def _reserved_within(limit: int, events: Sequence[Event], *, expandable: bool) -
 
 
 _ROUNDS = 2
-"""How often a plan for less is tried. A guess: what is reserved follows the limit closely."""
+"""Replans with a smaller limit. A guess: reserved bytes follow the limit closely; too few keep a plan that does not
+fit.
+"""
 
 
 RequestsOf = Callable[[TrainingStep], Sequence[Event]]
-"""What steps by the plan request of the allocator, and what was there before."""
+"""Allocator requests of steps by the plan, preceded by those of existing tensors."""
 
 
 def find_reservation(
     step: TrainingStep, devices: Devices, *, keep_limit: bool, requests_of: RequestsOf | None = None
 ) -> Reservation:
-    """What is reserved for `step` by the plan that its network has, as `requests_of` tells, or two steps.
+    """Find the reservation of `step` by its network's plan, from `requests_of`, or from two traced steps.
 
-    Unless `keep_limit`, the network gets a smaller limit, and a plan for that, as long as the device has less than is
-    reserved. If no plan fits the smaller one, the last that did stays.
+    Unless `keep_limit`, lowers the limit and replans while more is reserved than the device has. If no plan fits the
+    smaller limit, the last one stays.
     """
     network = step.network
     found = reservation(step, devices, requests_of)
@@ -71,14 +70,14 @@ def find_reservation(
         assert sequence is not None
         if not found.missing_bytes:
             break
-        # The peak, not the limit: below that, it would be the same plan.
+        # Lower the peak, not the limit: below that, the plan would not change.
         smaller = budget.peak_bytes(sequence) - found.missing_bytes
         if smaller < budget.least_bytes():
             break
         network.mem_limit = smaller
         try:
             network.compute_sequence()
-        except InfeasibleError:  # a plan may need more than the least where others have to follow it as well
+        except InfeasibleError:  # processes that share the plan may need more than the least limit
             network.mem_limit, network.sequence = limit, sequence
             break
         found = reservation(step, devices, requests_of)
@@ -86,7 +85,7 @@ def find_reservation(
 
 
 def reservation(step: TrainingStep, devices: Devices, requests_of: RequestsOf | None = None) -> Reservation:
-    """What is reserved for `step`: no less than the peak of the plan, which is that of the worst order of backwards."""
+    """Reservation of `step`, at least the peak of the plan, which assumes the worst order of backwards."""
     budget, sequence = step.network.budget, step.network.sequence
     assert budget is not None
     assert sequence is not None
@@ -96,13 +95,13 @@ def reservation(step: TrainingStep, devices: Devices, requests_of: RequestsOf | 
 
 
 def followed_by_plan(step: TrainingStep, device: Device) -> FollowedStep:
-    """The requests of two steps, the first of which makes the optimizer's state.
+    """Trace two steps, the first of which makes the optimizer's state.
 
-    State is allocated where activations were, so that those of the second find less room in one piece.
+    The state lies where activations were, which fragments the memory of the second step.
     """
     followed = FollowedStep(device)
     with step.leaving_nothing():
-        step()  # the first by a plan differs from those that follow: the model is captured in it, for example
+        step()  # the first step by a plan differs: it captures the model, for example
     with step.leaving_nothing():
         followed.hold_workspace()
         followed.hold(step.present())

@@ -1,10 +1,8 @@
-"""Seconds of an operator on a device that is not there, by what it computes and what it reads and writes.
+"""Predict the seconds of an operator from its operations and its bytes read and written.
 
     seconds = launch, or max(operations / (rate × efficiency), bytes / (bandwidth × efficiency)), whichever is longer
 
-Williams, Waterman, Patterson, "Roofline", 2009. An operator is as slow as the scarcer of the two.
-
-Operators of ATen by what they compute, and their arguments by name.
+Williams, Waterman, Patterson, "Roofline", 2009: the scarcer resource bounds the time.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward
 
 
 def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The argument called `name`: as it was given, or its default. None where the operator has no such argument."""
+    """The argument `name`, as given or by default. None if the operator has no such argument."""
     for number, one in enumerate(func._schema.arguments):
         if one.name == name:
             return args[number] if number < len(args) else kwargs.get(name, one.default_value)
@@ -53,33 +51,33 @@ def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 def query_key_value(
     func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What an attention reads, forward or backward: (batch, heads, length, width) each."""
+    """Query, key and value of an attention, forward or backward: (batch, heads, length, width) each."""
     query, key, value = (argument(func, args, kwargs, name) for name in ("query", "key", "value"))
     return query, key, value
 
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
 _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
-"""A whole layer of an LSTM on a CPU, which stands in for cuDNN's. Those of other kinds come as matrix products."""
+"""A whole LSTM layer on a CPU, in place of cuDNN's. Other recurrent layers come as matrix products."""
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
-"""Beside views: operators that touch no element."""
+"""Operators other than views that touch no element."""
 _WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.bernoulli_, aten.random_,
                aten._foreach_copy_, aten._foreach_zero_}  # fmt: skip
-"""They do not read what they write over."""
+"""Operators that do not read the tensor they overwrite."""
 _ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-"""They read of their first tensor no more than they return."""
+"""Operators that read as many elements of their first tensor as they return."""
 _ONE_OF_EACH_ROW = {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.nll_loss_backward, aten.nll_loss2d_backward}
-"""They read one number for each target, whatever the size of their inputs. The backwards write all of their result."""
+"""Operators that read one number per target. The backwards write all of their result."""
 _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
-"""Collectives run beside the computation, and are for who knows what they overlap with; they take no time here."""
+"""Collectives are assumed to overlap with computation, so they take no time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one operator has to do, whatever the device: floating point operations, and bytes read and written.
+    """Work of one operator on any device: floating point operations, and bytes read and written.
 
-    `kind` names the efficiency that its operations have; `dtype` is what is multiplied, as TF32 where `tf32` says so.
+    `kind` selects the efficiency of the operations; `dtype` is the multiplied dtype, as TF32 if `tf32`.
     """
 
     operations: int
@@ -89,7 +87,7 @@ class Work:
     tf32: bool = False
 
     def seconds(self, device: Device) -> float:
-        """How long it takes on `device`."""
+        """Seconds on `device`."""
         if not self.operations and not self.bytes:
             return 0.0
         streaming = self.bytes / (device.bandwidth * device.efficiencies.streaming)
@@ -101,10 +99,10 @@ class Work:
 
 
 class Roofline:
-    """The clock of a device that is not there: a function of an operator's call that returns seconds.
+    """Predict the seconds of an operator call on a simulated device.
 
-    Works on tensors of any device, fake ones too: it looks at shapes, strides and dtypes. `tf32` says whether PyTorch
-    may multiply numbers of 32 bits as TF32; by default what is set in this process for CUDA.
+    Reads shapes, strides and dtypes only, so fake tensors of any device work. `tf32` allows TF32 for products of 32
+    bits; by default, the process's setting for CUDA.
     """
 
     def __init__(self, device: Device, *, tf32: bool | None = None) -> None:
@@ -120,11 +118,12 @@ class Roofline:
 def work_of(
     func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, tf32: bool | None = None
 ) -> Work:
-    """What a call of an operator has to do, given its arguments and its result."""
+    """The work of a call, from its arguments and its result."""
     packet = func.overloadpacket
     convolves = packet in _CONVOLUTIONS
     if tf32 is None:
-        # Convolutions may by default, matrices may not: https://docs.pytorch.org/docs/stable/notes/cuda.html
+        # The defaults allow TF32 for convolutions, not for matrices:
+        # https://docs.pytorch.org/docs/stable/notes/cuda.html
         tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
     return Work(
         operations_of(func, args, kwargs, out),
@@ -139,18 +138,18 @@ def work_of(
 
 
 def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating point operations of matrix products, convolutions and attention; 0 for anything else."""
+    """Floating point operations of matrix products, convolutions and attention; 0 for other operators."""
     packet = func.overloadpacket
     if packet in ATTENTION or packet in ATTENTION_BACKWARD:
-        # The registered formula asserts as many heads of keys as of queries, and knows of no causal mask.
+        # PyTorch's registered formula asserts as many key heads as query heads and ignores causal masks.
         query, key, value = query_key_value(func, args, kwargs)
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        # Two products forward; five backward, since the scores are computed again.
+        # Two products forward; five backward, which recomputes the scores.
         forward = 2 * pairs * (query.shape[3] + value.shape[3])
         every = forward if packet in ATTENTION else pairs * (6 * query.shape[3] + 4 * value.shape[3])
         return every // 2 if argument(func, args, kwargs, "is_causal") else every
     if packet in (_RECURRENT, _RECURRENT_BACKWARD):
-        value, of_input, of_state = args[:3]  # of (time, batch, width), and the gates' weights in one matrix each
+        value, of_input, of_state = args[:3]  # (time, batch, width); the gates' weights in one matrix each
         products = 2 * value.shape[0] * value.shape[1] * (of_input.numel() + of_state.numel())
         return int(products if packet is _RECURRENT else 2 * products)
     formula = flop_registry.get(packet)
@@ -158,13 +157,13 @@ def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
 
 
 def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Bytes that an operator reads and writes: each tensor once, and of an expanded one what is there."""
+    """Bytes read and written: each tensor once, without the repeats of an expanded one."""
     packet = func.overloadpacket
     if func.is_view or packet in _FREE or func.namespace in _OTHERS:
         return 0
     given = tensors_in((args, kwargs))
     written = [*tensors_in(out), *_written(func, args, kwargs)]
-    if not written:  # a question about a tensor, such as prim::device
+    if not written:  # a query, such as prim::device
         return 0
     if packet in _ROWS:
         return 2 * touched(written) + touched(given[1:])
@@ -177,12 +176,12 @@ def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def touched(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes behind `tensors`, each view once; a dimension of stride 0 has no more than one element."""
+    """Bytes behind `tensors`, each view once; a dimension of stride 0 counts one element."""
     seen: set[tuple[Any, ...]] = set()
     total = 0
     for tensor in tensors:
         shape, stride = tuple(tensor.shape), tuple(tensor.stride()) if tensor.layout == torch.strided else ()
-        # The handle, not the address: fake tensors have none.
+        # Use the handle: fake tensors have no address.
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, stride) if stride else (id(tensor),)
         if key not in seen:
             seen.add(key)
@@ -192,7 +191,6 @@ def touched(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that an operator writes to."""
     named = zip(func._schema.arguments, args, strict=False)
     found = [value for one, value in named if one.alias_info is not None and one.alias_info.is_write]
     found += [kwargs[one.name] for one in func._schema.arguments
@@ -201,6 +199,6 @@ def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _dtype(args: Sequence[Any]) -> torch.dtype:
-    """What is multiplied: the narrowest of the numbers given. Statistics, and what `addmm` adds to, may be wider."""
+    """The narrowest dtype, which is multiplied. Statistics and the addend of `addmm` may be wider."""
     found = [each.dtype for each in tensors_in(args) if each.dtype.is_floating_point or each.dtype.is_complex]
     return min(found, key=lambda each: each.itemsize, default=torch.float32)

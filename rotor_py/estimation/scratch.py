@@ -1,7 +1,7 @@
-"""Bytes that CUDA's kernels allocate for themselves while they run, through PyTorch's allocator: no graph shows them.
+"""Scratch bytes that CUDA's kernels allocate through PyTorch's allocator, which no graph shows.
 
-Each number has its source in PyTorch's code. What cuDNN takes for a convolution is decided by its heuristics, and is
-assumed here; the rest are sizes that the code asks for.
+Each formula cites PyTorch's code. cuDNN's workspace for convolutions depends on its heuristics and is assumed; the
+others are the sizes in the code.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ aten = torch.ops.aten
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)
 """Since torch 2.8."""
 _THREADS = 132 * 2048
-"""That run at once, on an H100."""
+"""Resident threads of an H100."""
 _FLOAT = 4
 _LONG = 8
 _Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]
 
 
 def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """The bytes that `func` holds on CUDA beyond what it is given and what it returns. 0 where none are known of."""
+    """Scratch bytes of `func` on CUDA, beyond arguments and result. 0 if none are known."""
     found = _SCRATCH.get(func.overloadpacket)
     return 0 if found is None else found((func, args, kwargs, out))
 
@@ -41,9 +41,9 @@ def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
 def _flash_backward(call: _Call) -> int:
     """`mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
-    The gradient of the queries is summed in 32 bits; with fewer heads of keys, theirs are made for every head first.
-    The output and its gradient are copied unless all heads of a place lie together (`_flash_attention_backward` in
-    attention_backward.cu), which the output does where the queries do.
+    Accumulates the queries' gradient in 32 bits; with fewer key heads, expands their gradients to every head first.
+    Copies the output and its gradient unless a token's heads are contiguous (`_flash_attention_backward` in
+    attention_backward.cu); the output is if the queries are.
     """
     given = (argument(*call[:3], name) for name in ("grad_out", "out"))
     copies: int = sum(each.numel() * each.element_size() for each in given if not each.transpose(1, 2).is_contiguous())
@@ -61,15 +61,15 @@ def _flash_sums(call: _Call) -> int:
 
 
 def _cudnn_backward(call: _Call) -> int:
-    """cuDNN's own workspace (`MHA.cpp` asks its graph for the size). Assumed: the same sums as flash attention's."""
+    """cuDNN's workspace (`MHA.cpp` asks its graph for the size). Assumed: as flash attention's accumulators."""
     return _flash_sums(call)
 
 
 def _efficient_backward(call: _Call) -> int:
     """`_efficient_attention_backward` in attention_backward.cu: `delta`, and the workspace of kernel_backward.h.
 
-    Gradients of queries are summed in 32 bits over splits of the keys, whatever their dtype (`kNeedsAccumGradQ`), by
-    blocks of 128 rows and 64 columns. Those of keys and values are where heads are too wide for registers.
+    Accumulates the queries' gradient in 32 bits over splits of the keys, whatever their dtype (`kNeedsAccumGradQ`), in
+    blocks of 128 rows and 64 columns; those of keys and values only if heads exceed the registers.
     """
     query, key, value = query_key_value(*call[:3])
     batch, heads, length, width = query.shape
@@ -83,26 +83,26 @@ def _efficient_backward(call: _Call) -> int:
 def _embedding_backward(call: _Call) -> int:
     """`embedding_dense_backward_cuda` in Embedding.cu, `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
 
-    Indices are sorted, then rows are summed in 32 bits: ten of one index at a time (NROWS_PER_THREAD), then these sums.
+    Sorts indices, then sums rows in 32 bits: ten of one index at a time (NROWS_PER_THREAD), then the partial sums.
     """
     func, args, kwargs, _ = call
     gradient, indices = args[0], argument(func, args, kwargs, "indices")
     rows, count, each = argument(func, args, kwargs, "num_weights"), int(indices.numel()), int(indices.element_size())
     if count <= 3072 and not argument(func, args, kwargs, "scale_grad_by_freq"):
-        return 0  # one kernel, without sorting
+        return 0  # a single kernel without sorting
     segments = min(count, int(rows))
     partial = count // 10 + segments
     width: int = max(_FLOAT, gradient.element_size())
-    # Sorted indices and where they were stay. While they are sorted, there are a range and cub's copy of both; after
-    # that, offsets of segments, of their parts, and the sums.
+    # Sorted indices and their positions stay. Sorting adds a range and cub's copy of both; summing adds the offsets of
+    # segments and of their parts, and the sums.
     summing = (3 * segments + partial) * each + partial * int(gradient.shape[-1]) * width
     return 2 * count * each + max(3 * count * each, summing)
 
 
 def _index_put(call: _Call) -> int:
-    """`index_put_with_sort_kernel` in Indexing.cu: with `accumulate`, linear indices are sorted.
+    """`index_put_with_sort_kernel` in Indexing.cu: with `accumulate`, sorts linear indices.
 
-    There are the indices, a range, both of them sorted, and cub's copy of both.
+    Holds the indices, a range, both sorted, and cub's copy of both.
     """
     func, args, kwargs, _ = call
     if not argument(func, args, kwargs, "accumulate"):
@@ -112,19 +112,19 @@ def _index_put(call: _Call) -> int:
 
 
 def _sort(call: _Call) -> int:
-    """`sort_cuda_kernel` in Sort.cpp. Assumed: cub's second copy of keys and of indices."""
+    """`sort_cuda_kernel` in Sort.cpp. Assumed: cub copies keys and indices once more."""
     given = tensors_in(call[1])[0]
     return given.numel() * (given.element_size() + _LONG)
 
 
 def _im2col(call: _Call) -> int:
-    """`im2col_cuda` in Im2Col.cu makes a result as large as the image; where more is needed, another one is made."""
+    """`im2col_cuda` in Im2Col.cu allocates a result as large as the image, and another one if more is needed."""
     given, out = tensors_in(call[1])[0], call[3]
     return int(given.numel() * given.element_size()) if out.numel() > given.numel() else 0
 
 
 def _sum(call: _Call) -> int:
-    """Of leading dimensions, as of the gradient of a bias."""
+    """Sums over leading dimensions, as for the gradient of a bias."""
     given, sizes = tensors_in(call[1])[0], argument(*call[:3], "dim")
     dims = sorted(each % given.dim() for each in sizes or ())
     leading = dims and len(dims) < given.dim() and dims == list(range(len(dims)))
@@ -137,10 +137,10 @@ def _sum(call: _Call) -> int:
 
 
 def _column_sums(rows: int, width: int) -> int:
-    """`setReduceConfig` and `global_memory_size` in Reduce.cuh: rows are divided among blocks, which add up in memory.
+    """`setReduceConfig` and `global_memory_size` in Reduce.cuh: blocks share the rows and accumulate in memory.
 
-    A block has 32 threads of 4 columns each, and 4 rows at a time; each adds 16 to 256 numbers. On an H100, sums of
-    1024 to 4096 rows of 256 to 1024 columns took these bytes, and sums of 512 rows none.
+    A block has 32 threads of 4 columns each and 4 rows at a time; each thread adds 16 to 256 numbers. On an H100, sums
+    of 1024 to 4096 rows of 256 to 1024 columns took these bytes, and sums of 512 rows none.
     """
     if rows < 1024:
         return 0
@@ -151,9 +151,9 @@ def _column_sums(rows: int, width: int) -> int:
 
 
 def _norm_backward(call: _Call) -> int:
-    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: long batches of narrow rows are summed in two steps.
+    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: sums long batches of narrow rows in two steps.
 
-    Narrow: fewer warps than half of the multiprocessors, of which the largest devices have 132 to 148.
+    Narrow: fewer warps than half of the multiprocessors; the largest devices have 132 to 148.
     """
     given = tensors_in(call[1])
     width = 1
@@ -170,9 +170,9 @@ def _norm_backward(call: _Call) -> int:
 
 
 def _convolution(call: _Call) -> int:
-    """Assumed: what cuDNN takes to turn channels around.
+    """Assumed: cuDNN's layout conversion.
 
-    Its tensor cores read channels last; of tensors that are not, it makes copies in its workspace
+    Its tensor cores read channels last, so it copies other tensors into its workspace
     (https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional, section on layouts).
     """
     given = [each for each in tensors_in((call[1], call[3])) if each.dim() >= 4]

@@ -1,13 +1,7 @@
-"""Where a step is planned for devices that are not there: what is made there, and what is measured there.
+"""Simulate the devices that a step is planned for: instruments, sharding and the process group.
 
-The instruments that predict for a device of the table.
-
-`fully_shard` applied to each block of a model and to what is around them, as most people do, or to it as a whole.
-
-A group of processes that are not there: this one is the first of them, and collectives send nothing.
-
-PyTorch's own backend "fake" returns from every collective at once, with whatever is in memory. Shapes are all that
-counts here, so one process is enough to see what each of any number of them holds.
+PyTorch's "fake" backend makes collectives return at once, with arbitrary values. Only shapes count here, so one process
+shows the memory of each of any number.
 """
 
 from __future__ import annotations
@@ -42,17 +36,16 @@ from rotor_py.estimation.scratch import scratch_bytes
 from rotor_py.estimation.training_step import TrainingStep
 
 _BLOCK = 512
-"""Bytes that the caching allocator rounds up to a multiple of (`kMinBlockSize` in torch), on ROCm as well."""
+"""Block size of the caching allocator (`kMinBlockSize` in torch), also on ROCm."""
 
 _BOTH_WAYS = 0.8
-"""The part of the data sheet's bandwidth that copies reach both ways at once: 51 of 64 GB/s were measured on PCI
-Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53)."""
+"""Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
+Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53).
+"""
 
 
 def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
-    """What predicts for `device`, one of `count`: its allocator's rounding, a roofline for a clock, the operators that
-    run there.
-    """
+    """Simulate `device`, one of `count`: allocator blocks, roofline clock and operators."""
     return PredictedDevice(
         kind="cuda",
         name=device.name,
@@ -72,15 +65,15 @@ Sharding = Literal["blocks", "whole"]
 
 
 def shard_whole(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype | None = None) -> None:
-    """Have the parameters of `model` divided among the processes of `mesh`, and gathered all together.
+    """Shard the parameters of `model` over `mesh`, gathered all together.
 
-    With `precision`, parameters are gathered, and modules run, in this dtype; gradients are added up in 32 bits.
+    With `precision`, parameters are gathered and modules run in this dtype; gradients are reduced in 32 bits.
     """
     _shard([model], mesh, precision)
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype | None = None) -> None:
-    """The same, gathered block by block."""
+    """Shard as `shard_whole`, gathered block by block."""
     _shard([*blocks_of(model), model], mesh, precision)
 
 
@@ -96,9 +89,9 @@ def _shard(modules: Iterable[nn.Module], mesh: DeviceMesh, precision: torch.dtyp
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules of a class that comes several times in a list, as the layers of a transformer do.
+    """Outermost modules whose class repeats in a list, such as the layers of a transformer.
 
-    Layers without layers of their own are none: each would be gathered by itself.
+    Excludes layers without children: each would be gathered separately.
     """
     classes = Counter(map(type, module.children())) if isinstance(module, _LISTS) else Counter[type]()
     for child in module.children():
@@ -110,9 +103,9 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def world_of(size: int) -> Iterator[DeviceMesh]:
-    """Inside, this process is the first of `size` that are not there; gives a mesh of all of them.
+    """Make this process the first of `size` simulated ones within the context; yields a mesh of all.
 
-    UnsupportedModelError if it is one of several already.
+    Raises UnsupportedModelError if a process group exists already.
     """
     if not dist.is_available():
         raise UnsupportedModelError(
@@ -125,11 +118,11 @@ def world_of(size: int) -> Iterator[DeviceMesh]:
             "before init_process_group, or in a process of its own",
             kind="has_process_group",
         )
-    from rotor_profiling.torch_compat import FakeStore  # has the backend registered
+    from rotor_profiling.torch_compat import FakeStore  # registers the backend
 
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
-        with unset_fake_temporarily():  # a mesh reads the ranks that it has
+        with unset_fake_temporarily():  # a mesh reads its ranks' values
             mesh = init_device_mesh("cpu", (size,))
         yield mesh
     finally:
@@ -140,12 +133,12 @@ Shard = Callable[[nn.Module, DeviceMesh], object] | Sharding
 
 
 class Elsewhere:
-    """A place for models that are planned for `devices`, which need not be there.
+    """Converts, measures and plans models for simulated `devices`.
 
-    Where there are several, parameters are divided among them by `shard`: a function of the model and of the mesh of
-    devices, or the name of one of ours ("blocks" if it is None), which gathers with this `precision`.
+    With several devices, `shard` shards the parameters: a function of the model and the mesh, or "blocks" (the default)
+    or "whole", which gather in `precision`.
 
-    ValueError for either with one device, where they would say nothing, and for a `precision` beside a function.
+    Raises ValueError for `shard` or `precision` with one device, and for `precision` with a function.
     """
 
     def __init__(self, devices: Devices, *, shard: Shard | None = None, precision: torch.dtype | None = None) -> None:
@@ -157,16 +150,16 @@ class Elsewhere:
         self._communication = Communication(devices.each)
         self._mode = TensorsWithoutMemory()
         self.without_memory = WithoutMemory(self._mode)
-        """what makes models, samples and optimizers without memory of others"""
+        """makes fake copies of models, samples and optimizers"""
 
     making = staticmethod(made_without_memory)
-    """Inside, models are made on the meta device."""
+    """Build models on the meta device within the context."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All that follows happens inside: there, this process is the first of those that have a device each.
+        """Enter before anything else: this process is then the first of one per device.
 
-        UnsupportedModelError if there are several devices, and this process is one of several already.
+        Raises UnsupportedModelError for several devices if a process group exists already.
         """
         if self.devices.count == 1:
             yield
@@ -175,7 +168,7 @@ class Elsewhere:
             yield
 
     def model(self, model: nn.Module) -> nn.Module:
-        """A copy of a model without memory, of whose parameters this process has its part."""
+        """A fake copy of a model with this process's shard of the parameters."""
         found = self.without_memory.model(model)
         if self._mesh is not None:
             with self.measuring():
@@ -183,12 +176,12 @@ class Elsewhere:
         return found
 
     def follow(self, step: TrainingStep) -> None:
-        """Have a model that was measured plan with the room that communication takes in a `step` by its plan."""
+        """Plan a measured model with the communication bytes of a `step` by its plan."""
         if self._mesh is not None:
             self._communication.find_room(step)
 
     def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation:
-        """What is reserved for a `step` by a plan that was found; see `find_reservation`."""
+        """Reservation of a `step` by its plan; see `find_reservation`."""
         if self._mesh is None:
             return find_reservation(step, self.devices, keep_limit=keep_limit)
         found = find_reservation(step, self.devices, keep_limit=keep_limit, requests_of=self._communication.requests)
@@ -197,9 +190,9 @@ class Elsewhere:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Inside, tensors that are made take no memory, and what is measured is predicted for the device.
+        """Fake new tensors, and predict measurements for the device, within the context.
 
-        UnsupportedModelError for what reads values.
+        Raises UnsupportedModelError for code that reads values.
         """
         device = self.devices.each
         casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()

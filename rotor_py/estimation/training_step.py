@@ -1,4 +1,4 @@
-"""A training step on tensors without memory, as a training loop takes it."""
+"""Take a training step on fake tensors, as a training loop would."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rotor_py.plan.sample import arguments_of
 
 
 def _nothing_begins(phase: str) -> None:
-    """Nobody wants to know."""
+    """Ignore phases."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """A step of `network` on `value`, whose caller holds the output to its end. Calling it takes the step.
+    """A step of `network` on `value`, whose caller holds the output to its end. Call it to take the step.
 
-    Without a `loss`, that is the single number with a gradient in the output, and else every tensor gets a gradient.
-    With `fresh_grads`, gradients are freed at its end. As many forwards are in flight as the network was planned for.
-    With `autocast`, they and the loss run in a region of it with this dtype, and the backward outside, as in training.
+    Without a `loss`, the loss is the output's single number with a gradient, else every tensor gets a gradient. With
+    `fresh_grads`, gradients are freed at the end. Runs as many forwards in flight as the network was planned for. With
+    `autocast`, forward and loss run in a region with this dtype; the backward outside, as in training.
     """
 
     network: Checkpointable
@@ -49,7 +49,7 @@ class TrainingStep:
                 outputs.append(network(*arguments, **keywords))
                 values.append(_loss_in(outputs[-1]) if self.loss is None else self.loss(outputs[-1]))
         begins("backward")
-        with operators():  # not around the forward: TorchDynamo would capture what stands for them
+        with operators():  # not around the forward: TorchDynamo would capture the replacements
             while values:
                 last = budget is not None and budget.backward_order == "reverse"
                 values.pop(-1 if last else 0).backward()
@@ -62,7 +62,7 @@ class TrainingStep:
         begins("end")
 
     def prepare(self) -> None:
-        """Make what the first step leaves, without taking it: an optimizer's state, and gradients if they are kept."""
+        """Make the optimizer's state, and gradients if kept, without a step."""
         for parameter in self.network.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -73,7 +73,7 @@ class TrainingStep:
             self.network.zero_grad()
 
     def present(self) -> list[torch.Tensor]:
-        """What is there before the first one is taken."""
+        """Tensors that exist before the first step."""
         parameters = list(self.network.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
@@ -81,7 +81,7 @@ class TrainingStep:
 
     @contextmanager
     def leaving_nothing(self) -> Iterator[None]:
-        """Steps that are taken inside leave neither gradients nor an optimizer's state, and are not watched."""
+        """Drop gradients and optimizer state of steps inside the context, and do not watch them."""
         gradients = {each: each.grad for each in self.network.parameters()}
         state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
         watch, self.network.watch = self.network.watch, False
@@ -99,5 +99,5 @@ class TrainingStep:
 def _loss_in(output: Any) -> torch.Tensor:
     found = [each for each in tensors_in(output) if each.dim() == 0 and each.requires_grad]
     made = found[0] if found else scalar_after(output)
-    assert made is not None  # it was planned, so something trains
+    assert made is not None  # a planned network trains something
     return made

@@ -1,4 +1,4 @@
-"""One line for trainers that own the model: a callback, or a hook, plans it where it stands.
+"""Plan models in place with a callback or hook, for trainers that own the model.
 
-Each file needs its library, and is imported by name: `transformers_callback`, `lightning_callback`, `accelerate_hook`.
+Each module needs its library and is imported by name: `transformers_callback`, `lightning_callback`, `accelerate_hook`.
 """

@@ -1,4 +1,4 @@
-"""`limit_memory(accelerator, "4GB")`: what an Accelerator prepares trains inside a limit."""
+"""`limit_memory(accelerator, "4GB")`: train the models that an Accelerator prepares within a limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class MemoryLimit:
-    """What `limit_memory` did to an Accelerator; `end()` undoes it."""
+    """State of `limit_memory`; `end()` undoes it."""
 
     def __init__(self, accelerator: Accelerator, mem_limit: float | str | None, settings: dict[str, Any]) -> None:
         self._models = InPlace(mem_limit, settings)
@@ -30,8 +30,8 @@ class MemoryLimit:
         self._prepare, self._prepare_model = accelerator.prepare, accelerator.prepare_model
         self._end_training = accelerator.end_training
         self.planned: Checkpointable | None = None
-        """What knows the plan, for `report()` and `summary()`, once a model has been prepared."""
-        # Not `prepare_model` alone: FSDP2 and DeepSpeed do not come by it.
+        """The planned model, for `report()` and `summary()`, once one has been prepared."""
+        # Patch `prepare` as well: FSDP2 and DeepSpeed bypass `prepare_model`.
         accelerator.prepare, accelerator.prepare_model = self._planned_first, self._planned_model
         accelerator.end_training = self._end
 
@@ -64,24 +64,23 @@ class MemoryLimit:
         self._end_training()
 
     def end(self) -> None:
-        """Have the plain model back, and prepare as before; `accelerator.end_training()` does it too."""
+        """Restore the plain model and `prepare`; `accelerator.end_training()` does it too."""
         self._models.take_away()
         for name in ("prepare", "prepare_model", "end_training"):
             self._accelerator.__dict__.pop(name, None)
 
 
 def limit_memory(accelerator: Accelerator, mem_limit: float | str | None = None, **settings: Any) -> MemoryLimit:
-    """Have the model that `accelerator.prepare` is given next follow a plan, until `accelerator.end_training()`.
+    """Plan the next model given to `accelerator.prepare`, until `accelerator.end_training()`.
 
-    It is the first one that has parameters to train; of others a warning is logged, since the limit is for one. Frozen
-    ones are left alone. Of several processes, the limit is that of each. A model that is a `Checkpointable` already
-    keeps its own limit.
+    Plans the first model with trainable parameters. A second one logs a warning, since the limit is for one; frozen
+    ones stay plain. The limit applies to each process. A `Checkpointable` keeps its own limit.
 
     Args:
         accelerator: before the model is prepared.
         mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: `loss`, above all, where the model does not compute it.
+        settings: other arguments of `Checkpointable`: mainly `loss`, if the model does not compute it.
 
-    ValueError and TypeError as from `Checkpointable`.
+    Raises ValueError and TypeError as `Checkpointable` does.
     """
     return MemoryLimit(accelerator, mem_limit, settings)

@@ -1,9 +1,9 @@
-"""The first training step of a program that knows nothing of us: its model is planned where it stands, and followed.
+"""Plan a program's model in place at its first training step; the program needs no changes.
 
-The model is the module that the program itself calls, in training mode and with gradients, and that has parameters to
-train. It is measured on what it is called with, right there, so that autocast and modes are those of the step, and the
-plain step is never taken, which may not fit. The rest of the step shows by itself, as in any training that is watched:
-a loss that is computed outside, several forwards, and the optimizer, which is about to step at the end.
+The model is the module that the program calls in training mode, with gradients and with trainable parameters. It is
+measured at that call, so that autocast and modes are those of the step; the plain step, which may not fit, is never
+taken. The rest of the step is observed as in any watched training: an outside loss, several forwards, and the
+optimizer.
 """
 
 from __future__ import annotations
@@ -32,42 +32,43 @@ from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autoca
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """What a first training step has shown, right before its optimizer steps."""
+    """Observations of a first training step, right before its optimizer steps."""
 
     network: Checkpointable
-    """The model, measured and, where a plan fits, planned."""
+    """The model, measured and, if a plan fits, planned."""
     sample: Call
-    """What it was called with."""
+    """Arguments of the call."""
     autocast: tuple[Autocast, ...]
-    """The state of autocast around the call."""
+    """Autocast state around the call."""
     optimizer: torch.optim.Optimizer | None
-    """None where none stepped that trains the model."""
+    """None if no optimizer of the model stepped."""
     own_loss: bool
-    """Whether the model returned a single number to be trained by: its loss."""
+    """Whether the model returned its loss: a single number with a gradient."""
     others: tuple[nn.Module, ...]
-    """Other models that the step trains, smaller ones."""
+    """Smaller models that the step trains as well."""
 
 
 class NoTrainingStepError(UnsupportedModelError):
-    """A program has ended without a training step."""
+    """The program ended without a training step."""
 
 
 class FirstTrainingStep:
-    """Waits for the first training step of a program, inside `watched()`, and calls `found` with what it has shown.
+    """Waits inside `watched()` for the first training step of a program, then calls `found`.
 
-    `found` is called right before the optimizer's first step, and may raise an error to end the program there. If the
-    program goes on, the model follows its plan until `take_away()`. Where no plan fits, `found` is called before the
-    model runs. Where that is certain without measuring, InfeasibleError ends the program instead.
+    Calls `found` right before the optimizer's first step; it may raise an error to end the program there. Otherwise the
+    model follows its plan until `take_away()`. If no plan fits, calls `found` before the model runs; if that is certain
+    without measuring, ends the program with InfeasibleError.
 
     Args:
         found: called once, with a `FirstStep`.
         mem_limit: the peak of a whole step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`. Gradients are taken to be freed between steps until some are
-            there when a forward begins.
-        limited: whether a plan inside the limit is wanted at all.
-        closely: whether a limit is to be read off the curve of all plans, as for `Checkpointable.measure`.
+        settings: other arguments of `Checkpointable`. Gradients are assumed to be freed between steps until some exist
+            when
+            a forward begins.
+        limited: whether to plan within the limit at all.
+        closely: whether to read a limit off the curve of all plans, as for `Checkpointable.measure`.
 
-    Of several models the largest is planned. UnsupportedModelError, in the program, if its model has a plan already.
+    Plans the largest of several models. Raises UnsupportedModelError, in the program, if its model has a plan already.
     """
 
     def __init__(
@@ -81,26 +82,28 @@ class FirstTrainingStep:
     ) -> None:
         self._found = found
         self._mem_limit, self._settings = mem_limit, {"fresh_grads": True, **settings}
-        Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)  # for its errors, before the program runs
+        Checkpointable(
+            nn.Identity(), mem_limit=mem_limit, **self._settings
+        )  # validate the arguments before the program runs
         self._limited, self._closely = limited, closely
         self._planned: FollowedModel | None = None
         self._plain: dict[nn.Module, int] = {}
-        """models that are called and not planned, with their sizes"""
+        """sizes of models that are called and not planned"""
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []
-        """optimizers that have stepped for another model than the one that is planned"""
+        """optimizers of other models that have stepped"""
         self._over = False
         self._ended: BaseException | None = None
-        """what has ended the program: raised by `found`, or because nothing can fit"""
+        """the error that ended the program: from `found`, or because nothing can fit"""
         self._cannot_fit: InfeasibleError | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Have the program run inside. At its end, it has taken its step, or NoTrainingStepError is raised.
+        """Run the program inside. Raises NoTrainingStepError at its end if it took no step.
 
-        That error is not raised over one of the program's own.
+        Errors of the program take precedence.
         """
-        # After the planner's own hook: it counts the optimizer, which then is part of what is found.
+        # Register after the planner's hook, which counts the optimizer, so that the result includes it.
         hook = register_optimizer_step_pre_hook(self._about_to_step)
         try:
             with outermost_calls(self._called) as self._stop:
@@ -109,18 +112,18 @@ class FirstTrainingStep:
             raise
         except BaseException:
             if self._cannot_fit is not None:
-                raise self._cannot_fit from None  # whatever the program has made of it
+                raise self._cannot_fit from None  # even if the program raised another error
             raise
         finally:
             hook.remove()
-            self._ended = None  # its traceback would keep what the program has made
+            self._ended = None  # its traceback would keep the program's objects alive
         if self._cannot_fit is not None:
             raise self._cannot_fit  # the program has caught it
         if not self._over:
             self._at_the_end()
 
     def take_away(self) -> None:
-        """Have the model plain again."""
+        """Restore the plain model."""
         if self._planned is not None:
             self._planned.forward.take_away()
 
@@ -130,7 +133,7 @@ class FirstTrainingStep:
             return run()
         planned = self._planned
         if planned is not None and planned.went_back and not is_trained(planned.model):
-            self._show()  # the program trains without an optimizer of torch's: this is its next step
+            self._show()  # the optimizer is not torch's, so this call starts the next step
             return run()
         if planned is None or module is not planned.model:
             size = _size(module)
@@ -146,7 +149,7 @@ class FirstTrainingStep:
             planned.count_gradients()
         try:
             output = run()
-        except InfeasibleError:  # for this call, which is larger than the one before
+        except InfeasibleError:  # this call's sample is larger than the one before
             planned.measure(Call(args, kwargs))
             self._show()
             raise
@@ -154,7 +157,7 @@ class FirstTrainingStep:
         return output
 
     def _plan(self, module: nn.Module, sample: Call, size: int) -> FollowedModel | None:
-        """Plan this model from now on, and no other one; None if it cannot be planned."""
+        """Plan this model and no other from now on; None if it cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
             raise UnsupportedModelError(
                 f"{type(module).__name__}, or a part of it, is planned already; its own report is "
@@ -183,32 +186,32 @@ class FirstTrainingStep:
             network.compute_sequence()
         except InfeasibleError:
             self._show()
-            raise  # nobody has ended the program
+            raise  # nothing has ended the program
         self._planned.forward.put()
         return self._planned
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._end_again()
         planned = self._planned
-        # In a backward, other gradients are still to come: the step is over when the model is called again.
+        # In a backward, other gradients are still to come: the step is over at the model's next call.
         if self._over or planned is None or torch_compat.current_graph_task_id() != -1:
             return
         if planned.went_back and trains(optimizer, planned.model):
             self._show(optimizer)
             return
         trained = [each for each in self._plain if trains(optimizer, each)]
-        if not trained:  # of models that are not called; or a copy, by which it is found out what an optimizer needs
+        if not trained:  # of models that are not called; or a copy that measures the optimizer's memory
             return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
-        # A whole round without a gradient: the largest model is not trained, and one of the others is planned.
+        # A round without gradient: the largest model is not trained, so plan another.
         planned.forward.take_away()
         self._plain = {planned.model: planned.size}
         self._planned = None
 
     def _end_again(self) -> None:
-        """Raise once more what has ended the program, if it has caught that: nothing is to be trained."""
+        """Raise the ending error again if the program has caught it, so that it does not train."""
         if self._ended is not None:
             raise self._ended
 
@@ -247,18 +250,18 @@ class FirstTrainingStep:
 
 
 def _size(model: nn.Module) -> int:
-    """The elements of the parameters that are trained."""
+    """Number of trained parameter elements."""
     return sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
 class _Forward:
-    """Lives as long as the graph of a forward: its output's hooks hold it."""
+    """Lives as long as a forward's graph: hooks of its output hold it."""
 
 
 class FollowedModel:
-    """The model of `network`, which was measured on `sample`; the parameters that it trains have `size` elements.
+    """The model of `network`, measured on `sample`, with `size` trained parameter elements.
 
-    `optimizer` is known to train it; others may. It is measured again as `closely` as it was.
+    `optimizer` is known to train it; others may. Measures again as `closely` as before.
     """
 
     def __init__(
@@ -279,29 +282,29 @@ class FollowedModel:
         self._most_in_flight = 1
 
     def measure(self, sample: Call) -> None:
-        """Measure it again, on `sample`."""
+        """Measure again, on `sample`."""
         self.forward.measure(sample, closely=self._closely)
 
     def count_gradients(self) -> None:
-        """Plan for gradients that are kept, if some are there when a forward begins."""
+        """Plan for kept gradients if some exist when a forward begins."""
         if self.network.fresh_grads and any(each.grad is not None for each in self.model.parameters()):
             self.network.fresh_grads = False
             self.measure(self.sample)
 
     def make_room_for_forwards(self) -> None:
-        """Plan for as many forwards in flight as there were."""
+        """Plan for as many forwards in flight as were seen."""
         network = self.network
         if self._most_in_flight <= network.forwards_in_flight:
             return
         assert network.inspection_values is not None
-        loss = network.inspection_values.loss  # as the step has shown it; measuring does not
+        loss = network.inspection_values.loss  # observed in the step; measuring does not show it
         network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
         network.forwards_in_flight = self._most_in_flight
         with restored_autocast(self.autocast, cache=True):
             self.measure(self.sample)
 
     def returned(self, output: Any, sample: Call) -> None:
-        """A forward on `sample` has returned this."""
+        """Record the output of a forward on `sample`."""
         self.sample = sample
         tensors = [each for each in tensors_in(output) if each.requires_grad]
         self.own_loss = any(each.dim() == 0 for each in tensors)
@@ -312,7 +315,7 @@ class FollowedModel:
             tensor.register_hook(partial(self._gradient_came, forward))
 
     def step(self, optimizer: torch.optim.Optimizer | None, others: list[nn.Module]) -> FirstStep:
-        """What the step has shown: `optimizer` is about to step, and the `others` are trained as well."""
+        """Observations of the step: `optimizer` is about to step, and `others` are trained as well."""
         optimizer = optimizer or self.optimizer
         return FirstStep(self.network, self.sample, self.autocast, optimizer, self.own_loss, tuple(others))
 
@@ -322,20 +325,20 @@ class FollowedModel:
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether this one trains any parameter of the model."""
+    """Whether `optimizer` trains any parameter of the model."""
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return any(id(each) in trained for each in model.parameters())
 
 
 def is_trained(model: nn.Module) -> bool:
-    """Whether any optimizer of the program trains it."""
+    """Whether any optimizer of the program trains the model."""
     return any(trains(each, model) for each in _optimizers())
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
-    """The one optimizer that trains it; None where there are several, or none yet, or one of an unknown kind.
+    """The one optimizer that trains the model; None if there are several, none yet, or one of an unknown kind.
 
-    These are noticed when they step.
+    These are detected when they step.
     """
     found = [each for each in _optimizers() if trains(each, model)]
     if len(found) != 1:
@@ -347,15 +350,15 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
-    """All that there are, without those of Accelerate, which stand around others."""
-    # By its type: `isinstance` asks objects for their class, and some answer by importing a library. At once: among all
-    # objects are tuples that are being made meanwhile, and nobody may hold these.
+    """All optimizers, without Accelerate's wrappers."""
+    # Test the type: `isinstance` asks objects for their class, and some answer by importing a library. Filter at once:
+    # the objects include tuples under construction, which must not be held.
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     return [each for each in found if "param_groups" in each.__dict__]
 
 
 class Handler(Protocol):
-    """Is called instead of a module; `run()` is the call that was to be made."""
+    """Called instead of a module; `run()` makes the original call."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         """The output of the call."""
@@ -363,13 +366,13 @@ class Handler(Protocol):
 
 @contextmanager
 def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
-    """Inside, `handler` stands between the program and every call of a module that no other module makes.
+    """Within the context, `handler` intercepts every module call that no other module makes.
 
-    These are calls in the thread and the process that entered the context, and not those of a backward, where modules
-    are called to be run again. Gives a function that ends it before the context does.
+    Covers the thread and process that entered the context, without backwards, whose module calls are recomputations.
+    Yields a function that ends the interception early.
     """
-    # Not a global forward hook of torch: it is not told keyword arguments, which models of transformers are called by.
-    # TorchDynamo compares `Module.__call__` with the one that it found when it was imported.
+    # Not a global forward hook of torch, which does not receive the keyword arguments that transformers pass.
+    # TorchDynamo compares `Module.__call__` with the one found at its import.
 
     kind: Any = nn.Module
     called, here = kind.__call__, (os.getpid(), threading.get_ident())
@@ -381,7 +384,7 @@ def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
         elsewhere = here != (os.getpid(), threading.get_ident())
         if inside or elsewhere or torch_compat.current_graph_task_id() != -1:
             return called(self, *args, **kwargs)
-        inside, kind.__call__ = True, called  # as it is: TorchDynamo looks at it while it captures
+        inside, kind.__call__ = True, called  # restored inside: TorchDynamo inspects it while it captures
         try:
             return handler(self, args, kwargs, lambda: called(self, *args, **kwargs))
         finally:

@@ -1,8 +1,8 @@
-"""A plan for a model that somebody else holds: the model stays the object that it is, and its forward is replaced.
+"""Plan a model in place: the module object stays, and its forward is replaced.
 
-A trainer keeps its model in several places: its own attribute, the optimizer, DistributedDataParallel, callbacks. A
-wrapper would have to be put into each of them. An attribute `forward` of the module is seen by all of them, and names
-of parameters, checkpoints and `type(model)` are what they were.
+Trainers hold their model in several places: an attribute, the optimizer, DistributedDataParallel, callbacks. All of
+them see the module's attribute `forward`, while a wrapper would have to be inserted in each. Parameter names,
+checkpoints and `type(model)` do not change.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _FORWARD = "forward"
 
 
 class PlannedForward:
-    """The forward of `planned.model` while it is planned: by the plan in training, else the model's own.
+    """The forward of `planned.model` while planned: by the plan in training, else the model's own.
 
-    It is an object and no closure: with a copy of the model (averaged weights, for example) comes a copy of this one,
-    and so a plan of the copy's own.
+    An object, not a closure: copying the model (averaged weights, for example) copies it too, so the copy gets its own
+    plan.
     """
 
     def __init__(self, planned: Checkpointable) -> None:
@@ -35,14 +35,14 @@ class PlannedForward:
         self.called = False
         self._planned_now = True
         self._replaced = planned.model.__dict__.get(_FORWARD)
-        with suppress(TypeError, ValueError):  # forwards written in C may have no signature
+        with suppress(TypeError, ValueError):  # forwards in C may have no signature
             self.__dict__["__signature__"] = inspect.signature(planned.model.forward)
 
-    # Checkpointable says why it is this one, and not `torch.compiler.disable`.
+    # Checkpointable explains the choice over `torch.compiler.disable`.
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.planned.model
-        if args and args[0] is model:  # Accelerate, where it takes its autocast away, makes a method of what was inside
+        if args and args[0] is model:  # Accelerate turns the inner forward into a method when it removes its autocast
             args = args[1:]
         with self._own_forward(model):
             if not self._planned_now:
@@ -52,18 +52,18 @@ class PlannedForward:
             return self.planned.forward(*args, **kwargs)
 
     def measure(self, sample: Any, *, closely: bool = False) -> None:
-        """Measure the model on `sample`, as `Checkpointable.measure` does, while it has this forward."""
+        """Measure the model on `sample` as `Checkpointable.measure` does, while it has this forward."""
         with self._own_forward(self.planned.model):
             self.planned.measure(sample, closely=closely)
 
     def put(self) -> None:
-        """Have the model follow the plan from its next call on."""
+        """Follow the plan from the next call on."""
         self.planned.model.__dict__[_FORWARD] = self
 
     def take_away(self) -> None:
-        """Have the model's own forward back.
+        """Restore the model's own forward.
 
-        Accelerate may have put a forward around this one, which it keeps: called from there, it is the model's own.
+        Accelerate may hold a forward around this one; calls from there reach the model's own.
         """
         self._planned_now = False
         if _forward_in_place(self.planned.model) is self:
@@ -71,7 +71,7 @@ class PlannedForward:
 
     @contextmanager
     def _own_forward(self, model: nn.Module) -> Iterator[None]:
-        """Inside the context, the model has the forward that this one replaced: it is what stages are made of."""
+        """Restore the replaced forward within the context: stages are made of it."""
         outermost = model.__dict__.get(_FORWARD)
         _set_forward(model, self._replaced)
         try:
@@ -81,29 +81,30 @@ class PlannedForward:
 
 
 class InPlace:
-    """The plans that a callback or a hook has made, and has to take away in the end.
+    """Plans made by a callback or hook, which has to remove them at the end.
 
-    `settings` are arguments of `Checkpointable` beside the model and `mem_limit`. ValueError and TypeError as from it.
+    `settings` are arguments of `Checkpointable` other than the model and `mem_limit`. Raises ValueError and TypeError
+    as it does.
     """
 
     def __init__(self, mem_limit: float | str | None, settings: dict[str, Any]) -> None:
         self._mem_limit = mem_limit
         self._settings = settings
         self._put: list[PlannedForward] = []
-        # For errors in what was given, before there is a model; a plan and an input are for that model alone.
+        # Validate the arguments before there is a model; a plan and an input are specific to the model.
         anyones = {name: value for name, value in settings.items() if name not in ("plan", "custom_input")}
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **anyones)
 
     @property
     def called(self) -> bool:
-        """Whether everything that is planned has been called."""
+        """Whether every planned model has been called."""
         return all(forward.called for forward in self._put)
 
     def plan(self, model: nn.Module) -> Checkpointable | None:
-        """Have `model` follow a plan where it stands, and return what knows the plan.
+        """Plan `model` in place and return its `Checkpointable`.
 
-        None for a model that is planned already, or has a part that is: it keeps its own limit. One that follows a plan
-        of this object goes on with it. UnsupportedModelError for a model that cannot be trained from a plan.
+        Returns None for a model that is planned already, or has a planned part: it keeps its own limit. A model planned
+        by this object keeps its plan. Raises UnsupportedModelError for a model that cannot be trained from a plan.
         """
         for forward in self._put:
             if forward.planned.model is model:
@@ -121,13 +122,13 @@ class InPlace:
         return planned
 
     def take_away(self) -> None:
-        """Have all models plain again."""
+        """Restore all plain models."""
         while self._put:
             self._put.pop().take_away()
 
 
 def is_planned(module: nn.Module) -> bool:
-    """Whether this module follows a plan: it is a `Checkpointable`, or has been planned where it stands."""
+    """Whether a module follows a plan: a `Checkpointable`, or planned in place."""
     return isinstance(module, Checkpointable) or isinstance(_forward_in_place(module), PlannedForward)
 
 
@@ -137,7 +138,7 @@ def _forward_in_place(module: nn.Module) -> Any:
 
 
 def _set_forward(model: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Set the attribute as it lies in the module; some classes, such as compiled ones, would send it elsewhere."""
+    """Set the attribute on the module itself; compiled modules, for example, would redirect it."""
     if forward is None:
         model.__dict__.pop(_FORWARD, None)
     else:

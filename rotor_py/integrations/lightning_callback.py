@@ -1,4 +1,4 @@
-"""`lightning.Trainer(callbacks=[MemoryLimit("4GB")])`: the network of a LightningModule inside a limit."""
+"""`lightning.Trainer(callbacks=[MemoryLimit("4GB")])`: train the network of a LightningModule within a limit."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ except ModuleNotFoundError as error:
 
 
 class MemoryLimit(Callback):
-    """Has the network of a LightningModule follow a plan during `fit`; it is plain again after it, and after an error.
+    """Plan the network of a LightningModule during `fit`; restore it afterwards, also after an error.
 
-    Of several processes, the limit is that of each. A network that is a `Checkpointable` already keeps its own limit.
+    The limit applies to each process. A `Checkpointable` network keeps its own limit.
 
     Args:
         mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        network: the name of what `training_step` calls, such as "model" or "model.encoder", as `get_submodule` takes
-            it; "" is the LightningModule itself, for a `training_step` that calls `self(batch)`. None: the child with
-            the most parameters.
-        settings: other arguments of `Checkpointable`: `loss`, above all, since `training_step` computes it.
+        network: the name of the module that `training_step` calls, such as "model" or "model.encoder", as
+            `get_submodule`
+            takes it; "" is the LightningModule itself, for a `training_step` that calls `self(batch)`. None: the child
+            with the most parameters.
+        settings: other arguments of `Checkpointable`: mainly `loss`, since `training_step` computes it.
 
-    UnsupportedModelError, when `fit` begins, if no name is given and no child has more than half of the parameters;
-    AttributeError if there is no such child. ValueError and TypeError as from `Checkpointable`.
+    Raises UnsupportedModelError, when `fit` begins, if no name is given and no child has more than half of the
+    parameters; AttributeError if there is no such child; ValueError and TypeError as `Checkpointable` does.
     """
 
     def __init__(self, mem_limit: float | str | None = None, network: str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self._network = network
         self.planned: Checkpointable | None = None
-        """What knows the plan, for `report()` and `summary()`: of the last training, if it has begun."""
+        """The planned network of the last training, for `report()` and `summary()`, if it has begun."""
 
-    # Later than `setup`: modules that `configure_model` makes are there, on their device and in their precision.
+    # Later than `setup`: modules of `configure_model` then exist, on their device and in their precision.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name = largest_child(pl_module) if self._network is None else self._network
         self.planned = self._models.plan(pl_module.get_submodule(name))
@@ -49,7 +50,7 @@ class MemoryLimit(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Raise UnsupportedModelError if the first step has not called what is planned: nothing would be saved."""
+        """Raise UnsupportedModelError if the first step has not called the planned network: it would save nothing."""
         if not self._models.called:
             raise UnsupportedModelError(
                 f"training_step of {type(pl_module).__name__} does not call its {self._planned_name or 'forward'}, "
@@ -67,9 +68,9 @@ class MemoryLimit(Callback):
 
 
 def largest_child(module: nn.Module) -> str:
-    """The name of the child with most of the parameters.
+    """Name of the child with most of the parameters.
 
-    UnsupportedModelError if none has more than half of them: it would be a guess.
+    Raises UnsupportedModelError if none has more than half: planning the wrong one saves nothing.
     """
     sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
     largest = max(sizes, key=lambda name: sizes[name], default=None)

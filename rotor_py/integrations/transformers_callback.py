@@ -1,4 +1,4 @@
-"""`Trainer(model, args, callbacks=[MemoryLimit("4GB")])`: transformers' trainer inside a limit."""
+"""`Trainer(model, args, callbacks=[MemoryLimit("4GB")])`: run transformers' trainer within a limit."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ except ModuleNotFoundError as error:
 
 
 class MemoryLimit(TrainerCallback):
-    """Has the model of a `Trainer` follow a plan from the beginning of `train()` to its end, when it is plain again.
+    """Plan the model of a `Trainer` during `train()`, and restore it at the end.
 
-    Of several processes, the limit is that of each. A model that is a `Checkpointable` already keeps its own limit.
+    The limit applies to each process. A `Checkpointable` keeps its own limit.
 
     Args:
         mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: `loss`, for one that is not computed by the model.
+        settings: other arguments of `Checkpointable`: `loss`, if the model does not compute it.
 
-    After an error `train()` does not tell its callbacks that it ends: call `end()` for the plain model.
-    ValueError and TypeError as from `Checkpointable`.
+    `train()` does not notify callbacks after an error: call `end()` to restore the plain model.
+
+    Raises ValueError and TypeError as `Checkpointable` does.
     """
 
     def __init__(self, mem_limit: float | str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self.planned: Checkpointable | None = None
-        """What knows the plan, for `report()` and `summary()`: of the last training, if it has begun."""
+        """The planned model of the last training, for `report()` and `summary()`, if it has begun."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Plan the model: the one that is prepared by now, and not what `model_init` made before."""
+        """Plan the prepared model, not the one that `model_init` made before."""
         if args.n_gpu > 1:
             raise UnsupportedModelError(
                 f"one process trains the model on {args.n_gpu} devices (nn.DataParallel), and a plan is for one; start "
@@ -52,5 +53,5 @@ class MemoryLimit(TrainerCallback):
         self.end()
 
     def end(self) -> None:
-        """Have the plain model back."""
+        """Restore the plain model."""
         self._models.take_away()

@@ -1,11 +1,10 @@
-"""Networks for images as chains: each is an `nn.Sequential` whose layers are stages that a plan can speak of.
+"""Image networks as chains: each is an `nn.Sequential` whose layers are stages of a plan.
 
-The constructors, the layers' names and the state dicts are torchvision's, so its checkpoints load as they are:
+Constructors, layer names and state dicts are torchvision's, so its checkpoints load unchanged:
 
     model = Checkpointable(resnet50(num_classes=10), mem_limit="4GB")
 
-`resnet200` and `resnet1001`, which torchvision does not have, follow He et al., "Identity mappings in deep residual
-networks".
+`resnet200` and `resnet1001`, which torchvision lacks, follow He et al., "Identity mappings in deep residual networks".
 """
 
 from rotor_py.models.densenet import DenseNet, densenet121, densenet161, densenet169, densenet201

@@ -1,8 +1,8 @@
 """DenseNet (Huang et al., "Densely connected convolutional networks", arXiv 1608.06993) as a chain of dense layers.
 
-The images are 3 x 224 x 224; any size from 29 x 29 on works. A dense layer reads all maps made before it in its block.
-Here these travel along the chain: each layer takes their concatenation and returns it with its own maps added, which
-are the same numbers, and every layer is a stage. Checkpoints of torchvision's models of the same name load as they are.
+Images are 3 x 224 x 224; any size from 29 x 29 on works. A dense layer reads all earlier maps of its block. Here these
+travel along the chain: each layer takes their concatenation and returns it with its own maps added, which gives the
+same numbers and makes every layer a stage. Checkpoints of torchvision's models of the same name load unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["DenseLayer", "DenseNet", "densenet121", "densenet161", "densenet169"
 
 
 class DenseNetOptions(TypedDict, total=False):
-    """The keywords of `DenseNet` that all its depths share."""
+    """Keywords of `DenseNet` common to all depths."""
 
     bn_size: int
     drop_rate: float
@@ -34,7 +34,7 @@ class DenseNetOptions(TypedDict, total=False):
 
 
 class DenseLayer(nn.Module):
-    """`cat(x, new(x))`, where the `growth_rate` new channels come out of a bottleneck `bn_size` times as wide."""
+    """`cat(x, new(x))`, where a bottleneck `bn_size` times as wide makes the `growth_rate` new channels."""
 
     def __init__(self, num_input_features: int, growth_rate: int, bn_size: int, drop_rate: float) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class DenseLayer(nn.Module):
 class DenseNet(Network):
     """`features`, made of blocks of `block_config[i]` dense layers with transitions between them, and a classifier.
 
-    `num_init_features` channels leave the stem, and each dense layer adds `growth_rate` more, after a dropout of rate
-    `drop_rate`. Raises ValueError for torchvision's `memory_efficient=True`: what to recompute is the plan's choice.
+    The stem makes `num_init_features` channels, and each dense layer adds `growth_rate` after a dropout of rate
+    `drop_rate`. Raises ValueError for torchvision's `memory_efficient=True`: the plan decides what to recompute.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class DenseNet(Network):
 
 
 def _transition(channels: int, outplanes: int) -> nn.Sequential:
-    """The layers between two blocks: fewer channels, and a pooling by two."""
+    """A transition between blocks: fewer channels, and a pooling by two."""
     return nn.Sequential(
         OrderedDict(
             norm=nn.BatchNorm2d(channels),
@@ -121,7 +121,7 @@ def _transition(channels: int, outplanes: int) -> nn.Sequential:
 
 
 def _rename_old_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The files that torchvision downloads have `denselayer1.norm.1.weight` where its models have `norm1.weight`."""
+    """torchvision's files have `denselayer1.norm.1.weight` where its models have `norm1.weight`."""
     for key in list(state_dict):
         renamed = re.sub(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)", r"\1\2", key)
         if renamed != key and key.startswith(prefix):

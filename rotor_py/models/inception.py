@@ -1,8 +1,8 @@
 """Inception v3 (Szegedy et al., "Rethinking the Inception architecture", arXiv 1512.00567) as a chain.
 
-The images are 3 x 299 x 299; any size from 75 x 75 on works. The auxiliary classifier hangs off the middle of the
-network, so it has no place in a chain; a checkpoint of torchvision's model loads as it is, and the weights of the
-auxiliary classifier in it are passed over. torchvision runs its pretrained weights with `transform_input=True`.
+Images are 3 x 299 x 299; any size from 75 x 75 on works. A chain has no place for the auxiliary classifier, whose
+weights are skipped when a checkpoint of torchvision's model loads. torchvision runs its pretrained weights with
+`transform_input=True`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Inception3", "inception_v3"]
 
 
 class InceptionOptions(TypedDict, total=False):
-    """The keywords of `Inception3`."""
+    """Keywords of `Inception3`."""
 
     num_classes: int
     aux_logits: bool
@@ -47,8 +47,8 @@ def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int
 class InceptionBlock(nn.Module):
     """Branches side by side, whose outputs are concatenated."""
 
-    # The branches run in torchvision's order: in the backward their gradients are added up in the reverse of it, and
-    # another order would round differently.
+    # Branches run in torchvision's order: the backward sums their gradients in reverse, and another order would round
+    # differently.
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat(self.branches(x), 1)
@@ -80,7 +80,7 @@ class InceptionA(InceptionBlock):
 
 
 class InceptionB(InceptionBlock):
-    """Halves the size of the maps, after branches of 3 x 3 convolutions."""
+    """Halves the size of the maps after branches of 3 x 3 convolutions."""
 
     def __init__(self, inplanes: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class InceptionB(InceptionBlock):
 
 
 class InceptionC(InceptionBlock):
-    """Branches of 7 x 7 convolutions, each taken apart into 1 x 7 and 7 x 1."""
+    """Branches of 7 x 7 convolutions, factored into 1 x 7 and 7 x 1."""
 
     def __init__(self, inplanes: int, channels_7x7: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class InceptionC(InceptionBlock):
 
 
 class InceptionD(InceptionBlock):
-    """Halves the size of the maps, after branches of 3 x 3 and 7 x 7 convolutions."""
+    """Halves the size of the maps after branches of 3 x 3 and 7 x 7 convolutions."""
 
     def __init__(self, inplanes: int) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ class FromImageNet(nn.Module):
 class Inception3(Network):
     """A stem, eleven blocks of branches, and a linear classifier after a dropout of rate `dropout`.
 
-    `transform_input` converts images normalised for the other networks. `init_weights=False` leaves the weights as
-    PyTorch's layers make them. Raises ValueError for `aux_logits=True`: the auxiliary classifier is no part of a chain.
+    `transform_input` converts images normalised for the other networks. `init_weights=False` keeps PyTorch's initial
+    weights. Raises ValueError for `aux_logits=True`: a chain has no auxiliary classifier.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Inception3(Network):
 
 
 def _without_auxiliary_classifier(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Leave out the auxiliary classifier, whose weights are in every file that torchvision downloads."""
+    """Skip the auxiliary classifier, whose weights are in every file of torchvision."""
     for key in [key for key in state_dict if key.startswith(f"{prefix}AuxLogits.")]:
         del state_dict[key]
 

@@ -1,4 +1,4 @@
-"""What all networks here have in common."""
+"""The base class of all networks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import nn
 
 
 class Network(nn.Sequential):
-    """A chain of named layers that is built by its own constructor; slices of it are plain `nn.Sequential`s."""
+    """A chain of named layers with its own constructor; its slices are plain `nn.Sequential`s."""
 
     def __getitem__(self, idx: slice | int) -> nn.Sequential | nn.Module:
-        # nn.Sequential would call the constructor of the subclass with the layers of the slice
+        # nn.Sequential would call the subclass's constructor with the layers of the slice.
         if isinstance(idx, slice):
             return nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
         return super().__getitem__(idx)

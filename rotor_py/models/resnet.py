@@ -1,13 +1,13 @@
 """ResNet (He et al., "Deep residual learning for image recognition", arXiv 1512.03385) as a chain of blocks.
 
-The images are 3 x 224 x 224; other sizes work too. A bottleneck has its stride in the 3 x 3 convolution, as in
-torchvision ("ResNet v1.5"). Checkpoints of torchvision's models of the same name load as they are.
+Images are 3 x 224 x 224; other sizes work too. A bottleneck has its stride in the 3 x 3 convolution, as in torchvision
+("ResNet v1.5"). Checkpoints of torchvision's models of the same name load unchanged.
 
 `PreActResNet` is the pre-activation network of He et al., "Identity mappings in deep residual networks", arXiv
-1603.05027, of depth 9n + 2 for images of 3 x 32 x 32. Normalisation and ReLU come before each convolution, so nothing
-stands between the blocks but additions. As in the authors' program, a block that changes the shape has its stride in
-its first convolution, and its shortcut is a convolution of the activated input. The average at the end is over the
-whole image, so that larger images work too.
+1603.05027, of depth 9n + 2 for images of 3 x 32 x 32. Normalisation and ReLU come before each convolution, so only
+additions stand between the blocks. As in the authors' program, a block that changes the shape has its stride in its
+first convolution, and its shortcut is a convolution of the activated input. The final average covers the whole image,
+so larger images work too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Norm = Callable[[int], nn.Module]
 
 
 class ResNetOptions(TypedDict, total=False):
-    """The keywords of `ResNet` that all its depths share."""
+    """Keywords of `ResNet` common to all depths."""
 
     num_classes: int
     zero_init_residual: bool
@@ -160,7 +160,8 @@ class ResNet(Network):
 
     `groups` and `width_per_group` make ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
     for each of the last three groups whether it keeps the size of its input and dilates its convolutions instead.
-    `norm_layer` makes a normalisation of so many channels. `zero_init_residual` starts every block as the identity.
+    `norm_layer` makes a normalisation of a given number of channels. `zero_init_residual` starts every block as the
+    identity.
 
     Raises ValueError if `layers` has not four elements, if `replace_stride_with_dilation` has not three, and for
     groups, another width or a dilation with basic blocks.
@@ -259,7 +260,7 @@ def resnet200(**options: Unpack[ResNetOptions]) -> ResNet:
     """ResNet-200: 64,673,832 parameters. The keywords are those of `ResNet`.
 
     The depths are those of He et al., "Identity mappings in deep residual networks", the blocks those of the other
-    networks here. torchvision has no network of this name.
+    networks here. torchvision has no such network.
     """
     return ResNet(Bottleneck, (3, 24, 36, 3), **options)
 

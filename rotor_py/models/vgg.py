@@ -1,7 +1,7 @@
 """VGG (Simonyan and Zisserman, "Very deep convolutional networks", arXiv 1409.1556), with and without batch norm.
 
-The images are 3 x 224 x 224; any size from 32 x 32 on works. Checkpoints of torchvision's models of the same name load
-as they are.
+Images are 3 x 224 x 224; any size from 32 x 32 on works. Checkpoints of torchvision's models of the same name load
+unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VGG19 = (2, 2, 4, 4, 4)
 
 
 class VGGOptions(TypedDict, total=False):
-    """The keywords of `VGG` that all its depths share."""
+    """Keywords of `VGG` common to all depths."""
 
     num_classes: int
     init_weights: bool
@@ -36,7 +36,7 @@ class VGGOptions(TypedDict, total=False):
 class VGG(Network):
     """`features`, which ends with 512 channels, and a classifier of three linear layers.
 
-    `init_weights=False` leaves the weights as PyTorch's layers make them. `dropout` is the rate in the classifier.
+    `init_weights=False` keeps PyTorch's initial weights. `dropout` is the rate in the classifier.
     """
 
     def __init__(

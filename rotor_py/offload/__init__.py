@@ -1,6 +1,6 @@
-"""Activations in another tier of memory. Here is only how a user names one: `host`, or `file:/path`.
+"""Offload activations to another memory tier. This module only parses tier names: `host`, or `file:/path`.
 
-Nothing here needs torch, so that a typing error is told before it is imported.
+It does not import torch, so that typos are reported at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ FILE = "file:"
 
 
 def refuse_other_names(name: str) -> None:
-    """ValueError for what is not the name of a tier."""
+    """Raise ValueError unless `name` is a tier."""
     if name != "host" and not (isinstance(name, str) and name.startswith(FILE) and name != FILE):
         raise InvalidValueError(
             f"offload is {name!r}; it can be 'host' (for a CUDA device) or 'file:/path/of/a/folder'",

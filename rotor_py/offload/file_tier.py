@@ -1,6 +1,6 @@
-"""Activations in a file: written and read by threads, straight from the memory of tensors and into it.
+"""Offload activations to a file, copied by threads directly between the file and tensor memory.
 
-The file has no name in the user's folder: nobody can remove it, and nothing is left of it after a crash.
+The file has no name, so no other process can remove it, and nothing remains after a crash.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rotor_py.errors import OffloadError
 from rotor_py.units import format_bytes
 
 _CHUNK = 8 * 2**20
-"""Bytes of one call of the system, between which a copy can be stopped. A guess: a few milliseconds of an NVMe disk."""
+"""Bytes of one system call; a copy can stop between calls. A guess: a few milliseconds on NVMe; larger stops later."""
 ALIGNMENT = 4096
-"""Bytes: a range begins and ends at pages of the file, so that no two copies write to the same one."""
+"""Ranges begin and end at multiples of this, in bytes, so that no two copies write to one page."""
 
 
 class FileTier:
-    """A file without a name in `folder`, and two threads: one that writes, and one that reads. For storages on the CPU.
+    """An unnamed file in `folder`, with a writing and a reading thread. For storages on the CPU.
 
-    One file for all: making a file for each storage costs more than a small copy, and a file of its own could not be
-    preallocated. OffloadError if no file can be made there.
+    All storages share one file: creating a file costs more than a small copy, and a file per storage could not be
+    preallocated. Raises OffloadError if the file cannot be created.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -48,7 +48,7 @@ class FileTier:
         self._space = FileSpace()
         self._lock = threading.Lock()
         self._given_up: deque[tuple[Extent, Copy | None]] = deque()
-        """Ranges that nobody needs, each as soon as its last copy is over. Whoever adds one needs no lock."""
+        """Released ranges, each free once its last copy is over. Appending needs no lock."""
         self.leaving, self.returning = CopyingThread("rotor writes"), CopyingThread("rotor reads")
         self._closing = weakref.finalize(self, _close, self._file, self.leaving, self.returning)
 
@@ -73,7 +73,7 @@ class FileTier:
                 name=str(storage.device),
             )
         self._file.refuse_stopped()
-        if os.getpid() != self._process:  # two processes would write to the same ranges
+        if os.getpid() != self._process:  # after a fork, two processes would write to the same ranges
             raise OffloadError(
                 "this process was forked from the one that opened the file of moved activations; wrap the model in "
                 "Checkpointable in the process that trains it",
@@ -84,7 +84,7 @@ class FileTier:
         return MovedToFile(self, self._file, extent, storage)
 
     def give_up(self, extent: Extent, copy: Copy | None) -> None:
-        """Have a range free again once `copy` is over. May be called by the garbage collector, in any thread."""
+        """Free a range once `copy` is over. The garbage collector may call this in any thread."""
         self._given_up.append((extent, copy))
 
     def close(self) -> None:
@@ -113,8 +113,8 @@ class FileTier:
 class MovedToFile:
     """A storage in a file; see `Moved`.
 
-    It has a range of the file until the bytes are back, or nobody wants them. Where neither copy runs, it has either a
-    storage or bytes in the file alone.
+    It owns a range of the file until the bytes are back or it is dropped. When no copy runs, the bytes are in a storage
+    or in the file, not both.
     """
 
     def __init__(self, tier: FileTier, file: NamelessFile, extent: Extent, storage: torch.UntypedStorage) -> None:
@@ -129,11 +129,11 @@ class MovedToFile:
     def wait_out(self) -> None:
         if self._leaving is None:
             return
-        self._leaving.wait()  # an error leaves the storage, and all else, as it is
+        self._leaving.wait()  # an error leaves the storage and all else unchanged
         self._leaving = self._storage = None
 
     def fetch(self) -> None:
-        if self._storage is not None:  # it has not left: what is in the file is not needed
+        if self._storage is not None:  # it has not left, so the file's bytes are not needed
             if self._returning is None:
                 self._give_up_extent()
             return
@@ -150,7 +150,7 @@ class MovedToFile:
             try:
                 self._returning.wait()
             except OffloadError:
-                self._returning = self._storage = None  # whoever asks again is not to have half of the bytes
+                self._returning = self._storage = None  # a second call must not get half of the bytes
                 raise
             self._returning = None
             self._give_up_extent()
@@ -162,7 +162,7 @@ class MovedToFile:
         copy = self._leaving or self._returning
         self._leaving = self._returning = None
         if copy is not None:
-            copy.abandon()  # it keeps the memory until it is over (Note, 4)
+            copy.abandon()  # the copy keeps the memory until it is over (Note, 4)
         if extent is not None:
             self._tier.give_up(extent, copy)
 
@@ -172,7 +172,7 @@ class MovedToFile:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """The memory of a storage, which it does not keep alive: a thread that copies is not to let go of any."""
+    """Memory of a storage, without a reference to it: a copying thread must not free any."""
     return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
@@ -183,7 +183,7 @@ def _close(file: NamelessFile, *threads: CopyingThread) -> None:
 
 
 class Copy:
-    """One copy: `run` does it, without the interpreter's lock, to or from memory that `keeps` keeps alive."""
+    """A copy by `run`, which releases the GIL; `keeps` keeps its memory alive."""
 
     def __init__(self, run: Callable[[], None], keeps: Any) -> None:
         self._run: Callable[[], None] | None = run
@@ -194,14 +194,14 @@ class Copy:
 
     @property
     def over(self) -> bool:
-        """Whether it has come to its end, or failed."""
+        """Whether the copy has finished or failed."""
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Wait until it is over, and let go of the memory. OffloadError if it failed."""
+        """Wait for the copy and release its memory. Raises OffloadError if it failed."""
         self._over.wait()
         self._keeps = None
-        # A new error each time: one that is kept would keep the frames that it went through, and those this copy.
+        # A new error each time: a stored one would keep its frames, and so this copy, alive.
         if isinstance(self._error, OffloadError):
             raise copy.copy(self._error) from self._error.__cause__
         if self._error is not None:
@@ -210,19 +210,19 @@ class Copy:
             )
 
     def abandon(self) -> None:
-        """Nobody waits any more: the memory is let go of as soon as the copy is over."""
-        # In this order, and in the other one in `do`: whichever thread comes second sees what the first has done.
+        """Release the memory as soon as the copy is over; nothing waits for it."""
+        # This order and the opposite one in `do` ensure that the later thread sees the effect of the earlier.
         self._abandoned = True
         if self.over:
             self._keeps = None
 
     def do(self) -> None:
-        """Do it, in the thread that copies."""
+        """Run the copy in the copying thread."""
         run, self._run = self._run, None
         assert run is not None
         try:
             run()
-        except BaseException as error:  # whatever it is, the thread that waits is to have it
+        except BaseException as error:  # the waiting thread re-raises any error
             self._error = error.with_traceback(None)
         self._over.set()
         if self._abandoned:
@@ -230,7 +230,7 @@ class Copy:
 
 
 class CopyingThread:
-    """Does copies one after the other, as asked for, in a thread that ends with this object."""
+    """Runs copies in order, in a thread that ends with this object."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -239,19 +239,19 @@ class CopyingThread:
         self._starting = threading.Lock()
 
     def start(self, copy: Copy) -> None:
-        """Have a copy done. RuntimeError where the interpreter makes no more threads."""
+        """Queue a copy. Raises RuntimeError if the interpreter cannot start a thread."""
         with self._starting:
             if self._thread is None:
-                # The thread refers to the queue alone: it keeps nobody alive who could end it.
+                # The thread refers to the queue only, so this object can be collected and end it.
                 self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
                 self._thread.start()
         self._queue.put(copy)
 
     def end(self) -> None:
-        """End the thread, once all that was started is over."""
+        """End the thread after all queued copies."""
         thread, self._thread = self._thread, None
         self._queue.put(None)
-        # The garbage collector may call this in any thread, in this very one as well.
+        # The garbage collector may call this in any thread, including this one.
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -262,12 +262,12 @@ def _work(queue: SimpleQueue[Copy | None]) -> None:
         if copy is None:
             return
         copy.do()
-        del copy  # while it waits for the next one, it keeps nothing
+        del copy  # hold no reference while waiting
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """`size` bytes of a file from `start` on."""
+    """`size` bytes of a file, from `start`."""
 
     start: int
     size: int
@@ -279,19 +279,19 @@ class Extent:
 
 @dataclass(slots=True)
 class FileSpace:
-    """The ranges of a file that are free, by where they start; `end` is where the last one that was taken ends.
+    """Free ranges of a file by start; `end` is the end of the last range ever taken.
 
-    A step takes and gives back the same sizes in the same order as the one before, so that first fit finds for each the
-    place that it had: the file does not grow from step to step.
+    Steps take and give back the same sizes in the same order, so first fit repeats the placement, and the file does not
+    grow from step to step.
     """
 
     end: int = 0
     taken: int = 0
-    """Bytes that are taken now."""
+    """Bytes taken now."""
     _free: list[Extent] = field(default_factory=list)
 
     def take(self, nbytes: int) -> Extent:
-        """A range of `nbytes` or more that nobody has. Where none is free, the file has to grow up to `end`."""
+        """Take a free range of at least `nbytes`. If none is free, the file has to grow to `end`."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.taken += size
         for position, free in enumerate(self._free):
@@ -305,7 +305,7 @@ class FileSpace:
         return found
 
     def give_back(self, extent: Extent) -> None:
-        """Have a range free again, joined with its free neighbours."""
+        """Free a range, merged with its free neighbours."""
         self.taken -= extent.size
         insort(self._free, extent)
         joined: list[Extent] = []
@@ -320,14 +320,14 @@ class FileSpace:
 
 
 class NamelessFile:
-    """A file of `size` bytes, preallocated. It is gone when nothing refers to it any more, however a process ends."""
+    """A preallocated, unnamed file of `size` bytes. It disappears with its last reference, however a process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """OffloadError for a folder in which no file can be made."""
+        """Raise OffloadError if `folder` does not allow a file."""
         self.folder = folder
         self.size = 0
         self.stopped = False
-        """Whether copies that run are to end at once, with an error."""
+        """Whether running copies have to end at once with an error."""
         try:
             # On Linux it never has a name (O_TMPFILE); elsewhere it loses it before anything is written.
             with tempfile.TemporaryFile(dir=folder) as file:
@@ -344,20 +344,20 @@ class NamelessFile:
             os.close(self.descriptor)
 
     def grow(self, size: int) -> None:
-        """Have `size` bytes of the disk. OffloadError if it has fewer."""
+        """Preallocate `size` bytes. Raises OffloadError if the disk has fewer."""
         if size <= self.size:
             return
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.descriptor, self.size, size - self.size)
-            elif size - self.size > shutil.disk_usage(self.folder).free:  # macOS has no such call
+            elif size - self.size > shutil.disk_usage(self.folder).free:  # macOS has no posix_fallocate
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise self._failed(f"a file of {format_bytes(size)} ({size} bytes) cannot be made", error) from error
         self.size = size
 
     def write(self, data: Any, start: int) -> None:
-        """Write all of `data`, a buffer, from the byte `start` on. OffloadError if that fails."""
+        """Write all of the buffer `data` at byte `start`. Raises OffloadError on failure."""
         done = 0
         while done < len(data):
             self.refuse_stopped()
@@ -367,7 +367,7 @@ class NamelessFile:
                 raise self._failed(f"{format_bytes(len(data))} ({len(data)} bytes) cannot be written", error) from error
 
     def read(self, data: Any, start: int) -> None:
-        """Fill `data`, a buffer, from the byte `start` on. OffloadError if that fails, or if bytes are missing."""
+        """Fill the buffer `data` from byte `start`. Raises OffloadError on failure or if bytes are missing."""
         done = 0
         while done < len(data):
             self.refuse_stopped()
@@ -386,7 +386,7 @@ class NamelessFile:
             done += found
 
     def refuse_stopped(self) -> None:
-        """OffloadError if nobody is to copy any more."""
+        """Raise OffloadError once copies are stopped."""
         if self.stopped:
             raise OffloadError(
                 f"the file of moved activations in {self.folder} was closed, and what was in it is lost; run the "
@@ -396,7 +396,7 @@ class NamelessFile:
             )
 
     def _failed(self, what: str, error: OSError) -> OffloadError:
-        # Of the file, not of its folder, which may be gone: the file is there all the same.
+        # Ask the file, since its folder may have been removed.
         space = os.fstatvfs(self.descriptor)
         free = space.f_bavail * space.f_frsize
         return OffloadError(

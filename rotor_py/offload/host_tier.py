@@ -1,16 +1,15 @@
-"""Activations of a CUDA device in pinned memory of the host, copied by streams of their own.
+"""Offload activations of a CUDA device to pinned host memory, copied on separate streams."""
 
 # Note [Streams]
 #
-#  1. The stream that trains is asked for where a copy is begun, before any other stream is made the current one: inside
-#     of such a context, `current_stream` is the copying one, and nothing would wait for anything.
-#  2. A copy out waits for all that the training stream has been given, the kernel that makes the bytes included.
-#  3. Memory goes back to the allocator as memory of the training stream, whose next kernel may write to it. So that
-#     stream waits for the copy first: on the device, and not the thread.
-#  4. For the same reason a copy back waits for the training stream: kernels that it was given may still read what the
-#     new memory held before. And it waits until its bytes have left.
-#  5. A buffer of the host is used again by a copy that waits for the last one from it.
-"""
+#  1. Query the training stream before any other stream becomes current: inside such a context, `current_stream` is the
+#     copying one, and nothing would wait for anything.
+#  2. A copy out waits for all work queued on the training stream, including the kernel that makes the bytes.
+#  3. Memory returns to the allocator as memory of the training stream, whose next kernel may write to it. So that
+#     stream waits for the copy first: on the device, not in the thread.
+#  4. For the same reason a copy back waits for the training stream: queued kernels may still read the previous content
+#     of the new memory. It also waits until its bytes have left.
+#  5. A reused host buffer waits for its last copy.
 
 from __future__ import annotations
 
@@ -26,19 +25,20 @@ from rotor_py.host_memory import available_host_bytes
 from rotor_py.units import format_bytes
 
 _LEAST = 2**20
-"""Bytes of the smallest buffer; a guess."""
+"""Bytes of the smallest buffer. A guess; smaller wastes time on pinning, larger wastes memory."""
 _WASTE = 2
-"""How many times larger than asked for a buffer may be, and all of them together. What is asked for is rounded up to a
-power of two, as PyTorch would do anyway, so that with less each size would have buffers of its own."""
+"""Most ratio of a buffer's size to its request, and of all buffers to all requests. Requests are rounded up to a power
+of two, as PyTorch does anyway; a smaller ratio would give each size its own buffers.
+"""
 
 
 class HostTier:
-    """Pinned memory, and two streams for each device: one for copies out, and one for copies back."""
+    """Pinned memory with a stream per direction and device."""
 
     name = "host"
 
     def __init__(self) -> None:
-        """OffloadError where there is no CUDA device."""
+        """Raise OffloadError without a CUDA device."""
         if not torch.cuda.is_available():
             raise OffloadError(
                 "offload='host' moves activations from a CUDA device to the host, and there is no such device here; "
@@ -55,7 +55,7 @@ class HostTier:
         return self.buffers.taken_bytes
 
     def reserve(self, nbytes: int) -> None:
-        # It pins nothing: how many buffers of which size there will be shows in the first step.
+        # Does not pin: the first step shows the number and sizes of buffers.
         available = available_host_bytes() + self.buffers.pinned_bytes
         if nbytes > available:
             raise OffloadError(
@@ -91,7 +91,7 @@ class HostTier:
 
 
 class MovedToHost:
-    """A storage in pinned memory; see `Moved`. Numbers are rules of the Note."""
+    """A storage in pinned memory; see `Moved`. Numbers in comments are rules of the Note."""
 
     def __init__(self, tier: HostTier, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
@@ -141,7 +141,7 @@ class MovedToHost:
         return self._buffer.memory[: self.nbytes]
 
     def _forget(self) -> None:
-        """The buffer is not needed any more. The training stream waits for the copy that may be under way (3)."""
+        """Release the buffer. The training stream waits for a running copy (3)."""
         buffer, self._buffer = self._buffer, None
         if buffer is None:
             return
@@ -160,11 +160,11 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Bytes of the host that the device reads and writes. `used` is the event after which the last copy is over."""
+    """Host bytes that the device reads and writes. `used` is the event of the last copy."""
 
     memory: torch.Tensor
     asked: int = 0
-    """Bytes that whoever has it needs, rounded up."""
+    """Requested bytes, rounded up."""
     used: Any = None
 
     @property
@@ -173,31 +173,32 @@ class PinnedBuffer:
 
 
 class PinnedBuffers:
-    """Pinned buffers, used again and again: to pin memory takes as long as many copies.
+    """A pool of pinned buffers, reused because pinning takes as long as many copies.
 
-    A batch of another length moves other sizes. So `take` gives the smallest free buffer that is large enough, and at
-    most twice as large: with more, a small activation would hold the place of a large one, which were pinned anew.
+    Batches of other lengths move other sizes. So `take` returns the smallest free buffer that is large enough and at
+    most twice the request: otherwise a small activation would occupy a large buffer, and another would have to be
+    pinned.
 
-    What lies free is bounded as well: all buffers together take at most twice the most that was asked for at once. As
-    much is never needed by any step that has been: at the loss, all that it moves is out at once, in buffers of at most
-    twice the size. What is beyond is left over from steps of other sizes.
+    All buffers together take at most twice the peak of requests. No past step needs more: at the loss, all its
+    offloaded bytes are out at once, in buffers of at most twice the size. The excess is left over from steps of other
+    sizes.
 
-    What is given back may still be read by a copy: its event says until when.
+    A copy may still read a returned buffer, until its event.
     """
 
     def __init__(self) -> None:
         self.taken_bytes = 0
         self.pinned_bytes = 0
-        """Of all buffers, taken and free."""
+        """Bytes of all buffers, taken and free."""
         self._asked = self._most_asked = 0
-        """Bytes that are asked for now, rounded up, and the most that were at once."""
+        """Bytes requested now, rounded up, and their peak."""
         self._free: list[PinnedBuffer] = []
-        """From the smallest to the largest."""
-        # Handles are forgotten wherever the garbage collector runs, in the middle of `take` as well.
+        """Sorted by size."""
+        # Reentrant: the garbage collector drops handles anywhere, also inside `take`.
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> PinnedBuffer:
-        """A buffer of `nbytes` or more. OffloadError if the host cannot pin so much."""
+        """Take a buffer of at least `nbytes`. Raises OffloadError if the host cannot pin that much."""
         size = max(_LEAST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             most_asked = max(self._most_asked, self._asked + size)
@@ -214,7 +215,7 @@ class PinnedBuffers:
             return buffer
 
     def give_back(self, buffer: PinnedBuffer, used: Any) -> None:
-        """Have a buffer free again, from the event `used` on."""
+        """Free a buffer, usable after the event `used`."""
         with self._lock:
             self._asked -= buffer.asked
             self.taken_bytes -= buffer.nbytes
@@ -222,12 +223,12 @@ class PinnedBuffers:
             insort(self._free, buffer, key=_size)
 
     def clear(self) -> None:
-        """Let go of all free buffers."""
+        """Release all free buffers."""
         with self._lock:
             self._let_go(0)
 
     def _let_go(self, most: int) -> None:
-        """Let go of free buffers, the largest first, until all take no more than `most` bytes, or none is free."""
+        """Release free buffers, largest first, until all take at most `most` bytes or none is free."""
         before = len(self._free)
         while self._free and self.pinned_bytes > most:
             self.pinned_bytes -= self._free.pop().nbytes
@@ -252,7 +253,7 @@ def _size(buffer: PinnedBuffer) -> int:
 
 
 def _unpin() -> None:
-    # PyTorch keeps pinned memory that nobody has, and has a function for that since version 2.10.
+    # PyTorch caches freed pinned memory; version 2.10 added a function to release it.
     empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
     if empty is not None and torch.cuda.is_initialized():
         empty()

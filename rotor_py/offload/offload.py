@@ -1,4 +1,4 @@
-"""Where activations may go, as the user says it: `host`, or `file:/path`."""
+"""Parse and open the tier for offloaded activations: `host`, or `file:/path`."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ from rotor_solver import InvalidValueError
 from rotor_solver.moving import Link
 
 _SHARE = 0.8
-"""Of the bandwidth that is measured, the part that plans count on: training uses memory meanwhile. A guess."""
+"""Share of the measured bandwidth that plans use: training needs memory bandwidth, too. A guess; too high delays steps.
+"""
 _PIECE = 4 * 2**20
-"""Bytes of one copy: large enough that what a copy costs beside its bytes does not count."""
+"""Bytes of one copy: large enough to hide the fixed cost of a copy."""
 _SECONDS = 0.2
 _MOST_PIECES = 64
-"""Both ends of a measurement; arbitrary. A slow disk gets its two tenths of a second, a fast one 256 MiB."""
+"""Most copies of a measurement; arbitrary. A slow disk is measured for 0.2 s, a fast one with 256 MiB."""
 
 
 class Offload:
-    """The tier of one model, which is opened when it is first used."""
+    """The tier of one model, opened at first use."""
 
     def __init__(self, name: str) -> None:
-        """ValueError for what is no tier, and for one that cannot be had here."""
+        """Raise ValueError for an unknown or unavailable tier."""
         self.name = checked_name(name)
         self._tier: Tier | None = None
 
     @property
     def tier(self) -> Tier:
-        """The tier. OffloadError if it cannot be opened any more."""
+        """The tier. Raises OffloadError if it can no longer be opened."""
         if self._tier is None:
             self._tier = _opened(self.name)
         return self._tier
@@ -46,16 +47,16 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bytes a second, out and back, measured while copies went both ways."""
+    """Bytes a second out and back, measured with copies in both directions."""
 
     out: float
     back: float
 
 
 def link_of(name: str, device: torch.device) -> Link:
-    """How fast memory of `device` goes to a tier and back. OffloadError if it cannot go there.
+    """Bandwidth from memory of `device` to a tier and back. Raises OffloadError if offloading is impossible.
 
-    Of a device that is not there, it is what the table of devices says.
+    A simulated device reads it from the device table.
     """
     found = prediction()
     return measured_link(name, device) if found is None else _planned_with(found.host_bandwidth, found.host_bandwidth)
@@ -63,7 +64,7 @@ def link_of(name: str, device: torch.device) -> Link:
 
 @cache
 def measured_link(name: str, device: torch.device) -> Link:
-    """Measured once: plans of one process, for other batches or copies of a model, are not to differ by that."""
+    """Measure once per process, so that plans for other batches or copies of a model agree."""
     tier = _opened(name)
     try:
         found = measure_bandwidth(tier, device)
@@ -77,12 +78,13 @@ def _planned_with(out: float, back: float) -> Link:
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> Bandwidth:
-    """The bandwidth of `tier` for memory of `device`, both ways at once. OffloadError if a copy fails.
+    """Measure the bandwidth of `tier` for memory of `device`, both directions at once. Raises OffloadError if a copy
+    fails.
 
     Needs the memory of three pieces of 4 MiB.
     """
     source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
-    warm = tier.move_out(source)  # the first copy makes threads and streams, and the first bytes of a file
+    warm = tier.move_out(source)  # the first copy makes threads, streams and the start of the file
     warm.wait_out()
     warm.storage()
     del warm
@@ -90,7 +92,7 @@ def measure_bandwidth(tier: Tier, device: torch.device) -> Bandwidth:
     before.wait_out()
     pieces = 0
     begun = time.perf_counter()
-    # In each round one piece leaves while the one before comes back: both ways take as long as the slower one.
+    # In each round one piece leaves while the previous returns: both directions take as long as the slower one.
     while pieces < _MOST_PIECES and (pieces == 0 or time.perf_counter() - begun < _SECONDS):
         leaving = tier.move_out(source)
         before.fetch()
@@ -105,7 +107,7 @@ def measure_bandwidth(tier: Tier, device: torch.device) -> Bandwidth:
 
 
 def checked_name(name: str) -> str:
-    """The name of a tier, with its path made absolute. ValueError for what is none, or cannot be had here."""
+    """The tier name with an absolute path. Raises ValueError for an unknown or unavailable tier."""
     refuse_other_names(name)
     if name != "host":
         name = f"{FILE}{Path(name.removeprefix(FILE)).expanduser().absolute()}"
@@ -129,22 +131,22 @@ def _opened(name: str) -> Tier:
 
 
 class PredictedTier(Tier):
-    """Takes storages of tensors without memory."""
+    """A tier for fake tensors."""
 
     name = "host"
     moved_bytes = 0
     held_bytes = 0
 
     def reserve(self, nbytes: int) -> None:
-        """There is always room: nobody knows the host."""
+        """Always succeeds: the host is unknown."""
 
     def move_out(self, storage: torch.UntypedStorage) -> Moved:
-        """The storage is there until somebody waits for its copy."""
+        """Return a storage that exists until its copy is waited for."""
         self.moved_bytes += storage.nbytes()
         return _Moved(storage)
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing."""
 
 
 class _Moved(Moved):

@@ -1,7 +1,7 @@
-"""What one run of a stage saves, on its way to a tier and back. It is a keeper: see `stage.keepers`.
+"""Offload the saved tensors of a stage run to a tier and fetch them back, as a keeper of saved tensors.
 
-Nothing leaves while the stage runs. Only when it is over does it show what the next stage reads, and whether somebody
-else holds a storage, so that moving it would free nothing.
+Offloading starts after the stage: only then is it known which storages the next stage reads, and which are referenced
+elsewhere, so that moving them would free nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rotor_py.errors import InvalidStateError
 from rotor_py.offload.tier import Moved, Tier
 
 LEAST_BYTES = 64 * 2**10
-"""Smaller storages stay: handing a copy to a thread takes as long as copying so much. A rough figure of one machine."""
+"""Smaller storages stay: passing a copy to a thread takes as long as copying this much. Rough figure of one machine."""
 
 
 class LeavingMemory:
-    """The storages that one run of a stage saves: kept in memory until `leave` sends those that can leave."""
+    """Storages saved by one stage run, kept in memory until `leave` offloads those that can go."""
 
     name = "moved"
     exact = True
 
     def __init__(self) -> None:
-        # Weakly: what autograd lets go of is gone, wherever it is.
+        # Weak references, so that storages that autograd drops are freed.
         self._pieces: list[ReferenceType[Piece]] = []
 
     def keep(self, memory: torch.Tensor) -> Piece:
@@ -35,15 +35,15 @@ class LeavingMemory:
         return piece
 
     def can_leave(self) -> list[Piece]:
-        """What is still there, was not written to, and is held by autograd alone. For when the run is over."""
+        """Live, unmodified pieces held by autograd alone. Call after the run."""
         return [piece for piece in self.pieces() if piece.is_alone]
 
     def pieces(self) -> list[Piece]:
-        """All that autograd still has."""
+        """All pieces that autograd still holds."""
         return [piece for each in self._pieces if (piece := each()) is not None]
 
     def leave(self, tier: Tier) -> int:
-        """Start to move all that can leave; returns its bytes. OffloadError if there is no room for it."""
+        """Start offloading; return the bytes. Raises OffloadError if the tier is full."""
         leaving = self.can_leave()
         self._pieces = [ref(piece) for piece in leaving]
         for piece in leaving:
@@ -51,18 +51,18 @@ class LeavingMemory:
         return bytes_of(leaving)
 
     def wait_out(self) -> None:
-        """Wait until all has left, and let go of its memory. OffloadError if a copy failed."""
+        """Wait until all has left, and release its memory. Raises OffloadError if a copy failed."""
         for piece in self.pieces():
             piece.wait_out()
 
     def fetch(self) -> None:
-        """Allocate the memory again, and start all copies back."""
+        """Allocate the memory again and start all copies back."""
         for piece in self.pieces():
             piece.fetch()
 
 
 class Piece:
-    """One storage that autograd saved: in memory, or moved."""
+    """One storage saved by autograd, in memory or offloaded."""
 
     __slots__ = ("__weakref__", "_device", "_dtype", "_memory", "_moved", "_overwritten", "_writes", "nbytes")
 
@@ -71,17 +71,17 @@ class Piece:
         self._writes = memory._version
         self._overwritten = False
         self._moved: Moved | None = None
-        # Storages of tensors without memory say that they are on another.
+        # Fake storages report another device.
         self._dtype, self._device = memory.dtype, memory.device
         self.nbytes = memory.untyped_storage().nbytes()
 
     @property
     def is_alone(self) -> bool:
-        """Whether the storage is in memory for this piece alone, and as it was saved."""
+        """Whether only this piece references the storage, unmodified since it was saved."""
         memory = self._memory
         if memory is None or memory._version != self._writes:
             return False
-        # Our own: the tensor, the one that it is a view of, and the object by which Python asks.
+        # Our own references: the tensor, its base if it is a view, and the Python object of the query.
         own = 3 if memory._is_view() else 2
         return bool(torch_compat.storage_use_count(memory.untyped_storage()._cdata) == own)
 
@@ -102,7 +102,7 @@ class Piece:
     def tensor(self) -> torch.Tensor:
         """The memory as a flat tensor.
 
-        RuntimeError if it was written to since, OffloadError if it did not come back.
+        Raises RuntimeError if it was modified since, OffloadError if it did not come back.
         """
         self._note_writes()
         if self._overwritten:
@@ -125,5 +125,5 @@ class Piece:
 
 
 def bytes_of(pieces: Iterable[Piece]) -> int:
-    """Their bytes together."""
+    """Total bytes of pieces."""
     return sum(piece.nbytes for piece in pieces)

@@ -1,16 +1,15 @@
-"""A second tier of memory: where activations wait for their backward, so that the device has room for others.
+"""Protocol of a memory tier that holds offloaded activations until their backward."""
 
 # Note [Moving activations to another tier and back]
 #
-#  1. What is moved is a storage, not a tensor: views that share one are moved together, once.
-#  2. Copies run beside training. Whoever started one waits for it where its memory counts: `wait_out` before that
-#     memory is let go of, `storage` before the bytes are read.
-#  3. Memory is allocated and let go of by the thread that trains, never by one that copies: there is one order of all
-#     allocations, so that a plan can promise a peak, and CUDA's allocator knows of the stream.
-#  4. Memory that a copy reads or writes stays until the copy is over, even if nobody wants the bytes any more.
-#  5. A copy that fails says so where it is waited for, in the thread that trains (`OffloadError`). It leaves nothing
-#     behind: room in the tier is free again as soon as what was moved is forgotten.
-"""
+#  1. Offloading moves a storage, not a tensor: views that share one move together, once.
+#  2. Copies run concurrently with training. The caller that starts one waits for it: `wait_out` before the memory is
+#     released, `storage` before the bytes are read.
+#  3. The training thread allocates and frees memory, never a copying thread: this gives one order of all allocations,
+#     so that a plan can promise a peak, and CUDA's allocator knows the stream.
+#  4. Memory that a copy reads or writes stays until the copy is over, even if the bytes are no longer needed.
+#  5. A failed copy raises OffloadError where it is waited for, in the training thread. It leaks nothing: the tier's
+#     room is free again as soon as the handle is dropped.
 
 from __future__ import annotations
 
@@ -20,45 +19,45 @@ import torch
 
 
 class Moved(Protocol):
-    """One storage that is on its way out, elsewhere, or on its way back. Once it is forgotten, its room is free."""
+    """One storage on its way out, in the tier, or on its way back. Dropping it frees its room."""
 
     @property
     def nbytes(self) -> int:
-        """The size of the storage."""
+        """Size of the storage."""
 
     def wait_out(self) -> None:
-        """Wait until the bytes have left, and let go of the storage. OffloadError if the copy failed.
+        """Wait until the bytes have left, and release the storage. Raises OffloadError if the copy failed.
 
-        Does nothing where they have left before, or have been asked for again.
+        Does nothing if they have left already or were fetched again.
         """
 
     def fetch(self) -> None:
-        """Allocate a storage, and start the copy back. Does nothing where that has been done, or none has left."""
+        """Allocate a storage and start the copy back. Does nothing if done before, or if none has left."""
 
     def storage(self) -> torch.UntypedStorage:
-        """The bytes in memory: fetched, where nobody has done so, and waited for. OffloadError if the copy failed."""
+        """Fetch the bytes if necessary, wait, and return them. Raises OffloadError if the copy failed."""
 
 
 class Tier(Protocol):
-    """A place for the bytes of storages. One thread at a time uses it."""
+    """A memory tier for storages. Used by one thread at a time."""
 
     @property
     def name(self) -> str:
-        """What a user calls it: `host`, or `file:/path`."""
+        """Name in options: `host`, or `file:/path`."""
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that have been asked to leave so far."""
+        """Bytes offloaded so far."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the tier that are taken now."""
+        """Bytes of the tier in use."""
 
     def reserve(self, nbytes: int) -> None:
-        """Have room for so many bytes at once. OffloadError if there is less."""
+        """Reserve room for `nbytes` at once. Raises OffloadError if there is less."""
 
     def move_out(self, storage: torch.UntypedStorage) -> Moved:
-        """Start to copy a storage out. Nobody may write to it from now on. OffloadError if there is no room."""
+        """Start to offload a storage, which must not be written to from now on. Raises OffloadError without room."""
 
     def close(self) -> None:
-        """Give all room back, once the copies that run are over. What was moved is lost."""
+        """Free all room after the running copies. Offloaded bytes are lost."""

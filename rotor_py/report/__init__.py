@@ -1,4 +1,4 @@
-"""What a plan costs and keeps, for people: as text in a terminal, and as a page."""
+"""Report the cost of a plan as text in a terminal and as an HTML page."""
 
 from rotor_py.report.report import Report
 

@@ -1,4 +1,4 @@
-"""How large a batch, as data and in words: the batch that was chosen, and samples a second over all batches."""
+"""The chosen batch, and throughput (samples a second) over all batches."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Literal
 from rotor_py.units import format_bytes
 
 _CLOSE = 0.01
-"""A gap that is not worth a word. A guess."""
+"""Gaps below this share are not reported. A guess: too high hides a small gain."""
 Aim = Literal["max", "best"]
-"""The largest batch that fits, or the one with the most samples a second."""
+""""max": the largest batch that fits. "best": the batch with the highest throughput."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPoint:
-    """What a batch is worth inside the limit: predicted samples a second, by the fastest plan and with everything
-    stored.
+    """Predicted throughput of a batch within the limit: of the fastest plan, and with everything stored.
 
-    The optimizer's step is in their time. `stored_per_second` is None where storing everything does not fit.
+    Both include the optimizer step. `stored_per_second` is None if storing everything does not fit.
     """
 
     batch: int
@@ -29,11 +28,11 @@ class BatchPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChoice:
-    """The batch that was chosen for `mem_limit` bytes, what it costs, and what others would.
+    """The batch chosen for `mem_limit` bytes, its cost, and the alternatives.
 
-    `step_seconds` are those of forward, loss and backward of one batch, `optimizer_seconds` those of the optimizer's
-    step and of clearing gradients; `overhead` is the ratio of the first to storing everything. All of them are
-    predicted from measured stages.
+    `step_seconds` covers forward, loss and backward of one batch; `optimizer_seconds` covers the optimizer step and
+    clearing gradients; `overhead` is the ratio of `step_seconds` to storing everything. All are predicted from measured
+    stages.
     """
 
     aim: Aim
@@ -44,43 +43,44 @@ class BatchChoice:
     overhead: float
     samples_per_second: float
     largest: int
-    """The largest batch that fits, recomputation included."""
+    """Largest batch that fits, with recomputation."""
     largest_stored: int | None
-    """The largest batch that fits with everything stored; None if none does."""
+    """Largest batch that fits with everything stored; None if none does."""
     points: tuple[BatchPoint, ...]
     gap: float | None = None
-    """The share of samples a second that another batch seems to have more, by costs interpolated between the measured
-    batches. None for "max"."""
+    """Share of throughput that another batch would gain, by costs interpolated between measured batches. None for
+    "max".
+    """
     beyond: int | None = None
-    """The next batch after `largest`, which does not fit; None if none was to be looked at."""
+    """Next batch after `largest`, which does not fit; None if none was tried."""
     beyond_bytes: int = 0
-    """What it needs at least: measured, or else predicted."""
+    """Lower bound of the bytes that `beyond` needs, measured or predicted."""
     beyond_measured: bool = False
     effective_batch: int | None = None
-    """The samples in a step of the optimizer, if they were given."""
+    """Samples in an optimizer step, if given."""
     measured_peak_bytes: int | None = None
-    """The peak of a real step of the batch; None where no step was taken."""
+    """Peak of a real step of the batch; None if no step was taken."""
     measured_per_second: tuple[tuple[int, float], ...] = ()
-    """Batches and their samples a second in real steps, which took turns, the optimizer's share included."""
+    """Batches and their throughput in real steps, which took turns, optimizer step included."""
 
     predicted: bool = False
-    """Whether all of this is for a device that is not here, where nothing is measured."""
+    """Whether the device is simulated, so that nothing is measured."""
 
     @property
     def accumulation_steps(self) -> int:
-        """How many batches there are in a step of the optimizer."""
+        """Batches in an optimizer step."""
         return 1 if self.effective_batch is None else self.effective_batch // self.batch
 
     def __str__(self) -> str:
         return " ".join(self.sentences())
 
     def sentences(self) -> tuple[str, ...]:
-        """The answer, what is said beside it, and what was tried."""
+        """The answer, remarks and the batches tried, in words."""
         found = (self._answer(), self._beside(), self._accumulated(), self._tried())
         return tuple(each for each in found if each is not None)
 
     def point(self, batch: int) -> BatchPoint:
-        """What a batch is worth. StopIteration if it is none of `points`."""
+        """The point of a batch. Raises StopIteration if it is not in `points`."""
         return next(point for point in self.points if point.batch == batch)
 
     def _answer(self) -> str:
@@ -108,7 +108,7 @@ class BatchChoice:
                 found.append(f"The largest that fits is {self.largest}, with {rate} samples a second.")
         if self.beyond is not None:
             known = "measured" if self.beyond_measured else "predicted"
-            # Not the size itself: in three digits, it would look like the limit.
+            # Print the difference: at three digits, the size itself would look like the limit.
             more = format_bytes(self.beyond_bytes - self.mem_limit)
             found.append(f"One of {self.beyond} would need {more} more than there is ({known}).")
         else:
@@ -146,6 +146,6 @@ class BatchChoice:
 
 
 def format_rate(per_second: float) -> str:
-    """Three significant digits, without a power of ten: 1,250, 83.2, 0.052."""
+    """Format to three significant digits, without an exponent: 1,250, 83.2, 0.052."""
     digits = max(0, 2 - len(str(int(per_second))) + 1) if per_second >= 1 else 3
     return f"{float(f'{per_second:.3g}'):,.{digits}f}"

@@ -1,4 +1,4 @@
-"""Draw the curve of memory against time, and samples a second over the batch, as shapes."""
+"""Draw time against memory, and throughput against batch, as shapes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rotor_py.report.sweep import Point, Sweep, format_share
 from rotor_py.units import format_bytes, format_seconds
 
 SCREEN, PHONE = 804, 354
-"""Pixels: how wide a picture is, with all its labels, on a screen; and on a phone, whose own width is 390.
+"""Picture widths in pixels, labels included: on a screen, and on a phone (390 wide).
 
-A page has each picture in both widths, and shows the one that there is room for. One picture made smaller would have
-letters too small to read; one that can be moved in its frame never shows the whole curve.
+A page has each picture in both widths and shows the one that fits: scaled letters are too small to read, and a scrolled
+curve is never seen whole.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A part of a picture's width, in pixels, and what is said when it is pointed at."""
+    """A part of a picture's width, in pixels, with its tooltip."""
 
     x: float
     width: float
@@ -30,7 +30,7 @@ class Column:
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten between `low` and `high`: as many as there can be up to `most`."""
+    """Multiples of 1, 2 or 5 times a power of ten between `low` and `high`, at most `most`."""
     if not high > low:
         return [low]
     power = math.floor(math.log10((high - low) / most))
@@ -43,25 +43,24 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     raise AssertionError
 
 
-# Memory against time, as shapes: a step function over all limits, this plan on it, and strategies as letters.
+# Memory against time: a step function over all limits, the plan on it, and strategies as letters.
 #
-# Time is drawn as the logarithm of its ratio to the plain one. The least memory may cost many times the plain time, and
-# what ten percent more time saves can still be seen.
-
+# The time axis is logarithmic: the least memory may cost many times the plain time, and the effect of ten percent must
+# stay visible.
 
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
 WIDTH = SCREEN - LEFT - RIGHT
 _LABEL = 90
-"""Pixels for a size along the axis, the room beside it included."""
+"""Pixels of a size label along the axis, padding included."""
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 _APART, _FINEST = 20, 0.02
-"""The least distance between two labels of the time axis, in pixels; and a share for curves below a tenth."""
+"""Least distance between time labels, in pixels; tick share for curves below a tenth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point and what it says when it is pointed at; and its letter, with the place where the letter stands."""
+    """A point with its tooltip, its letter and the letter's position."""
 
     x: float
     y: float
@@ -73,7 +72,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class CurvePicture:
-    """In pixels. `width` is that between the axes; `limit_x` is None where no limit is near the curve."""
+    """Shapes in pixels. `width` is between the axes; `limit_x` is None if no limit is near the curve."""
 
     width: float
     line: str
@@ -87,7 +86,7 @@ class CurvePicture:
 
 
 def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> CurvePicture | None:
-    """The curve of `sweep` and the plan of `facts` in `room` pixels; None where there is nothing to choose from."""
+    """Draw `sweep` and the plan of `facts` in `room` pixels. Return None if there is no choice to show."""
     points = sweep.points
     if len(points) < 2:
         return None
@@ -97,8 +96,8 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Cur
     margin = 0.04 * (most - least)
     left, right = least - margin, most + margin
     highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
-    # A strategy may cost many times what the curve does. Those up to twice as high (in logarithms) are in the picture;
-    # one that is higher would press the curve flat, and is only listed in the legend.
+    # The picture contains strategies up to twice as high as the curve, in logarithms. Higher ones would flatten the
+    # curve; the legend alone lists them.
     others = [math.log(point.overhead) for point in sweep.strategies]
     highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
@@ -145,7 +144,7 @@ def _line(corners: list[tuple[float, float]], end: float) -> Iterator[str]:
 
 
 def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[Column]:
-    """First the limits that are too small for any plan; then, from every limit to the next, what its plan costs."""
+    """Yield the infeasible limits, then from each limit to the next the cost of its plan."""
     yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
     for (point, above), (start, end) in zip(pairwise((*sweep.points, None)), pairwise((*starts, right)), strict=True):
         assert point is not None
@@ -169,7 +168,7 @@ def _named(point: Point, inside: bool) -> str:
 
 
 def _shares(highest: float) -> list[float]:
-    """The round shares of more time whose labels have room beside each other."""
+    """Round values of the overhead axis whose labels do not overlap."""
     found = [0.0]
     for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
         place = math.log1p(share)
@@ -181,9 +180,9 @@ def _shares(highest: float) -> list[float]:
 def _placed(
     points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None, width: float
 ) -> Iterator[Mark]:
-    """The points, with each letter as near to its point as `others`, other letters and the line at `wall` allow.
+    """Place each letter as near to its point as `others`, other letters and the line at `wall` allow.
 
-    Places are tried from the nearest outwards, and above to the right first, as one would write a label.
+    Tries positions from the nearest outwards, above right first.
     """
     taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
@@ -196,27 +195,25 @@ def _placed(
 
 
 def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None, width: float) -> bool:
-    """Whether a letter can stand here: inside the picture, and on nothing else."""
+    """Whether a letter fits at this position inside the picture without overlap."""
     x, y = place
     inside = LEFT + 6 <= x <= LEFT + width + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
     clear = wall is None or abs(x - wall) >= 8
     return inside and clear and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)
 
 
-# Samples a second over the batch, as shapes: a line for the fastest plans, one for storing everything, and the choice.
+# Throughput over the batch: a line for the fastest plans, one for storing everything, and the choice.
 #
-# Batches are drawn by their logarithm: from one to the next, what a step costs in any case is shared by as many times
-# more samples.
-
+# The batch axis is logarithmic: the fixed cost of a step is divided by the batch.
 
 
 _BATCH_LABEL = 32
-"""Pixels from the middle of one batch's number to that of the next, at least."""
+"""Least pixels between the centres of two batch labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPicture:
-    """In pixels; `width` is that between the axes. `stored` is empty where storing everything fits no batch, or one."""
+    """Shapes in pixels; `width` is between the axes. `stored` is empty if storing everything fits at most one batch."""
 
     width: float
     line: str
@@ -229,7 +226,7 @@ class BatchPicture:
 
 
 def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | None:
-    """The points of a choice in `room` pixels; None where there is but one batch."""
+    """Draw the points of a choice in `room` pixels. Return None for a single batch."""
     points = choice.points
     if len(points) < 2:
         return None
@@ -268,14 +265,14 @@ def _batch_line(corners: Iterable[tuple[float, float]]) -> str:
 
 
 def _powers(least: int, most: int) -> list[int]:
-    """The powers of two in a range, and its ends where they are not close to one."""
+    """Powers of two in a range, and its ends unless one is close."""
     powers = [2**at for at in range(most.bit_length()) if least <= 2**at <= most]
     ends = [end for end in (least, most) if all(abs(math.log2(end / power)) > 0.3 for power in powers)]
     return sorted({*powers, *ends})
 
 
 def _apart(batches: list[int], x: Callable[[float], float]) -> list[int]:
-    """The largest batch, and of the others those whose labels have room beside the next one's."""
+    """The largest batch, and the others whose labels do not overlap the next one's."""
     kept = batches[-1:]
     for batch in reversed(batches[:-1]):
         if x(kept[-1]) - x(batch) >= _BATCH_LABEL:

@@ -1,4 +1,4 @@
-"""The facts of a report, read by every renderer: memory, time, stages, provenance and the optimizer step."""
+"""The facts of a report: memory, time, stages, provenance and the optimizer step."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from rotor_py.stage.low_precision import rounded_stages
 from rotor_py.units import format_bytes, format_seconds
 
 _ANCHORED = 1.25
-"""How far seconds may be off where efficiencies were fitted to known times, as a factor. A guess: half as much again as
-the largest typical error of steps that they were not fitted to, 7 to 17 % (docs/devices.md)."""
+"""Error of predicted seconds, as a factor, if efficiencies were fitted to known times. A guess: half as much again as
+the largest typical error of steps outside the fit, 7 to 17 % (docs/devices.md). Too low claims false precision.
+"""
 _GUESSED = 1.6
-"""The same where they were not. A guess: between devices of known times, efficiencies differ by about as much."""
+"""The same without a fit. A guess: the efficiencies of devices with known times differ by about as much."""
 
 _NAMED = 3
-"""Layers that a sentence names."""
+"""Most layers that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What is exact, predicted and assumed of a step on `devices`, which need not be there.
+    """Exact, predicted and assumed numbers of a step on simulated `devices`.
 
-    `recurrent` names the layers that other operators run there, so that nothing is exact of them.
+    `recurrent` names layers that run other operators on the device, so that no number is exact for them.
     """
 
     devices: Devices
@@ -47,22 +48,22 @@ class Basis:
         return self.devices.each
 
     def seconds(self, seconds: float) -> tuple[float, float]:
-        """The least and the most that predicted seconds may really be."""
+        """Lower and upper bound of predicted seconds."""
         factor = _GUESSED if self.device.efficiencies.anchor is None else _ANCHORED
         return seconds / factor, seconds * factor
 
     def range(self, seconds: float) -> str:
-        """The same in words."""
+        """Format the bounds of predicted seconds."""
         least, most = self.seconds(seconds)
         return f"{format_seconds(least)} to {format_seconds(most)}"
 
     @property
     def anchor(self) -> str:
-        """What the seconds were fitted to, or that it is nothing."""
+        """The measurement that the seconds were fitted to, in words."""
         return self.device.efficiencies.origin
 
     def sentences(self) -> tuple[str, ...]:
-        """What is exact, what is predicted and what is assumed, a sentence for each."""
+        """One sentence each for exact, predicted and assumed numbers."""
         return (
             "Nothing was measured. Exact: parameters, gradients, optimizer state, the batch, and what stages return "
             "and keep.",
@@ -131,7 +132,7 @@ class Basis:
         return "" if self.devices.count == 1 else "; what devices send to each other is sent while they compute"
 
     def as_data(self, peaks: dict[str, int], seconds: dict[str, float]) -> dict[str, Any]:
-        """The same by kind, in bytes and seconds; seconds as the least and the most."""
+        """The numbers by kind, in bytes and seconds; seconds as lower and upper bound."""
         fixed = asdict(self.fixed)
         exact = ("parameters", "buffers", "gradients", "optimizer")
         return {
@@ -163,31 +164,28 @@ class Basis:
         }
 
 
-# What a report says, without anything that shows it: every renderer reads these facts.
-#
-# Nothing here imports a renderer, or the function that finds a sweep.
-
+# The facts do not import any renderer, nor the function that finds a sweep.
 
 
 @dataclass(frozen=True, slots=True)
 class ReportFacts(PlanNumbers):
-    """The numbers of a plan, what else is known of it, and what there is to say about both."""
+    """The numbers of a plan, its provenance, and the sentences about both."""
 
     sweep: Sweep | None = None
-    """What all limits cost, where that is known."""
+    """Costs of all limits, if known."""
     compiled: Iterable[str] | None = None
-    """The names of the stages that run compiled; None where nobody has asked for it."""
+    """Names of the compiled stages; None without `compile`."""
     batches: BatchChoice | None = None
     """How the batch was chosen, if it was."""
     predicted_for: Devices | None = None
-    """The devices of the table that this is predicted for, which need not be there; None where it was measured."""
+    """Simulated devices that the numbers are predicted for; None if measured."""
     recurrent: tuple[str, ...] = ()
-    """Layers of which such a prediction is not exact, by name."""
+    """Names of layers whose prediction is not exact."""
     reserved: Reservation | None = None
-    """What the allocator is predicted to reserve there, if a step by the plan was followed for it."""
+    """Predicted reservation of the allocator, if a step was followed."""
 
     def verdict(self) -> tuple[str, str]:
-        """Whether the plan fits, and at what price: the beginning and the rest of one sentence."""
+        """Whether the plan fits and its price: beginning and rest of one sentence."""
         if self.mem_limit is None:
             begin, limit = f"{self.title} is planned", "without a limit"
         else:
@@ -203,7 +201,7 @@ class ReportFacts(PlanNumbers):
         return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}"
 
     def peak_reason(self) -> str | None:
-        """Where the peak is, in one sentence; None where it is in forward or backward, as one would expect."""
+        """Position of the peak in one sentence; None if it is in forward or backward."""
         running = self.budget.beside_chain(self.sequence) + peak_of(self.chain, self.shown)
         if self.peak_bytes <= running:
             return None
@@ -215,7 +213,7 @@ class ReportFacts(PlanNumbers):
         )
 
     def remarks(self) -> tuple[str, ...]:
-        """What there is to say beside the verdict, in whole sentences."""
+        """Sentences that follow the verdict."""
         compiled = None if self.compiled is None else _compiled(len(tuple(self.compiled)), len(self.chain))
         chosen = () if self.batches is None else self.batches.sentences()
         freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
@@ -227,7 +225,7 @@ class ReportFacts(PlanNumbers):
         return (*chosen, *(each for each in others if each is not None), *basis)
 
     def rounded(self) -> str | None:
-        """What of the plan is inexact, in one sentence; None if nothing may be."""
+        """The low-precision stages of the plan in one sentence; None if all are exact."""
         asked = self.measurement.fewer_bits
         if asked is None:
             return None
@@ -241,7 +239,7 @@ class ReportFacts(PlanNumbers):
 
     @property
     def basis(self) -> Basis | None:
-        """What the numbers rest on; None where they were measured."""
+        """Provenance of the numbers; None if measured."""
         if self.predicted_for is None:
             return None
         fixed = self.budget.fixed
@@ -249,9 +247,7 @@ class ReportFacts(PlanNumbers):
         return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
 
     def followed_step(self) -> list[tuple[str, str]]:
-        """What a step by the plan takes, and what the allocator reserves for it, by name; nothing where none was
-        followed.
-        """
+        """Peak and reservation of a followed step, by name; empty if none was followed."""
         if self.reserved is None:
             return []
         return [
@@ -260,9 +256,9 @@ class ReportFacts(PlanNumbers):
         ]
 
     def times(self) -> list[tuple[str, str]]:
-        """The predicted times of a step by the plan, and of a plain one, by their names.
+        """Predicted times of a planned and a plain step, by name.
 
-        Of a device that is not there, they are ranges, and come with where the efficiencies are from.
+        For a simulated device these are ranges, with the source of the efficiencies.
         """
         basis = self.basis
         said = format_seconds if basis is None else basis.range
@@ -272,7 +268,7 @@ class ReportFacts(PlanNumbers):
         return [*found, ("efficiencies" if basis.device.efficiencies.anchor is None else "fitted to", basis.anchor)]
 
     def which_forward(self) -> str | None:
-        """Which of the forwards in flight is shown, in one sentence; None where they all follow one sequence."""
+        """Which forward in flight is shown, in one sentence; None if all follow one sequence."""
         found = self.by_forwards()
         if len(found) == 1:
             return None
@@ -295,7 +291,9 @@ NAME = "optimizer step"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Bytes. `fixed` has the optimizer's state, and gradients where they are kept; `scratch` is what the step needs."""
+    """Memory of the optimizer step in bytes. `fixed` includes the optimizer's state, and gradients if they are kept;
+    `scratch` is temporary.
+    """
 
     fixed: int
     input: int
@@ -305,21 +303,21 @@ class OptimizerStep:
 
     @property
     def total(self) -> int:
-        """The peak of the optimizer's step."""
+        """Peak of the optimizer step."""
         return self.fixed + self.input + self.output + self.gradients + self.scratch
 
     @property
     def sentence(self) -> str:
-        """The step in the words of a report."""
+        """The step in words."""
         return f"{NAME}: {format_bytes(self.total)} while it runs"
 
 
 def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
-    """The optimizer's step in the plan of `facts`; None where no optimizer is known."""
+    """The optimizer step of `facts`; None without an optimizer."""
     budget, measurement = facts.budget, facts.measurement
     if budget.step_bytes is None:
         return None
-    # A training loop holds the whole output to the end of its step, tensors without a gradient included.
+    # A training loop holds the whole output to the end of its step, tensors without gradient included.
     output = budget.forwards * (measurement.stages[-1].activation_bytes + measurement.held_bytes)
     given = budget.forwards * measurement.input_bytes
     return OptimizerStep(
@@ -338,9 +336,9 @@ HEADINGS = (*SECONDS, *BYTES)
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage: `seconds` and `bytes` in the order of the headings `SECONDS` and `BYTES`, and what happens to it.
+    """A stage: `seconds` and `bytes` in the order of the headings `SECONDS` and `BYTES`, and its action.
 
-    `kind` is what is kept of it, as `kept_kinds.WORDS` has it.
+    `kind` is the kind of its saved tensors, a key of `numbers.WORDS`.
     """
 
     name: str
@@ -351,7 +349,7 @@ class StageRow:
 
 
 def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
-    """A row for every stage of the chain, in its order."""
+    """Yield a row for each stage, in chain order."""
     measured = facts.measurement
     actions, kinds = facts.actions(), facts.kinds()
     for name, cost, action, kind in zip(measured.names, measured.stages, actions, kinds, strict=True):
@@ -361,7 +359,7 @@ def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
             bytes=(
                 cost.activation_bytes,
                 cost.saved_bytes,
-                # A plan may run the stage in any of these ways, so the table shows the one that needs most.
+                # A plan may run the stage in any of these ways, so the table shows the largest.
                 max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes),
             ),
             action=action,

@@ -20,13 +20,13 @@ WORDS = {
     "elsewhere": "what stays of it while the rest is elsewhere",
     "input": "its input alone",
 }
-"""What is in memory, by kind."""
+"""Words for the kinds of stored memory."""
 
 
 def kept_kind(stage: Stage, option: int) -> str:
-    """The kind of what an option of a stage keeps.
+    """The kind of storage of a stage's option.
 
-    A part may be packed or rounded as well: then it counts as that, which is what the user has to know first.
+    A partial option that also packs or rounds counts as packed or rounded, which matters more to the user.
     """
     way = stage.options[option]
     if way.moved:
@@ -40,9 +40,9 @@ def kept_kind(stage: Stage, option: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PlanNumbers:
-    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None where none was set.
+    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None if none was set.
 
-    What follows from them is computed when it is asked for.
+    Derived numbers are computed on access.
     """
 
     title: str
@@ -54,7 +54,7 @@ class PlanNumbers:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is inside the limit."""
+        """Whether the predicted peak is within the limit."""
         return self.mem_limit is None or self.peak_bytes <= self.mem_limit
 
     @property
@@ -64,7 +64,7 @@ class PlanNumbers:
 
     @property
     def shown(self) -> Sequence:
-        """The sequence that is drawn, and told stage by stage: of several forwards in flight, the one with the peak."""
+        """The displayed sequence: of several forwards in flight, the one with the peak."""
         return self.budget.busiest(self.sequence)[0]
 
     @property
@@ -88,19 +88,19 @@ class PlanNumbers:
         return self.seconds_of(store_all(self.chain))
 
     def seconds_of(self, sequence: Sequence) -> float:
-        """Predicted time of forward, loss and backward that follow `sequence`, of all forwards in flight."""
+        """Predicted time of forward, loss and backward, all forwards in flight following `sequence`."""
         return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
 
     @property
     def overhead(self) -> float:
-        """Planned time as a ratio to the plain one."""
+        """Ratio of planned to plain time."""
         return self.step_seconds / self.store_all_seconds if self.store_all_seconds else 1.0
 
     @property
     def gap(self) -> float | None:
-        """How far the plan can be from the best memory-persistent one, as a share of time; None if there is no bound.
+        """Upper bound of the distance to the best memory-persistent plan, as a share of time; None without a bound.
 
-        The solver has proved that no such plan is faster than `sequence.lower_bound` seconds, for each forward.
+        The solver has proved that each forward of such a plan takes at least `sequence.lower_bound` seconds.
         """
         bound = self.sequence.lower_bound
         if bound is None:
@@ -110,11 +110,11 @@ class PlanNumbers:
 
     @property
     def before_chain_seconds(self) -> float:
-        """Time of the layers before the chain, which no plan changes."""
+        """Time of the layers before the chain, which are not planned."""
         return self.measurement.prefix.seconds if self.measurement.prefix else 0.0
 
     def by_forwards(self) -> dict[str, Sequence]:
-        """The sequences that forwards in flight follow, by what they are called: `forward 1`, `forwards 2 to 4`."""
+        """Sequences of forwards in flight by label: `forward 1`, `forwards 2 to 4`."""
         sequences = self.sequence.of_forwards(self.budget.forwards)
         if not self.sequence.beside:
             return {"sequence": self.sequence}
@@ -126,7 +126,7 @@ class PlanNumbers:
         }
 
     def kinds(self) -> list[str]:
-        """What is kept of every stage from its forward on, as `kept_kinds.WORDS` has it; empty for nothing."""
+        """Kind of storage of each stage from its forward on, a key of `numbers.WORDS`; empty for nothing."""
         found = [""] * len(self.chain)
         for operation in self.shown:
             match operation:
@@ -139,7 +139,7 @@ class PlanNumbers:
         return found
 
     def actions(self) -> list[str]:
-        """What happens to every stage, in words: "stored", "checkpointed, recomputed 1×"; one entry per stage."""
+        """The action of each stage, in words: "stored", "checkpointed, recomputed 1×"."""
         runs = [0] * len(self.chain)
         kept: dict[int, str] = {}
         before_loss = True
@@ -149,13 +149,13 @@ class PlanNumbers:
                     before_loss = False
                 case ForwardEnable(stage, option):
                     runs[stage] += 1
-                    if before_loss:  # after it, a ForwardEnable is a recomputation
+                    if before_loss:  # after the loss, a ForwardEnable is a recomputation
                         way = self.chain.stages[stage].options[option]
                         size = f"{format_bytes(way.moved)} moved" if way.moved else format_bytes(way.saved)
                         kept[stage] = f"stored {way.name}: {size}" if option else "stored"
                 case ForwardCheck(stage):
                     runs[stage] += 1
-                    # A sequence may run a stage again before the loss, and store it then: that is what counts.
+                    # A sequence may recompute a stage before the loss and store it then; the last storage counts.
                     if before_loss:
                         kept.setdefault(stage, "checkpointed")
                 case ForwardNograd(stage):

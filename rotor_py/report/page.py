@@ -1,4 +1,4 @@
-"""Render the report as one page that loads nothing."""
+"""Render the report as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rotor_py.units import format_bytes, format_seconds
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a reader has to know before comparing the numbers of two pages. `device` is the device in words."""
+    """Environment to know before comparing two pages. `device` is in words."""
 
     made: datetime
     device: str
@@ -36,7 +36,7 @@ class Origin:
 
 
 def origin(device: str, made: datetime | None = None) -> Origin:
-    """Of a page that is made on this machine, now unless `made` says when; `device` as torch names it: "cuda:0"."""
+    """The origin of a page made on this machine, now or at `made`; `device` as torch names it: "cuda:0"."""
     versions = (
         ("rotor_py", version("rotor-plan")),
         ("torch", torch.__version__),
@@ -46,8 +46,8 @@ def origin(device: str, made: datetime | None = None) -> Origin:
 
 
 def _described(device: str) -> str:
-    """The device with what its times depend on: the name of a GPU, the threads of a CPU."""
-    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # one that need not be here, which has a name of its own
+    """The device with the name of its GPU or the threads of its CPU."""
+    if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # a simulated device, with its own name
         return f"{device}, predicted"
     if torch.device(device).type == "cuda" and torch.cuda.is_available():
         return f"{device} ({torch.cuda.get_device_name(device)})"
@@ -61,15 +61,17 @@ def page(
 ) -> str:
     """The page as text.
 
-    `remarks` are lines under the verdict, `usage` the Python that follows the plan. `made` is when the page is made,
-    if that is not now.
+    Args:
+        remarks: lines under the verdict.
+        usage: Python that follows the plan.
+        made: date of the page, now by default.
     """
-    # Imported here because most who train never make a page.
+    # Import on use: most training never makes a page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
         loader=PackageLoader("rotor_py.report"),
-        autoescape=True,  # names of modules are the user's
+        autoescape=True,  # module names are user input
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -99,13 +101,13 @@ def page(
 
 
 def frame(text: str) -> str:
-    """A page in a frame, for a notebook, whose own page its styles and scripts then do not touch."""
+    """Wrap a page in a frame, so that its styles and scripts leave the notebook alone."""
     source = escape(text, quote=True)
     return f'<iframe srcdoc="{source}" title="plan" style="width: 100%; height: 720px; border: 0"></iframe>'
 
 
 def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dict[str, object]:
-    """The pictures in `room` pixels; those with a column for each operation or stage may need up to `most`."""
+    """Draw in `room` pixels; pictures with a column per operation or stage may grow to `most`."""
     return {
         "curve": curve.curve_picture(facts, sweep, room),
         "batch": None if facts.batches is None else batch.batch_picture(facts.batches, room),
@@ -127,7 +129,7 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
     names = {"planned": "planned step", "store-all": "plain step"}
     times = [(names.get(name, name), said) for name, said in facts.times()]
-    # Where seconds are assumptions, what can be relied on comes first.
+    # If seconds are assumptions, the reliable numbers come first.
     found += [overhead, *times] if facts.basis else [*times, overhead]
     gap = facts.gap
     optimum = [] if gap is None else [("from the optimum", format_gap(gap))]
@@ -135,7 +137,7 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
 
 
 def _cells(row: StageRow) -> list[tuple[float, str]]:
-    """The numbers of a row: what to sort by, and what to show."""
+    """The numbers of a row: sort key and text."""
     return [
         *((seconds, format_seconds(seconds)) for seconds in row.seconds),
         *((float(size), format_bytes(size)) for size in row.bytes),

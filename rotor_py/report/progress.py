@@ -1,4 +1,4 @@
-"""Show long work in one line of the terminal, with an estimate of the time left."""
+"""Show long work in one terminal line, with an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class TimeLeft:
-    """The seconds that work still takes, at its pace so far.
+    """Estimate the seconds left from the pace so far.
 
-    Work of another name or total, or with fewer parts done than before, is other work: the estimate begins anew.
+    Restarts when the name or total changes, or when fewer parts are done than before.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,22 +29,22 @@ class TimeLeft:
         self._begin = 0.0
 
     def update(self, name: str, done: int, total: int) -> float | None:
-        """Seconds left when `done` of `total` parts are done; None until a part has been finished."""
+        """Return the seconds left when `done` of `total` parts are done; None until one part is finished."""
         now = self._clock()
         if self._what != (name, total) or done < self._done:
             self._what, self._first, self._begin = (name, total), done, now
         self._done = done
         if done <= self._first:
             return None
-        # From what was done when the work was first told of: it may not have been nothing.
+        # Count from the first report, which need not have been zero.
         return (now - self._begin) * (total - done) / (done - self._first)
 
 
 def in_words(seconds: float | None) -> str:
-    """`about 12 s left`; an empty text where nothing is known."""
+    """`about 12 s left`; an empty text if unknown."""
     if seconds is None:
         return ""
-    # Two digits at most: an estimate that shows more would seem to be exact.
+    # Two digits at most: more would look exact.
     for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
         if seconds < most:
             return f"about {max(1, round(seconds / divisor))} {unit} left"
@@ -52,19 +52,19 @@ def in_words(seconds: float | None) -> str:
 
 
 PATIENCE_SECONDS = 1.0
-"""Work that takes less shows nothing: a line that is gone at once only disturbs. The second is a guess."""
+"""Shorter work shows nothing: a line that flashes disturbs. A guess; too long looks like a hang."""
 _REDRAWN_SECONDS = 0.1
-"""The least time between two drawings: some work tells of its progress far more often."""
+"""Least time between redraws: some work reports progress far more often."""
 _COUNTED = 10_000
-"""Work of more parts is shown in percent. The number is a guess: five digits are hard to read while they change."""
+"""Work of more parts is shown in percent: five changing digits are hard to read."""
 _BAR = 16
 
 
 @contextmanager
 def activities(*, quiet: bool = False) -> Iterator[Activities]:
-    """A line on stderr that appears once the work in the block has taken a moment, and is gone at the end.
+    """Show a line on stderr after a moment of work in the block, and clear it at the end.
 
-    Nothing is shown where stderr is not a terminal, or with `quiet`.
+    Shows nothing if stderr is not a terminal, or with `quiet`.
     """
     found = Activities(shown=not quiet and sys.stderr.isatty())
     try:
@@ -75,13 +75,13 @@ def activities(*, quiet: bool = False) -> Iterator[Activities]:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """`activities` for measuring alone: something to be called with (done, total, name); None if nothing is shown."""
+    """`activities` for measuring only: yields a callable (done, total, name), or None if nothing is shown."""
     with activities() as found:
         yield found.doing("measuring") if found.shown else None
 
 
 class Activities:
-    """The line, which shows one kind of work at a time."""
+    """The progress line, which shows one kind of work at a time."""
 
     def __init__(self, shown: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.shown = shown
@@ -91,14 +91,14 @@ class Activities:
         self._line = ("", "", 0, 0)
         self._bar: Bar | None = None
         self._timer: Timer | None = None
-        self._lock = RLock()  # the timer draws in a thread of its own
+        self._lock = RLock()  # the timer draws in its own thread
 
     def doing(self, verb: str) -> Progress:
-        """A function of the parts done, all parts and the name of the next; the line then says `measuring layer.3`."""
+        """Return a callable (done, total, name of the next part); the line then says `measuring layer.3`."""
         return partial(self._tell, verb) if self.shown else _silent
 
     def stop(self) -> None:
-        """Take the line away."""
+        """Clear the line."""
         with self._lock:
             self.shown = False
             if self._timer is not None:
@@ -116,7 +116,7 @@ class Activities:
             self._line = (verb, name, done, total)
             if self._timer is None:
                 self._begin = now
-                # Nobody calls while the first part of the work runs, and it may be long: only a timer can draw then.
+                # The first part of the work may be long and reports nothing: only a timer can draw then.
                 self._timer = Timer(PATIENCE_SECONDS, self._draw)
                 self._timer.daemon = True
                 self._timer.start()
@@ -144,7 +144,7 @@ class Activities:
 
 
 def _silent(done: int, total: int, name: str) -> None:
-    """Stands in where nothing is to be shown."""
+    """Ignore progress."""
 
 
 def _count(done: int, total: int) -> str:
@@ -164,6 +164,6 @@ def _bar() -> Bar:
         TextColumn("{task.fields[end]}", markup=False),
         console=Console(stderr=True),
         transient=True,
-        auto_refresh=False,  # a thread that draws would run while times are measured
-        redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe goes there
+        auto_refresh=False,  # a drawing thread would disturb measured times
+        redirect_stdout=sys.stdout.isatty(),  # keep redirected stdout where it goes
     )

@@ -1,4 +1,4 @@
-"""The report of a plan: printed, shown in a notebook, or written as a page."""
+"""The report of a plan, for a terminal, a notebook, or an HTML page."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rotor_solver.progress import watcher
 
 _NONE: Mapping[str, Sequence] = {}
 _LIMITS = 12
-"""Limits for which plans that move are solved for: a point each, where others have hundreds. A guess."""
+"""Limits that are solved one by one for plans with offload. A guess: fewer make a coarser curve, more a longer wait."""
 _CLOSE = 0.005
-"""The share of all limits within which the least limit for an overhead is found: a guess."""
+"""Precision of the least limit for an overhead, as a share of all limits. A guess: a coarser one wastes memory."""
 
 
 def sweep_of(
@@ -27,18 +27,17 @@ def sweep_of(
     strategies: Mapping[str, Sequence] = _NONE,
     overhead: float | None = None,
 ) -> Sweep:
-    """All limits for the step that `facts` are about, and the sequences of `strategies` as points beside them.
+    """Solve the step of `facts` for all limits, with the sequences of `strategies` as points.
 
-    `slots` is how finely the solver divides memory. The solver is called once for all limits. Plans that move
-    activations are found for some limits, one by one, and for the least whose plan costs at most `overhead` more time.
+    `slots` is the solver's memory resolution. One solver call covers all limits. Plans with offload are solved one
+    limit at a time, and for the least limit that costs at most `overhead` more time.
     """
-    # The frontier rounds sizes to slots, so it may miss storing everything and the plan in use: both are added.
+    # The frontier rounds sizes to slots, so it may miss storing everything and the plan in use: add both.
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]
     if facts.budget.link is not None and facts.budget.forwards == 1:
         found += _one_by_one(facts, slots, found, overhead)
-    # For the chain, less memory always means more time. For the whole step it need not: a plan that computes something
-    # twice needs a snapshot of the random state, and layers before the chain may peak higher than the chain itself.
-    # What is neither leaner nor faster than another plan is dropped.
+    # Less memory always costs time in the chain, but not always in the whole step: a recomputing plan snapshots the
+    # random state, and layers before the chain may peak higher. Drop dominated plans.
     return Sweep(
         fixed_bytes=facts.budget.fixed.total,
         store_all_bytes=facts.store_all_bytes,
@@ -58,7 +57,7 @@ def _curve(facts: ReportFacts, found: Iterable[Sequence]) -> list[Point]:
 def _one_by_one(
     facts: ReportFacts, slots: int, others: Iterable[Sequence], overhead: float | None
 ) -> Iterator[Sequence]:
-    """Plans for some limits, and where there is an `overhead`, the one with the least limit that stays under it."""
+    """Plans for some limits, and with an `overhead` the one with the least limit within it."""
     budget, progress = facts.budget, watcher()
     least, most = budget.least_bytes(), facts.store_all_bytes
 
@@ -69,7 +68,7 @@ def _one_by_one(
     for number in range(_LIMITS):
         if progress is not None:
             progress(number, _LIMITS, "limits for plans that move")
-        limit = least + number**2 * (most - least) // _LIMITS**2  # closer where limits are small, and cost much
+        limit = least + number**2 * (most - least) // _LIMITS**2  # denser at small limits, where overheads are large
         known[limit] = solved(limit)
         yield known[limit]
     if overhead is None:
@@ -78,8 +77,8 @@ def _one_by_one(
     def fast(sequence: Sequence) -> bool:
         return facts.seconds_of(sequence) <= (1 + overhead) * facts.store_all_seconds
 
-    # A plan that is fast enough is so for all limits above its peak, whatever it does. The best one for a limit that
-    # is not says so of all limits below; one of `others`, which is best without moves, says nothing.
+    # A plan that is fast enough is so for all limits above its peak. If the best plan of a limit is not, no smaller
+    # limit is either; this does not hold for `others`, which are optimal only without offload.
     enough = min((budget.peak_bytes(each) for each in (*known.values(), *others) if fast(each)), default=most)
     short = max((limit for limit, each in known.items() if limit < enough and not fast(each)), default=least)
     while enough - short > _CLOSE * (most - least):
@@ -99,14 +98,14 @@ def _point(facts: ReportFacts, name: str, sequence: Sequence) -> Point:
 
 @dataclass(frozen=True, slots=True)
 class Report(ReportFacts):
-    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None where none was set.
+    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None if none was set.
 
-    `str` is the report for a terminal; in a notebook, and as a file, it is a page. The numbers are those of
-    `ReportFacts`: bytes and seconds.
+    `str` gives the terminal report; a notebook and a file get a page. Numbers are those of `ReportFacts`, in bytes and
+    seconds.
     """
 
     def __str__(self) -> str:
-        # Imported here because the import of rich takes time, and most who train never print a report.
+        # Import rich on use: it is slow, and most training never prints a report.
         from rotor_py.report.terminal import plain_text
 
         return plain_text(self)
@@ -122,13 +121,16 @@ class Report(ReportFacts):
         usage: str = "",
         made: datetime | None = None,
     ) -> None:
-        """Write one self-contained page, which loads nothing: no script, style, font or image from elsewhere.
+        """Write one self-contained page: no external script, style, font or image.
 
-        `remarks` are shown as lines under the verdict, `usage` as the Python that follows the plan; `made` is the date
-        of the page, if that is not now. OSError if the file cannot be written.
+        Args:
+            path: file to write. Raises OSError if that fails.
+            remarks: lines under the verdict.
+            usage: Python that follows the plan.
+            made: date of the page, now by default.
         """
         Path(path).write_text(page(self, self._swept(), remarks, usage, made), encoding="utf-8")
 
     def _swept(self) -> Sweep:
-        """The curve, solved for now if it is not known: only pages show it, and it takes time."""
+        """The curve, solved on demand if unknown: only pages show it, and it takes time."""
         return sweep_of(self) if self.sweep is None else self.sweep

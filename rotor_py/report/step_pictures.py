@@ -17,14 +17,14 @@ from rotor_solver.moving import Moves, timed_moments, transfers
 
 HEIGHT, LEFT, TOP, RIGHT = 280, 64, 12, 8
 _NARROW, _WIDE = 9, 40
-"""Pixels: the width of a column, where there is room for it, and the largest one."""
+"""Preferred least and greatest width of a column, in pixels."""
 _NEAR = 1.5
-"""A limit above this multiple of the peak is not drawn: it would flatten everything else. The number is a guess."""
+"""Limits above this multiple of the peak are not drawn: they would flatten the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one owner has in memory: bytes after every operation, the colour, and the outline in the picture."""
+    """Memory of one owner: bytes after each operation, colour and outline."""
 
     name: str
     sizes: tuple[int, ...]
@@ -34,7 +34,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPicture:
-    """In pixels. `limit_y` is None where the limit is far above the peak, or there is none."""
+    """Shapes in pixels. `limit_y` is None without a limit, or if it is far above the peak."""
 
     width: float
     height: int
@@ -45,12 +45,12 @@ class MemoryPicture:
 
 
 def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.inf) -> MemoryPicture:
-    """One column for each operation, and one for the optimizer's step, where an optimizer is known.
+    """Draw one column per operation, and one for the optimizer step if there is one.
 
-    They share `room` pixels; where they are too many for that, the picture may be up to `most` pixels wide.
+    Columns share `room` pixels; if they are too many, the picture may grow to `most` pixels.
 
     Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
-    while the operation runs.
+    during the operation.
     """
     found, step_after = timed_moments(facts.chain, facts.shown, facts.budget.link), optimizer_step(facts)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
@@ -88,9 +88,9 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
 
 
 def layers_of(facts: ReportFacts, found: tuple[Moment, ...], step: OptimizerStep | None = None) -> Iterator[Layer]:
-    """From the bottom to the top: the fixed part, the chain's input, stages, the output, gradients, and the rest.
+    """Yield layers bottom to top: fixed part, chain input, stages, output, gradients, temporary memory.
 
-    A layer has one size for each moment, in bytes, and one more for the optimizer's `step`, if there is one.
+    A layer has one size per moment, in bytes, and one more for the optimizer's `step` if given.
     """
     chain, names = facts.chain, facts.measurement.names
     beside = facts.budget.beside_chain(facts.sequence)
@@ -112,13 +112,13 @@ def layers_of(facts: ReportFacts, found: tuple[Moment, ...], step: OptimizerStep
 
 
 def _largest(layers: list[Layer], at: int) -> str:
-    """The owners of the most memory in one column, in words."""
+    """Name the owners of the most memory in one column."""
     present = sorted((layer for layer in layers if layer.sizes[at]), key=lambda layer: -layer.sizes[at])
     return "most of it " + ", ".join(f"{layer.name} {format_bytes(layer.sizes[at])}" for layer in present[:4])
 
 
 def _outline(below: list[float], above: list[float], step: float) -> Iterator[str]:
-    """Closed lines around every run of columns in which the layer has a height."""
+    """Closed lines around each run of columns in which the layer has a height."""
     start = 0
     while start < len(below):
         end = start
@@ -134,7 +134,7 @@ def _outline(below: list[float], above: list[float], step: float) -> Iterator[st
 
 
 def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
-    """Steps from height to height, each as long as its column; neighbours of one height make one line."""
+    """Steps of one column each; equal neighbours share a line."""
     for at, (height, end) in enumerate(zip(heights, ends, strict=True)):
         if at == 0 or height != heights[at - 1]:
             yield f"V{height:.1f}"
@@ -144,14 +144,14 @@ def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
 
 ROW, LEFT, TOP, RIGHT, LANE = 14, 64, 20, 8, 14
 _CELL, _LABEL = 18, 24
-"""Pixels: the largest width of a stage, and from one number of a stage to the next."""
+"""Pixels: largest width of a stage, and distance between stage numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Something that is in memory from row `first` to row `last`. The operation of `last` frees it, unless it `stays`.
+    """Memory held from row `first` to row `last`. The operation of `last` frees it unless it `stays`.
 
-    `kind` is one of `kept_kinds.WORDS`: "kept" for all that a stage's backward needs, "input" for a checkpoint.
+    `kind` is a key of `numbers.WORDS`: "kept" for all that a stage's backward needs, "input" for a checkpoint.
     """
 
     stage: int
@@ -164,7 +164,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """A copy in the `lane` of those out (0) or back (1), from row `first` to row `last`, both with fractions."""
+    """A copy in the `lane` out (0) or back (1), from row `first` to row `last`, both fractional."""
 
     lane: int
     first: float
@@ -174,7 +174,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One operation; `kind` as `wording.kind` has it. The loss stands to the right of the last stage."""
+    """One operation; `kind` as in `sweep.kind`. The loss is right of the last stage."""
 
     column: int
     row: int
@@ -185,10 +185,9 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class SchedulePicture:
-    """In cells of `cell` by `ROW` pixels. `numbers` are the stages with their number above; the last is the loss.
+    """Shapes in cells of `cell` by `ROW` pixels. `numbers` are the labelled stages; the last is the loss.
 
-    Two lanes of `LANE` pixels for copies stand to the right of that, where there are any. `kinds` has the words for
-    what is kept anywhere.
+    Copies, if any, have two lanes of `LANE` pixels at the right. `kinds` describes the kinds of storage in use.
     """
 
     cell: float
@@ -202,7 +201,7 @@ class SchedulePicture:
 
 
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePicture:
-    """In `room` pixels: every operation of the plan, and from when to when each stage keeps something."""
+    """Draw each operation of the plan and the lifetime of saved tensors, in `room` pixels."""
     found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     length, copied = len(facts.chain), tuple(copies(facts, found))
@@ -235,7 +234,7 @@ def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePict
 
 
 def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: Moves | None = None) -> Iterator[Kept]:
-    """Every period in which something is kept for `stage`: its input alone, or what its backward needs."""
+    """Yield the lifetimes of a stage's input and saved tensors."""
     first, now, way, away = 0, "", "kept", False
     for row, moment in enumerate(found):
         if isinstance(moment.operation, ForwardEnable) and moment.operation.stage == stage:
@@ -254,11 +253,11 @@ def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: M
 
 
 def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[Copied]:
-    """Every copy of the plan, where the operations are beside which it runs."""
+    """Yield each copy of the plan, at the operations it overlaps."""
     begins, names = [moment.begin for moment in found], facts.measurement.names
 
     def row(seconds: float) -> float:
-        # While an operation waits for a copy, the picture stands still at its upper edge.
+        # While an operation waits for a copy, the picture stays at its upper edge.
         at = max(0, bisect_right(begins, seconds) - 1)
         share = (seconds - begins[at]) / found[at].seconds if found[at].seconds else 1.0
         return at + min(1.0, share)

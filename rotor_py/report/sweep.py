@@ -1,4 +1,4 @@
-"""Memory against time over all limits, as data and in words."""
+"""Time against memory over all limits, as data and in words."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation, Seque
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A plan: the whole step within `mem_limit` bytes, and its predicted time as a ratio to the plain one.
+    """A plan for a step of at most `mem_limit` bytes, and the ratio of its predicted time to the plain one.
 
-    `name` is that of a strategy set by hand, and empty on the curve itself.
+    `name` is set for a strategy set by hand, and empty on the curve.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A step function: limits of the whole step increase, times decrease down to that of storing everything.
+    """A step function: as limits of the whole step increase, times fall to that of storing everything.
 
-    `fixed_bytes` is in memory under every plan; what is above it is activation memory. `store_all_bytes` is the peak of
-    plain training. `strategies` are other ways to plan, each at the least memory that it needs.
+    `fixed_bytes` is in memory under every plan; the rest is activation memory. `store_all_bytes` is the peak of plain
+    training. `strategies` are other plans, each at its least memory.
     """
 
     fixed_bytes: int
@@ -38,33 +38,33 @@ class Sweep:
     strategies: tuple[Point, ...] = ()
 
     def least_for(self, overhead: float) -> Point:
-        """The least limit that costs at most `overhead` more time than storing everything: 0.1 for a tenth."""
+        """The least limit with at most `overhead` more time than storing everything: 0.1 for a tenth."""
         return next((point for point in self.points if point.overhead <= 1 + overhead), self.points[-1])
 
     def saved(self, point: Point) -> float:
-        """The share of the activation memory of plain training that `point` does without."""
+        """Share of plain activation memory that `point` saves."""
         activations = self.store_all_bytes - self.fixed_bytes
         return (self.store_all_bytes - point.mem_limit) / activations if activations > 0 else 0.0
 
     def lettered(self) -> list[tuple[str, Point]]:
-        """The strategies with the letters that stand for them in a picture."""
+        """The strategies with their letters in a picture."""
         return list(zip(ascii_uppercase, self.strategies, strict=False))
 
 
 USUAL = 0.10
-"""The share of more time that reports speak of, unless the user names another."""
+"""Default overhead in reports."""
 
 NOISY = 0.10
-"""Times of one kind of stage that are as far apart as this are told of: the machine does something else, too."""
+"""Report relative spreads of stage times from here on: something else loads the machine."""
 
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
-    """`Fe_3 layers.3`: the operation, and the name of its stage; `L loss`."""
+    """`Fe_3 layers.3`: operation and stage name; `L loss`."""
     return f"{operation} {'loss' if isinstance(operation, Loss) else names[operation.stage]}"
 
 
 def kind(moment: Moment) -> str:
-    """What the operation is: "loss", "backward", "again", "keep" (a forward for the backward) or "pass"."""
+    """The kind of operation: "loss", "backward", "again", "keep" (a forward that saves) or "pass"."""
     match moment.operation:
         case Loss():
             return "loss"
@@ -84,12 +84,12 @@ def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str
 
 
 def saving(sweep: Sweep, overhead: float = USUAL) -> str:
-    """What at most `overhead` more time saves; where that is nothing, what the first saving costs."""
+    """Memory saved by at most `overhead` more time; if none, the price of the first saving."""
     least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
     if sweep.saved(least) <= 0:
         return f"No plan needs less than storing everything: {stored}."
     if sweep.saved(point) <= 0:
-        point = sweep.points[-2]  # the first saving there is; the last point stores everything
+        point = sweep.points[-2]  # the first saving; the last point stores everything
     text = (
         f"{format_share(point.overhead - 1)} more time saves {format_share(sweep.saved(point))} of activation memory: "
         f"a limit of {limit_text(point.mem_limit)} instead of {stored}."
@@ -101,12 +101,12 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
 
 
 def format_gap(gap: float) -> str:
-    """The distance from the optimum: `0 %` where two digits would show nothing, else `at most 0.12%`."""
+    """Distance from the optimum: `0 %` if two digits would show nothing, else `at most 0.12%`."""
     return "0 %" if gap < 5e-5 else f"at most {gap:.2%}"
 
 
 def spread_of_times(spread: float) -> list[tuple[str, str]]:
-    """What to say of times that were far apart when they were measured: nothing if they were not."""
+    """Warn of noisy measured times; empty if they were steady."""
     return [("times vary by", format_share(spread))] if spread >= NOISY else []
 
 

@@ -1,4 +1,4 @@
-"""Render the report for a terminal: a verdict, then memory, time, the stages and the sequence."""
+"""Render the report for a terminal: verdict, memory, time, stages and sequence."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ from rotor_py.report.sweep import format_gap, spread_of_times
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Operation, Sequence
 
-# Sentences in which no line ends between a number and its unit.
-#
-# No-break spaces alone do not do it: rich ends a line at them, too.
+# Keep a number and its unit on one line. No-break spaces do not suffice: rich breaks at them.
 
 
 _SPACE = re.compile(r"(?<!\d) +|(?<=\d) +(?!(?:[kMGT]?B\b|[mµ]?s\b|%))")
 
 
 class Prose:
-    """A text that is wrapped between words, but not inside an amount or at a no-break space."""
+    """A text wrapped between words, but not inside an amount or at a no-break space."""
 
     def __init__(self, text: Text | str) -> None:
         self.text = Text(text) if isinstance(text, str) else text
@@ -40,7 +38,7 @@ class Prose:
         return Measurement(max(map(len, _SPACE.split(self.text.plain))), len(self.text))
 
     def _ends(self, width: int) -> Iterator[int]:
-        """Where every line but the first begins."""
+        """Starts of all lines but the first."""
         plain = self.text.plain
         begin = last = 0
         for found in (*_SPACE.finditer(plain), None):
@@ -62,12 +60,12 @@ _STYLES = {
     "input": "yellow",
     "": "yellow",
 }
-"""By what is kept. The words beside them say the same."""
+"""Styles by kind of storage; adjacent words say the same."""
 _PIECE = re.compile(r"[^.+_-]*[.+_-]+|[^.+_-]+")
 
 
 class StageTable:
-    """What every stage costs, and what happens to it; with `costs_alone`, where there is no plan, costs."""
+    """Cost and action of each stage; with `costs_alone`, without a plan, costs only."""
 
     def __init__(self, facts: ReportFacts, *, costs_alone: bool = False) -> None:
         rows = list(stage_rows(facts))
@@ -79,7 +77,7 @@ class StageTable:
         self.widths = [max(map(len, column)) for column in zip(HEADINGS, *self.numbers, strict=True)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        # Numbers are never broken; what they leave is shared by the name and the action, which may be broken.
+        # Numbers never break; the name and the action share the remaining width and may break.
         room = options.max_width - sum(self.widths) - len(_GAP) * (len(HEADINGS) + 1)
         action = max((len(word) for text in ("happens", *self.actions) for word in text.split()), default=0)
         piece = max(len(part) for name in ("stage", *self.names) for part in _PIECE.findall(name))
@@ -100,7 +98,7 @@ class StageTable:
         return table
 
     def _blocks(self, width: int) -> Iterator[Text]:
-        """The name of a stage and what happens to it, and its numbers in a line below."""
+        """Name and action of a stage, with its numbers on a line below."""
         yield Text("stage" if self.costs_alone else "stage, and what happens", style="bold")
         yield Text(self._columns(HEADINGS), style="bold", no_wrap=True)
         for name, numbers, happens in zip(self.names, self.numbers, self._happenings(), strict=True):
@@ -122,7 +120,7 @@ class StageTable:
 
 
 def broken(name: str, width: int) -> list[str]:
-    """A name in lines of at most `width` characters; a line ends where a part of the name does, if the part fits."""
+    """Break a name into lines of at most `width` characters, between its parts if they fit."""
     lines, width = [""], max(1, width)
     for piece in _PIECE.findall(name):
         if lines[-1] and len(lines[-1]) + len(piece) > width:
@@ -137,7 +135,7 @@ _WIDEST = 100
 
 
 def plain_text(facts: ReportFacts, width: int | None = None) -> str:
-    """The report as text without colours, as wide as the terminal, and not wider than 100."""
+    """The report without colours, as wide as the terminal, at most 100."""
     file = io.StringIO()
     if width is None:
         width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
@@ -153,13 +151,13 @@ def parts(facts: ReportFacts) -> list[RenderableType]:
 
 
 def verdict(facts: ReportFacts) -> Text:
-    """One sentence: whether the plan fits, and at what price."""
+    """One sentence: whether the plan fits, and its price."""
     begin, rest = facts.verdict()
     return Text.assemble((begin, "bold green" if facts.fits else "bold red"), rest)
 
 
 def amounts(facts: ReportFacts) -> Table:
-    """The memory line and the time line."""
+    """The memory and time lines."""
     table = Table.grid(padding=(0, 2))
     least = facts.budget.least_bytes()
     memory = (
@@ -171,7 +169,7 @@ def amounts(facts: ReportFacts) -> Table:
         *facts.followed_step(),
     )
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
-    # Where seconds are assumptions, what can be relied on comes first.
+    # If seconds are assumptions, the reliable numbers come first.
     time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
     gap = facts.gap
     if gap is not None:
@@ -193,14 +191,14 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
 
 
 def sequence(operations: Sequence, name: str = "sequence") -> Text:
-    """The sequence in short notation; neighbours of one kind are folded to the first and the last."""
+    """The sequence in short notation; runs of one kind are folded."""
     text = Text(f"{name}  ", style="bold")
     text.append(", ".join(folded(operations)), style="not bold")
     return text
 
 
 def folded(operations: Iterable[Operation]) -> Iterator[str]:
-    """`Fe_3, Fe_4, Fe_5` becomes `Fe_3…5`; nothing else changes."""
+    """Fold `Fe_3, Fe_4, Fe_5` to `Fe_3…5`."""
     run: list[Operation] = []
     for operation in operations:
         if run and not _continues(run, operation):
@@ -212,11 +210,11 @@ def folded(operations: Iterable[Operation]) -> Iterator[str]:
 
 
 def _continues(run: list[Operation], operation: Operation) -> bool:
-    """Whether `operation` is of the kind of `run`, and its stage is the next one up or down."""
+    """Whether `operation` continues `run`: same kind, adjacent stage."""
     last = run[-1]
     if type(operation) is not type(last) or not hasattr(operation, "stage") or not hasattr(last, "stage"):
         return False
-    # `Fe_3'` is a stage that is stored in part: in a fold, nobody would see which of the stages are.
+    # `Fe_3'` stores its stage in part; a fold would hide that.
     if getattr(operation, "option", 0) or getattr(last, "option", 0):
         return False
     step = operation.stage - last.stage
@@ -224,6 +222,6 @@ def _continues(run: list[Operation], operation: Operation) -> bool:
 
 
 def _fold(run: list[Operation]) -> str:
-    if len(run) < 3:  # two operations are no longer than their fold
+    if len(run) < 3:  # folding two saves nothing
         return ", ".join(map(str, run))
     return f"{run[0]}…{str(run[-1]).rpartition('_')[2]}"

@@ -1,4 +1,4 @@
-"""Choose the level of checkpointing by hand that is fastest within a limit, by real steps."""
+"""Choose the fastest hand-set checkpointing level within a limit, by real steps."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rotor_solver import Sequence, simulate
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """One way to train a step: its peak in bytes and its seconds, predicted from measured stages, and measured.
+    """A strategy's peak in bytes and its seconds, predicted from measured stages, and measured.
 
-    The predicted peak includes the optimizer's step; the measured one does not.
+    The predicted peak includes the optimizer step; the measured one does not.
     """
 
     predicted_peak_bytes: int
@@ -35,9 +35,9 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True)
 class LevelChoice:
-    """The lowest level that stays inside `mem_limit`, what it costs, and what the optimal plan for the limit costs.
+    """The lowest level within `mem_limit`, its cost, and the cost of the optimal plan for the limit.
 
-    `peaks` are the predicted peaks of all levels, from 0 to 5.
+    `peaks` are the predicted peaks of levels 0 to 5.
     """
 
     level: int
@@ -57,26 +57,24 @@ def best_level(
     fresh_grads: bool = False,
     **options: Any,
 ) -> LevelChoice:
-    """The lowest level with which a step of `model` on `batch` has a measured peak of at most `mem_limit`.
+    """Find the lowest level with which a step of `model` on `batch` has a measured peak of at most `mem_limit`.
 
-    Steps are trained to measure them, without the optimizer's. Gradients, buffers and the random state are put back
-    afterwards; hooks of parameters are called.
+    Takes real steps without the optimizer's, then restores gradients, buffers and the random state. Calls hooks of
+    parameters.
 
     Args:
         model: any model that `Checkpointable` takes.
         batch: a tensor, a tuple of positional or a dict of keyword arguments.
         mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%".
-        loss: a function of the output. Without it, the scalars of the output are summed, or all of it if there are
-            none.
+        loss: a function of the output. Without it, the output's scalars are summed, or all of it if there are none.
         optimizer: the optimizer, whose state counts.
         fresh_grads: gradients are freed between steps.
         options: other options of `Checkpointable`.
 
     Raises:
-        InfeasibleError: no level fits. Its `min_bytes` is the least peak of all levels; the optimal plan may fit where
-            they do not.
+        InfeasibleError: no level fits. `min_bytes` is the least peak of all levels; the optimal plan may still fit.
         ValueError: `mem_limit` is not a size.
-        UnsupportedModelError: the model, or the batch, is none that can be planned.
+        UnsupportedModelError: the model or the batch cannot be planned.
     """
     planned = Checkpointable(model, batch, loss=loss, optimizer=optimizer, fresh_grads=fresh_grads, **options)
     assert planned.budget is not None
@@ -93,11 +91,11 @@ def best_level(
     found = {level: ByHand(level=level).sequence(model, planned.budget, None) for level in LEVELS}
     peaks = {level: planned.budget.peak_bytes(sequence) for level, sequence in found.items()}
     for level, sequence in found.items():
-        # What is predicted not to fit is not tried: on a device, it could end in an out-of-memory error.
+        # Skip levels predicted not to fit: on a device, a try could run out of memory.
         if peaks[level] > limit:
             continue
         chosen = _measure_cost(planned, sequence, step)
-        # Measured, too: the limit is about real steps, and a prediction may be a little too low.
+        # Check the measurement too: a prediction may be slightly low, and the limit is about real steps.
         if chosen.measured_peak_bytes <= limit:
             optimal = _measure_cost(planned, planned.compute_sequence(limit), step)
             return LevelChoice(level, limit, chosen, optimal, tuple(peaks.values()))
@@ -113,7 +111,7 @@ def best_level(
 
 
 def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
-    """Train steps by `sequence`, which is the plan afterwards."""
+    """Train steps by `sequence`, which stays the plan."""
     assert planned.budget is not None
     planned.sequence = sequence
     with left_alone(planned):
@@ -129,7 +127,7 @@ def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingSte
 
 
 def _sum(output: Any) -> torch.Tensor:
-    """A loss that needs next to no memory, as `Checkpointable` assumes where none is given."""
+    """A loss that needs next to no memory, as `Checkpointable` assumes by default."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
     return torch.stack([tensor.sum() for tensor in losses]).sum()

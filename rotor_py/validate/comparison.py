@@ -43,9 +43,9 @@ _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHE
 
 
 def one_way_each(measurement: Measurement, slots: int, link: Link | None = None) -> dict[str, Algorithm]:
-    """By name: stages stored whole or not at all, and then whole or by one of the ways that are known of any stage.
+    """Algorithms by name that store stages whole, or by one storage mode each.
 
-    Nothing where there are no other ways. A single one, which is in the best plan already, has no row of its own.
+    Empty without other modes. A single mode, which the best plan uses already, gets no row.
     """
     own = {name for names in measurement.way_names for name in names if not name.endswith(_KEEPERS)}
     families = {"in part": own, **{name: {name} for name in _KEEPERS}}
@@ -63,7 +63,7 @@ def one_way_each(measurement: Measurement, slots: int, link: Link | None = None)
 
 
 def _positions(measurement: Measurement, ways: set[str]) -> tuple[tuple[int, ...], ...]:
-    """Of every stage, the options that store it whole or by one of `ways`."""
+    """Options of each stage that store it whole or by one of `ways`."""
     return tuple(
         (0, *(option for option, name in enumerate(names, 1) if name in ways)) for names in measurement.way_names
     )
@@ -71,7 +71,7 @@ def _positions(measurement: Measurement, ways: set[str]) -> tuple[tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """The best sequence that runs each stage by one of `options`, which are those of the whole chain."""
+    """The best sequence that runs each stage by one of `options`, indexed over the whole chain."""
 
     name: str
     options: tuple[tuple[int, ...], ...]
@@ -79,7 +79,7 @@ class OneWay:
     link: Link | None = None
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """A sequence for `chain` within `mem_limit` bytes. InfeasibleError if there is none."""
+        """A sequence for `chain` within `mem_limit` bytes. Raises InfeasibleError if there is none."""
         stages = tuple(
             replace(stage, options=tuple(stage.options[option] for option in options))
             for stage, options in zip(chain, self.options, strict=True)
@@ -105,10 +105,9 @@ OPTIMAL, EVERY = "optimal", "every n layers"
 
 @dataclass(frozen=True, slots=True)
 class ComparedStrategy:
-    """A strategy and the predicted cost of a whole step with it, in bytes and seconds.
+    """A strategy and its predicted cost of a whole step, in bytes and seconds.
 
-    A strategy that does not fit into the limit is shown at the least peak that it can have. `overhead` is the ratio of
-    its time to the plain one.
+    A strategy that does not fit is shown at its least peak. `overhead` is the ratio of its time to the plain one.
     """
 
     strategy: str
@@ -118,25 +117,26 @@ class ComparedStrategy:
     overhead: float
     sequence: Sequence
     verified: Verification | None = None
-    """What real steps showed, where any were trained."""
+    """Results of real steps, if any were trained."""
 
 
 def compare(
     model: nn.Module, sample: Any = None, *, slots: int = 500, progress: Progress | None = None, **options: Any
 ) -> tuple[ComparedStrategy, ...]:
-    """The plan, then every other strategy at the same limit: those that fit, fastest first, then the others.
+    """Compare the plan with every other strategy at the same limit: the plan, then those that fit, fastest first, then
+    the rest.
 
     Args:
-        model: a `Checkpointable` with a limit; or any model that it takes, which is then measured on `sample` and not
+        model: a `Checkpointable` with a limit; or any model that it takes, which is measured on `sample` and not
             changed.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
-        slots: how finely the solver divides memory.
+        slots: memory resolution of the solver.
         progress: called with (strategies done, all of them, name of the next).
-        options: those of `Checkpointable`: `mem_limit`, above all, `loss`, `optimizer`, and the others.
+        options: those of `Checkpointable`: mainly `mem_limit`, also `loss`, `optimizer` and the others.
 
     Raises:
-        ValueError: the plan has no limit, so there is none to compare at; there is no sample, or a `Checkpointable` has
-            not been measured or is given options.
+        ValueError: the plan has no limit; a sample is missing; or a `Checkpointable` has not been measured or is given
+            options.
         InfeasibleError: no plan fits.
         UnsupportedModelError: the model cannot be planned.
     """
@@ -147,9 +147,9 @@ def compare(
 def compare_at_limit(
     facts: ReportFacts, model: nn.Module, slots: int = 500, progress: Progress | None = None
 ) -> tuple[ComparedStrategy, ...]:
-    """The same for `facts` that are known. The modules of `model` decide which levels there are.
+    """Compare from known `facts`. The modules of `model` decide which levels there are.
 
-    ValueError if the plan has no limit.
+    Raises ValueError if the plan has no limit.
     """
     limit = facts.mem_limit
     if limit is None:
@@ -162,13 +162,13 @@ def compare_at_limit(
     for name, algorithm in _told(known, progress):
         sequence = at_limit(facts.budget, algorithm, limit)
         others.append(_compared(facts, limit, name, sequence))
-    # Those that fit are told apart by their time; of the others, by how much memory they are away from fitting.
+    # Sort those that fit by time, the others by peak.
     others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
     return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
 
 
 def with_verified(compared: Iterable[ComparedStrategy], found: Iterable[Verification]) -> tuple[ComparedStrategy, ...]:
-    """The same with what was measured: `found` has a result for each strategy that fits, in their order."""
+    """Attach measurements: `found` has a result for each strategy that fits, in order."""
     measured = iter(found)
     return tuple(replace(each, verified=next(measured)) if each.fits else each for each in compared)
 
@@ -189,7 +189,7 @@ def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, 
 def leanest_of_each(
     facts: ReportFacts, model: nn.Module, slots: int, progress: Progress | None = None
 ) -> dict[str, Sequence]:
-    """A sequence of every strategy by name, each with the least memory that the strategy needs."""
+    """A sequence of every strategy by name, each at its least memory."""
     found = {}
     for name, algorithm in _told(strategies(model, facts.measurement.names, slots), progress):
         sequence = leanest(facts.budget, algorithm)
@@ -198,7 +198,7 @@ def leanest_of_each(
 
 
 def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
-    """The strategies one by one; `progress` is told about each before it is worked on."""
+    """Yield the strategies, reporting each to `progress` before work on it starts."""
     for done, (name, algorithm) in enumerate(found.items()):
         if progress is not None:
             progress(done, len(found), name)
@@ -206,9 +206,9 @@ def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tu
 
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
-    """What `algorithm` plans for a step within `mem_limit` bytes; where that is too little, its leanest sequence."""
-    # A plan that computes something twice needs room for a snapshot of the random state; whether it does is only known
-    # afterwards. So all the room is tried first, and the room beside a snapshot if the plan turns out to need one.
+    """The plan of `algorithm` for a step within `mem_limit` bytes; its leanest sequence if that is too little."""
+    # A plan that recomputes needs room for a snapshot of the random state, which is only known afterwards. Try all the
+    # room first, then leave room for the snapshot.
     for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
         try:
             sequence = algorithm.solve(budget.chain, max(0, room))
@@ -220,30 +220,30 @@ def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
 
 
 def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
-    """What `algorithm` plans at the least limit at which it has a plan at all."""
+    """The plan of `algorithm` at its least feasible limit."""
     try:
-        return algorithm.solve(budget.chain, 0)  # to be told in the error what it needs
+        return algorithm.solve(budget.chain, 0)  # the error carries the least limit
     except InfeasibleError as error:
         return algorithm.solve(budget.chain, error.min_bytes)
 
 
 def named(strategy: str, sequence: Sequence) -> str:
-    """The strategy's name; for checkpoints at a distance, with the distance that was chosen."""
+    """The strategy's name, with the chosen distance if it places checkpoints at a distance."""
     if strategy != EVERY:
         return strategy
     before_loss = sequence[: list(sequence).index(Loss())]
     kept = sum(isinstance(operation, ForwardCheck) for operation in before_loss)
     stored = [operation.stage for operation in before_loss if isinstance(operation, ForwardEnable)]
-    # Only the last segment is stored as it runs. Those before it are as long as the distance, with a checkpoint each.
+    # Only the last segment is stored as it runs; the others are as long as the distance, with a checkpoint each.
     distance = stored[0] // kept if kept else len(stored)
     return "every layer" if distance == 1 else f"every {distance} layers"
 
 
 def _levels(model: nn.Module, names: list[str]) -> dict[str, Algorithm]:
-    """The levels that the model has: those that group its stages in another way than the level below does."""
+    """Levels of the model that group its stages differently from the level below."""
     found: dict[str, Algorithm] = {}
     below: list[str | None] = [None] * len(names)
-    for level in sorted(set(LEVELS) - {0}):  # level 0 checkpoints nothing, which "store-all" is
+    for level in sorted(set(LEVELS) - {0}):  # level 0 equals "store-all"
         by_level = ByLevel.of(model, level)
         units = by_level.units(names)
         if units != below:
@@ -265,17 +265,18 @@ def _compared(facts: ReportFacts, limit: int, strategy: str, sequence: Sequence)
 
 
 def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: Any) -> Sweep:
-    """What every limit costs: the curve of time against memory, and other strategies beside it.
+    """Compute the curve of time against memory over all limits, with other strategies as points.
 
     Args:
-        model: any model that `Checkpointable` takes, which is then measured on `sample` and not changed; or a
-            `Checkpointable`, for the plan in use.
+        model: any model that `Checkpointable` takes, which is measured on `sample` and not changed; or a
+            `Checkpointable`,
+            for the plan in use.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
-        slots: how finely the solver divides memory.
+        slots: memory resolution of the solver.
         options: those of `Checkpointable`: `loss`, `optimizer`, `fresh_grads`, and the others.
 
     Raises:
-        ValueError: there is no sample, or a `Checkpointable` has not been measured or is given options.
+        ValueError: a sample is missing, or a `Checkpointable` has not been measured or is given options.
         UnsupportedModelError: the model cannot be planned.
     """
     network = measured(model, sample, options)
@@ -286,10 +287,10 @@ def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: 
 def least_limit(
     model: nn.Module, sample: Any = None, *, max_overhead: float | None = None, slots: int = 500, **options: Any
 ) -> int:
-    """The least limit of a whole step, in bytes, that has a plan.
+    """Return the least feasible limit of a whole step, in bytes.
 
-    With `max_overhead`, the least whose plan costs at most so much more time than storing everything: 0.1 for a tenth.
-    Arguments and errors are those of `sweep`.
+    With `max_overhead`, the least limit whose plan costs at most that share more time than storing everything: 0.1 for
+    a tenth. Arguments and errors are those of `sweep`.
     """
     facts = measured(model, sample, options, closely=max_overhead is not None).report()
     if max_overhead is None:

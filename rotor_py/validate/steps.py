@@ -1,4 +1,4 @@
-"""Run real training steps, planned and plain, and put the model back as it was."""
+"""Run real training steps, planned and plain, and restore the model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from rotor_solver import Backward, Loss, Operation, Sequence
 
 @dataclass(frozen=True, slots=True)
 class TimedOperation:
-    """An operation of a step: when it begins, in seconds since the step began, and how long it takes.
+    """An operation of a step: its start, in seconds since the step began, and its duration.
 
-    `again` tells whether its stage ran before. `during` are the most bytes on the device while it runs, `after` the
+    `again` marks a recomputation of its stage. `during` is the peak bytes on the device while it runs, `after` the
     bytes at its end.
     """
 
@@ -54,20 +54,20 @@ def measured_operations(
 ) -> tuple[TimedOperation, ...]:
     """Take `step` twice, once for time and once for memory; it follows `sequence` in a chain of stages called `names`.
 
-    `present` are the tensors that are on the device before the step; `between` is called between the two steps. An
-    operation lasts until the next one begins, so it includes what autograd does meanwhile. Backwards that no gradient
-    reaches are not in the result.
+    `present` are the tensors on the device before the step; `between` is called between the two steps. An operation
+    lasts until the next one begins, so it includes autograd's work in between. Backwards without gradient are not in
+    the result.
     """
     times: list[float] = []
 
     def clock() -> None:
-        # CUDA runs behind Python: without waiting, the time of an operation would be that of starting it.
+        # CUDA is asynchronous: without synchronization this would time launches.
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter())
 
     clock()  # the step begins
-    # Not both at once: counting memory makes a step slower.
+    # Not both at once: counting memory slows the step.
     events = _events(step, clock)
     clock()
     between()
@@ -83,7 +83,7 @@ def measured_operations(
 
 
 def _events(step: Callable[[], object], also: Callable[[], None]) -> list[_Event]:
-    """What happens while `step` runs; `also` is called at each event."""
+    """Events while `step` runs; `also` is called at each."""
     found: list[_Event] = []
 
     def note(doing: str, name: str, begins: bool) -> None:
@@ -96,10 +96,10 @@ def _events(step: Callable[[], object], also: Callable[[], None]) -> list[_Event
 
 
 def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Iterator[tuple[int, Operation, bool]]:
-    """The event at which each operation begins, and whether its stage was run before.
+    """The event at which each operation begins, and whether it recomputes its stage.
 
-    Forwards come in the order of the sequence, and backwards from the last stage down; the loss is what follows the end
-    of the last forward before it.
+    Forwards come in the order of the sequence, backwards from the last stage down; the loss follows the end of the last
+    forward before it.
     """
     forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
     before_loss = list(sequence).index(Loss())
@@ -107,7 +107,7 @@ def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Itera
     ran: set[str] = set()
     for at, event in enumerate(events):
         if event.doing == BACKWARD:
-            # A stage whose output has several tensors is told once for each gradient: only the first begins anything.
+            # A stage with several output tensors reports each gradient: only the first begins its backward.
             if event.begins and event.name in names[:backward]:
                 backward = names.index(event.name)
                 yield at, Backward(backward), False
@@ -131,15 +131,15 @@ def _ran(
 
 @contextmanager
 def left_alone(network: Transparent, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """Training mode, without gradients of earlier steps; puts modes, gradients and the optimizer's state back.
+    """Enter training mode without gradients; restore modes, gradients and the optimizer's state afterwards.
 
-    Parameters and buffers are put back by each measurement, and not here: see `TrainingStep`.
+    Each measurement restores parameters and buffers itself: see `TrainingStep`.
     """
     gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
     with in_training(network), torch.enable_grad(), ExitStack() as stack:
         if optimizer is not None:
             stack.enter_context(same_state(optimizer))
-        # The first step would add to them otherwise.
+        # The first step would accumulate into them.
         for parameter, _ in gradients:
             parameter.grad = None
         try:
@@ -151,8 +151,8 @@ def left_alone(network: Transparent, optimizer: torch.optim.Optimizer | None = N
 
 @contextmanager
 def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Write the present values into `tensors` again afterwards."""
-    # The copies are on the CPU: on a CUDA device they would count in the peaks that are measured meanwhile.
+    """Restore the values of `tensors` afterwards."""
+    # Copy to the CPU: copies on a CUDA device would count in the measured peaks.
     saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     try:
         yield
@@ -160,16 +160,15 @@ def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, copy in saved:
                 before = copy.to(tensor.device)
-                # What has not changed is not written: a buffer may be one number seen many times (`expand`), which
-                # cannot be written to.
+                # Write changed buffers only: an expanded buffer cannot be written to.
                 if not torch.equal(tensor, before):
                     tensor.copy_(before)
 
 
 @contextmanager
 def same_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put the optimizer's state back: the same tensors with the same values, and none that were not there."""
-    # Not by load_state_dict: it casts the state to the dtype of the parameters, and so would lose digits.
+    """Restore the optimizer's state: the same tensors with the same values, and no new ones."""
+    # Not by load_state_dict: it casts the state to the parameters' dtype and would lose digits.
     entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]
     try:
         with put_back(tensors_in([leaves for _, leaves, _ in entries])):
@@ -180,23 +179,26 @@ def same_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 TIMED_STEPS = 3
-"""Steps of which the median time is taken: the fewest whose median one disturbed step cannot spoil."""
+"""Steps whose median time counts: the fewest whose median survives one disturbed step."""
 
 Network = Callable[..., Any]
-"""What a step runs: the model itself, or something that runs it by a plan, with the same parameters."""
+"""The callable that a step runs: the model itself, or a plan of it with the same parameters."""
 
 
 class TrainingStep:
-    """Forward, loss, backward and the optimizer's step, of `model` on `sample`.
+    """Forward, loss, backward and optimizer step of `model` on `sample`.
 
-    `sample` is a tensor, a tuple of positional or a dict of keyword arguments; `loss` is a function of the output.
-    With `fresh_grads`, gradients are freed between steps; without, they are set to zero and stay in memory.
-    With several `forwards`, their losses are added up, and one backward goes through all of them.
-    Without `steps_optimizer`, the optimizer's state counts as memory, but the optimizer takes no step. If some of the
-    networks step `in_backward`, results are the parameters after the step, since no gradients are left.
+    Args:
+        sample: a tensor, a tuple of positional or a dict of keyword arguments.
+        loss: a function of the output.
+        fresh_grads: free gradients between steps; otherwise they are set to zero and stay in memory.
+        forwards: add up the losses of several forwards; one backward goes through all of them.
+        steps_optimizer: whether the optimizer steps; its state counts as memory either way.
+        in_backward: some networks step in the backward, so results are the parameters after the step: no gradients
+            remain.
 
-    Each of the methods begins with the same parameters, buffers and random state, and puts them back. Gradients and the
-    optimizer's state go on existing from one to the next, as they do in training: see `left_alone`.
+    Each method starts from the same parameters, buffers and random state, and restores them. Gradients and the
+    optimizer's state persist from one to the next, as in training: see `left_alone`.
     """
 
     def __init__(
@@ -217,30 +219,30 @@ class TrainingStep:
         self.fresh_grads = fresh_grads or in_backward
         self.forwards, self.in_backward = forwards, in_backward
         self.last_loss = float("nan")
-        """The loss of the last step that `taken` took."""
+        """Loss of the last step of `taken`."""
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
-        """The measured peak of a step, in bytes; inside the context, gradients and buffers are those after the step."""
+        """Yield the measured peak of a step, in bytes; within the context, gradients and buffers are those after it."""
         with self._same_state():
             with self._restored():
                 self._clear()
-                self._train(network)  # the first step makes gradients and optimizer state, which all others find
+                self._train(network)  # the first step makes gradients and optimizer state, which later ones find
             with self._restored():
                 self._clear()
                 yield measured_peak(lambda: self._train(network), self._present(), self.device)
 
     def results(self) -> list[torch.Tensor]:
-        """The gradients, or parameters, and the buffers that there are now."""
+        """The current gradients, or parameters, and buffers."""
         if self.in_backward:
             return [*self.model.parameters(), *self.model.buffers()]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return [*gradients, *self.model.buffers()]
 
     def seconds(self, network: Network) -> float:
-        """The median time of forward, loss and backward.
+        """Median time of forward, loss and backward.
 
-        The optimizer's step is in it if some networks step in the backward. Otherwise it is the same in all plans.
+        Includes the optimizer step if some networks step in the backward. Otherwise it is the same for all plans.
         """
         times = []
         with self._same_state(), self._restored():
@@ -254,7 +256,7 @@ class TrainingStep:
         return statistics.median(times)
 
     def operations(self, network: Network, sequence: Sequence, names: list[str]) -> tuple[TimedOperation, ...]:
-        """What a step of one forward by `sequence` does in stages called `names`, but for the optimizer's step."""
+        """Operations of a step of one forward by `sequence` in stages called `names`, without the optimizer step."""
         with self._same_state(), self._restored():
             self._clear()
             return measured_operations(
@@ -279,10 +281,10 @@ class TrainingStep:
         del held  # not before: a training loop holds output and loss to the end of its step, so they count
 
     def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
-        """The outputs of all forwards, with what they were called with; and the loss."""
+        """Outputs and inputs of all forwards, and the loss."""
         held = []
         for number in range(self.forwards if forwards is None else forwards):
-            # A batch of its own for every forward: as another view of the same images, or the rejected answers.
+            # Each forward gets its own batch, such as another view of the same images.
             given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
             sample = tree_map_only(torch.Tensor, _without_history, given)
             args, kwargs = arguments_of(sample, self.model)
@@ -304,13 +306,13 @@ class TrainingStep:
         torch.get_device_module(self.device).synchronize(self.device)
 
     def _same_state(self) -> AbstractContextManager[None]:
-        """Put the optimizer's state back where parameters are compared: the next step is to begin with the same."""
+        """Restore the optimizer's state if parameters are compared: the next step has to begin with the same."""
         return same_state(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Put the random state back afterwards, and what a step changes in the model."""
-        # A step without the optimizer's changes no parameter, and copies of all of them to the CPU take time.
+        """Restore the random state and everything that a step changes in the model."""
+        # Without the optimizer step no parameter changes, and copying all of them to the CPU takes time.
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
         state = RandomState.now((self.device,))
         try:
@@ -321,6 +323,6 @@ class TrainingStep:
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """An input that needs a gradient becomes a new leaf in each step, so that none is left in the caller's tensor."""
+    """Make an input with a gradient a new leaf, so that the caller's tensor gets none."""
     leaf: torch.Tensor = leaves_of(tensor) if tensor.requires_grad else tensor
     return leaf

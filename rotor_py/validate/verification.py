@@ -21,12 +21,13 @@ from rotor_solver.progress import Progress
 
 
 def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:
-    """`model`, if it is a `Checkpointable`; else one of it, measured on `sample`, `closely` if asked.
+    """Return `model` if it is a `Checkpointable`; else make one with `options`, measured on `sample`, `closely` if
+    asked.
 
-    `options` are those of the class.
-
-    ValueError if there is no sample, or if a `Checkpointable` is given one, or options. UnsupportedModelError if the
-    model cannot be planned, InfeasibleError if a limit is among the options and no plan fits.
+    Raises:
+        ValueError: the sample is missing, or a `Checkpointable` is given one or options.
+        UnsupportedModelError: the model cannot be planned.
+        InfeasibleError: no plan fits the limit among the options.
     """
     if isinstance(model, Checkpointable):
         if sample is not None or options:
@@ -49,8 +50,7 @@ def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely:
 def default_loss(output: Any) -> torch.Tensor:
     """The model's own loss (`output.loss`, `output["loss"]`) if it returns one, else the mean of squares of its output.
 
-    If the output has several tensors, it is the sum of their means. UnsupportedModelError if no tensor of the output
-    needs a gradient.
+    The means of several output tensors are summed. Raises UnsupportedModelError if no output tensor needs a gradient.
     """
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(own, torch.Tensor) and own.requires_grad:
@@ -66,28 +66,28 @@ def default_loss(output: Any) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What steps of one network need, and gradients and buffers after one of them.
+    """Peak and time of one network's steps, and gradients and buffers after one of them.
 
-    These are on the CPU: on the device they would take the room of the next network's step.
+    The tensors are on the CPU, to leave the device to the next network.
     """
 
     peak_bytes: int
     seconds: float
     results: list[torch.Tensor]
     buffers: int
-    """how many of the results are buffers, the last ones"""
+    """Number of buffers, which come last in the results."""
     loss: float
 
 
 def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
-    """Take steps of `network`: one for its peak and its results, and those that are timed."""
+    """Take steps of `network`: one for its peak and results, and timed ones."""
     with step.taken(network) as peak:
         results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
     return Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
 
 
 def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """The largest absolute difference; infinite where a tensor is missing, or NaN on one side only."""
+    """Largest absolute difference; infinite if a tensor is missing, or NaN on one side only."""
     if len(found) != len(expected):
         return float("inf")
     worst = 0.0
@@ -95,7 +95,7 @@ def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float
         if torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and _same(a, b)):
             continue
         distance = (a.double() - b.double()).abs().max().item()
-        worst = max(worst, distance if distance == distance else float("inf"))  # NaN: a number on one side only
+        worst = max(worst, distance if distance == distance else float("inf"))  # NaN on one side only
     return worst
 
 
@@ -105,19 +105,20 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """What a step showed whose plan keeps stages in the fewer bits that `word` asks for (`keep=`)."""
+    """Results of a step whose plan stores stages in the low-precision format `word` (`keep=`)."""
 
     word: str
     gradient_error: float
-    """The length of the difference of all gradients, as a part of the length of those of the plain step. (Of parameters
-    after the step, where they are stepped in the backward.)"""
+    """Norm of the difference of all gradients, relative to that of the plain step. (Of parameters after the step if
+    they are stepped in the backward.)
+    """
     buffer_difference: float
-    """The largest absolute difference of a buffer, which the forward alone changes."""
+    """Largest absolute difference of a buffer, which only the forward changes."""
     noise: float = 0.0
-    """By how much two plain steps differ."""
+    """Difference between two plain steps."""
 
     def problem(self) -> str | None:
-        """What is wrong beyond that gradients differ, in words; None if nothing is."""
+        """The problem beyond inexact gradients, in words; None if there is none."""
         if not math.isfinite(self.gradient_error):
             return f"gradients of stages that are kept in {self.word} are not finite, and those of plain training are"
         if not self.buffer_difference <= 4 * self.noise:
@@ -126,7 +127,7 @@ class Rounded:
 
 
 def rounded_beside(found: Outcome, plain: Outcome, noise: float, word: str) -> Rounded:
-    """What a step with the plan showed beside a plain one; two of these differ by `noise`."""
+    """Compare a step of the plan with a plain one; two plain steps differ by `noise`."""
     count = len(plain.results) - plain.buffers
     exact = torch.stack([each.double().norm() for each in plain.results[:count]]).norm()
     pairs = zip(found.results[:count], plain.results[:count], strict=True)
@@ -136,7 +137,7 @@ def rounded_beside(found: Outcome, plain: Outcome, noise: float, word: str) -> R
 
 
 def word_of_plan(network: Checkpointable) -> str | None:
-    """The word for the fewer bits in which the plan keeps stages; None if it keeps none in fewer."""
+    """The low-precision format of the plan; None if it stores everything exactly."""
     assert network.chain is not None
     assert network.sequence is not None
     assert network.inspection_values is not None
@@ -146,11 +147,11 @@ def word_of_plan(network: Checkpointable) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a real training step showed, in bytes and seconds.
+    """Results of a real training step, in bytes and seconds.
 
-    Times are of forward, loss and backward; the optimizer's step is in the peaks. `max_grad_difference` is the largest
-    absolute difference of a gradient or buffer from the plain step, or of a parameter after the step where parameters
-    are stepped in the backward. It and `plain_*` are None where the plain step did not fit into the device.
+    Times cover forward, loss and backward; peaks include the optimizer step. `max_grad_difference` is the largest
+    absolute difference of a gradient or buffer from the plain step, or of a parameter after the step if parameters are
+    stepped in the backward. It and `plain_*` are None if the plain step did not fit the device.
     """
 
     measured_peak_bytes: int
@@ -159,25 +160,28 @@ class Verification:
     plain_peak_bytes: int | None
     plain_step_seconds: float | None
     noise: float = 0.0
-    """By how much two plain steps differ: operators may sum in another order each time."""
+    """Difference between two plain steps: operators may sum in varying order."""
     eager_difference: float | None = None
-    """Where stages run compiled, the plain step is that of the same stages with everything stored: compiled code rounds
-    otherwise than the model's own. This is by how much that step differs from one of the model uncompiled; None where
-    nothing is compiled, or where that step does not fit into the device."""
+    """Difference between the plain compiled step and one of the uncompiled model.
+
+    With compiled stages, the plain step runs the same stages with everything stored, because compiled code rounds
+    differently. None if nothing is compiled, or if that step does not fit the device.
+    """
     operations: tuple[TimedOperation, ...] = ()
-    """What the step with the plan did one after the other, if that was asked for."""
+    """Operations of the planned step in order, if requested."""
     loss: float | None = None
-    """The loss of the step with the plan. Where it is not finite, equal gradients say little."""
+    """Loss of the planned step. If it is not finite, equal gradients say little."""
     rounded: Rounded | None = None
-    """How far gradients are from exact ones, where the plan keeps stages in fewer bits (`keep=`)."""
+    """Distance of gradients from exact ones, if the plan stores stages in low precision (`keep=`)."""
 
     def problem(self, mem_limit: int) -> str | None:
-        """What is wrong with the step for a limit of `mem_limit` bytes, in words; None if nothing is."""
+        """The problem of the step for a limit of `mem_limit` bytes, in words; None if there is none."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
         if self.rounded is not None:
             return self.rounded.problem()
-        # One measured difference is no bound on the noise, so four times as much is allowed. The factor is a guess.
+        # One measured difference is no bound on the noise, so allow four times as much. A guess: a lower factor reports
+        # noise, a higher one hides small errors.
         if self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
             plain = "plain training" if self.eager_difference is None else "the compiled step that stores everything"
             return f"gradients or buffers differ from {plain} by up to {self.max_grad_difference:g}"
@@ -196,29 +200,31 @@ def verify(
     progress: Progress | None = None,
     **options: Any,
 ) -> tuple[Verification, ...]:
-    """Train steps of `model` with its plan and without, from the same state, and compare them.
+    """Train steps of `model` with and without its plan, from the same state, and compare them.
 
-    The first result is that of the plan; then follows one for each of `others`. Parameters, buffers, gradients, the
-    optimizer's state, the random state, the mode and the plan in use are afterwards what they were.
+    The first result is that of the plan; one for each of `others` follows. Restores parameters, buffers, gradients,
+    optimizer state, random state, mode and the plan in use.
 
     Args:
-        model: a `Checkpointable`, whose plan is verified; without one, the first step makes it. Or any model that it
-            takes, which is planned for that.
+        model: a `Checkpointable`, whose plan is verified (its first step makes a missing plan); or any model that it
+            takes,
+            which is planned first.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss: a function of the output that returns a single number; `default_loss` if it is not given.
-        optimizer: takes its step in the steps whose peak is measured. Give what the `Checkpointable` was given. One
-            that steps in the backward is known, and parameters are compared instead of gradients.
-        fresh_grads: gradients are freed between steps. None: as the `Checkpointable` was told.
-        others: sequences to be followed instead of the plan.
-        operations: take two more steps with the plan, for the time and the memory of each of its operations.
-        progress: called with (steps compared, all of them, what the next one is).
-        options: other options of `Checkpointable`, such as `mem_limit`, for a model that is none yet.
+        loss: a function of the output that returns a single number; `default_loss` if omitted.
+        optimizer: steps in the steps whose peak is measured. Pass the one given to the `Checkpointable`. One that steps
+            in
+            the backward is known already; parameters are then compared instead of gradients.
+        fresh_grads: gradients are freed between steps. None: as for the `Checkpointable`.
+        others: sequences to follow instead of the plan.
+        operations: take two more planned steps, for the time and memory of each operation.
+        progress: called with (steps compared, all of them, name of the next).
+        options: other options of `Checkpointable`, such as `mem_limit`, for a plain model.
 
     Raises:
         ValueError: a `Checkpointable` is given options.
         UnsupportedModelError: the output depends on nothing that needs a gradient, or the model cannot be planned.
         InfeasibleError: the network has no plan yet, and none fits.
-        torch.OutOfMemoryError: a step with a plan does not fit into the device. A plain step that does not is no error.
+        torch.OutOfMemoryError: a planned step does not fit the device. A plain step that does not fit is no error.
     """
     others = list(others)
     if isinstance(model, Checkpointable):
@@ -250,11 +256,11 @@ def verify(
         tell(1, "a plain step")
         plain: Outcome | None = None
         noise = 0.0
-        with suppress(torch.OutOfMemoryError):  # people come here because the plain step may not fit
+        with suppress(torch.OutOfMemoryError):  # a planned model often exists because the plain step does not fit
             found = measure_outcome(step, network.model)
             tell(2, "a plain step again")
-            # A captured graph may round in another way than the model's own code. That is no fault of the plan, so
-            # the second plain step runs the graph, and the difference counts as noise.
+            # A captured graph may round differently from the model's code, which is no error of the plan. So the second
+            # plain step runs the graph, and the difference counts as noise.
             second = _as_captured(network.model) if network.captured else network.model
             noise, plain = difference(measure_outcome(step, second).results, found.results), found
         eager: float | None = None
@@ -266,7 +272,7 @@ def verify(
                 eager = None if plain is None else difference(stored.results, plain.results)
                 noise, plain = difference(stored.results, again.results), stored
         results = [replace(_compared(with_plan, plain, noise, word), eager_difference=eager)]
-        del with_plan  # its gradients, on the CPU, are as large as the model
+        del with_plan  # free its gradients on the CPU, which are as large as the model
         if operations:
             assert network.sequence is not None
             ran = step.operations(network, network.sequence, network.names)
@@ -280,7 +286,7 @@ def verify(
 
 
 def _as_captured(model: nn.Module) -> Callable[..., Any]:
-    from rotor_py.capture.captured_forward import run_as_captured  # TorchDynamo takes as long as half of torch
+    from rotor_py.capture.captured_forward import run_as_captured  # importing TorchDynamo takes half as long as torch
 
     return run_as_captured(model)
 
@@ -295,7 +301,7 @@ def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | N
 
 @contextmanager
 def _not_watched(network: Checkpointable) -> Iterator[None]:
-    """Have the plan stay what it is, even if a step shows that it needs more than the limit."""
+    """Keep the plan even if a step exceeds the limit."""
     watch, network.watch = network.watch, False
     try:
         yield
