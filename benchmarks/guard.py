@@ -165,14 +165,14 @@ def main() -> int:
     for name, record, seconds in records(names, options.jobs):
         print(f"{name}: {seconds:.1f} s", file=sys.stderr, flush=True)
         found[name] = record
+        if options.record and "error" not in record:
+            save(options.baseline, {name: record})
         more = [f"{name}: {record['error']}"] if "error" in record else []
         if options.check and not more:
             more = compared(baseline, name, record)
         for line in more:
             print(line, flush=True)
         lines += more
-    if options.record:
-        save(options.baseline, {name: found[name] for name in names})
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{len(found)} cases, {len(lines)} differences or errors, {time.perf_counter() - begun:.0f} s "

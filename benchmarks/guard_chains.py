@@ -191,7 +191,7 @@ def record_pipelines(chain: Chain) -> Record:
 
 def record_long_chains() -> Record:
     """Chains that are long enough for compiled kernels: different stages, and the same ones again and again."""
-    different = random_chain(3, 120)
+    different = random_chain(3, 250)
     again = random_chain(6, 12)
     stages = tuple(replace(stage, input_released=0) for stage in again.stages)
     repeated = replace(again, stages=(stages[0], *stages[1:] * 10))

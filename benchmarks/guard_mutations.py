@@ -219,16 +219,17 @@ MUTATIONS = [
         *SOLVER,
     ),
     mutation("the input counts twice while a checkpoint is made", "        kept[0] = 0\n", "", *SOLVER),
+    # Of what an option takes, a slot more or less changes nothing: the solver goes on to finer slots.
     mutation(
-        "what an option takes is a slot more",
-        "shift = (self._taken[state][k] + self.offset[following] - self.offset[s]) // self._unit",
-        "shift = (self._taken[state][k] + self.offset[following] - self.offset[s]) // self._unit + 1",
+        "what a checkpoint takes is rounded up to slots",
+        "shift = self._slots[j] - (1 if self._remainder[j] < offset else 0)",
+        "shift = self._slots[j] + 1",
         *SOLVER,
     ),
     mutation(
-        "what an option takes is a slot more, in compiled kernels",
-        "shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit",
-        "shift = (costs.taken[state, k] + grid.offset[following] - grid.offset[s]) // grid.unit + 1",
+        "what a checkpoint takes is rounded up to slots, in compiled kernels",
+        "shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)",
+        "shift = grid.slots[j] + 1",
         "long chains",
     ),
     mutation(
