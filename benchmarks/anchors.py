@@ -195,13 +195,12 @@ def main() -> None:
             print(name, _fitted_once(name, tuple(published(name))).efficiencies)
         return
     rows = [*mpt_rows(), *titan_rows()]
-    few = [row for row in rows if row.anchor != "MPT" or row.case.startswith(("7b, 6", "7b, 16", "30b, 3", "1b, 14"))]
     untaught = "\n".join(
         f"* {label}: median {median:.2f}, from {least:.2f} to {most:.2f}"
         for label, median, least, most in untaught_rows()
     )
-    text = f"{summary(rows)}\n\nSome of these rows:\n\n{details(few)}\n\nFor comparison:\n\n{untaught}"
-    print(details(rows), text, sep="\n\n")
+    text = summary(rows)
+    print(details(rows), text, untaught, sep="\n\n")
     if options.write:
         data = [{**asdict(row), "ratio": row.ratio} for row in rows]
         write("anchors", text, data, torch.device("cpu"), how="Computed")

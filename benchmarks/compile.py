@@ -232,23 +232,19 @@ def compared(
     ], as_rows(name, verdicts(timed))
 
 
-UNLISTED = ("torch.compile, another copy", "torch.compile, all saved")
+UNLISTED = ("torch.compile, another copy", "torch.compile, all saved", "the same, compiled")
 """Ways that the JSON has and the table leaves out, as plans that run uncompiled."""
 
 
 def table(found: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | way | peak | time | difference | first step; warm |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | way | peak | time |",
+        "| --- | --- | --- | --- |",
     ]
     for row in found:
         if row["way"] in UNLISTED or row["way"].startswith("planned, "):
             continue
-        lines.append(
-            f"| {row['model']} | {row['way']} | {format_bytes(row['peak_bytes'])} | ×{row['time']:.3f} | "
-            f"{row['difference']:.0e} | {row['first_seconds']:.0f} s"
-            + (f"; {row['again_seconds']:.0f} s |" if row["again_seconds"] is not None else " |")
-        )
+        lines.append(f"| {row['model']} | {row['way']} | {format_bytes(row['peak_bytes'])} | ×{row['time']:.2f} |")
     return "\n".join(lines)
 
 

@@ -44,8 +44,8 @@ MUTATIONS = [
     # The tape
     mutation(
         "checkpoints are kept to the end of the step",
-        "        self.inputs.drop_all_but(live)\n",
-        "        pass\n",
+        "        held.inputs.drop_all_but(step.live)\n        return value",
+        "        return value",
         "chain",
     ),
     mutation(
@@ -258,8 +258,8 @@ MUTATIONS = [
     ),
     mutation(
         "Revolve is given a repetition too little",
-        "return (repeats + 1) * steps - (comb",
-        "return repeats * steps - (comb",
+        "return (repeats + 1) * steps - (math.comb",
+        "return repeats * steps - (math.comb",
         "revolve",
     ),
     # Pipelines
