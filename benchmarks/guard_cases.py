@@ -49,17 +49,17 @@ def from_case(make: Callable[..., Any], **options: Any) -> Trained:
 
 README: dict[str, tuple[Callable[[], Trained], Callable[[], Trained]]] = {
     "ResNet-18": (lambda: network(models.resnet18, 2, 32), lambda: network(models.resnet18, 8, 96)),
-    "ResNet-50": (lambda: network(models.resnet50, 2, 32), lambda: network(models.resnet50, 8, 96)),
-    "VGG-16": (lambda: vgg(2, 32), lambda: vgg(8, 64)),
-    "DenseNet-121": (lambda: network(models.densenet121, 2, 32), lambda: network(models.densenet121, 8, 96)),
+    "ResNet-50": (lambda: network(models.resnet50, 2, 32), lambda: network(models.resnet50, 4, 64)),
+    "VGG-16": (lambda: vgg(2, 32), lambda: vgg(4, 64)),
+    "DenseNet-121": (lambda: network(models.densenet121, 2, 32), lambda: network(models.densenet121, 4, 48)),
     "Inception v3": (
         lambda: network(models.inception_v3, 2, 80, aux_logits=False),
-        lambda: network(models.inception_v3, 8, 96, aux_logits=False),
+        lambda: network(models.inception_v3, 4, 96, aux_logits=False),
     ),
     "Llama": (lambda: from_case(llama, batch=2, length=32, layers=3), lambda: from_case(llama)),
     "GPT-2": (lambda: from_case(gpt2, batch=2, length=64, layers=2), lambda: from_case(gpt2)),
     "BERT": (lambda: from_case(bert, batch=1, layers=3), lambda: from_case(bert)),
-    "T5": (lambda: from_case(t5, batch=1, layers=2), lambda: from_case(t5)),
+    "T5": (lambda: from_case(t5, batch=1, layers=2), lambda: from_case(t5, batch=2)),
     "ViT": (lambda: from_case(vit, batch=2, layers=3), lambda: from_case(vit)),
     "Swin": (lambda: from_case(swin, batch=1), lambda: from_case(swin)),
     "ConvNeXt": (lambda: from_case(convnext, batch=2), lambda: from_case(convnext)),
