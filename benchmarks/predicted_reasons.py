@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_profiling.memory import CpuMeter, Phase
 from rotor_py import Checkpointable
-from rotor_py.execute.program import Runners
+from rotor_py.execute.instructions import Runners
 from rotor_py.execute.tape import Tape
 from rotor_solver import Backward, Loss, Operation, simulate
 
@@ -85,7 +85,7 @@ class Followed:
             self.come_to(step.operation)
             out = run_next(self_, held, step, stage, value)
             self.made[stage] = _weakly(out)
-            last, in_graph = stage == len(self_.runners) - 1, stage in self_.program.in_graph
+            last, in_graph = stage == len(self_.runners) - 1, stage in self_.instructions.in_graph
             for number, tensor in enumerate(tensors_in(out)):
                 if tensor.requires_grad:
                     self.unread |= {number} if last else set()
@@ -105,7 +105,7 @@ class Followed:
 
         def advanced(self_: Tape, current: Any, stage: int) -> None:
             advance(self_, current, stage)
-            if stage not in self_.program.in_graph:
+            if stage not in self_.instructions.in_graph:
                 self.come_to(Backward(stage))
 
         changed = {"_forward": begin, "_run_next": first, "_run_again": again, "_advance": advanced}

@@ -19,7 +19,7 @@ from rotor_py.capture.variants import compiled_variants
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
-from rotor_py.execute.program import Program, Runners, program
+from rotor_py.execute.instructions import Instructions, Runners, read_sequence
 from rotor_py.execute.tape import replay
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
@@ -116,7 +116,7 @@ class GraphPlanner:
         """the spec of the plan's input"""
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
-        self._read: tuple[Sequence, Program, Runners] | None = None
+        self._read: tuple[Sequence, Instructions, Runners] | None = None
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Run the graph on its inputs and return its outputs: by the plan if gradients are on."""
@@ -137,7 +137,7 @@ class GraphPlanner:
         value, context = shared_apart(plan.cut.stages, value)
         if self._read is None or self._read[0] is not sequence:
             rng, ways, keepers = self.settings.preserve_rng_state, plan.measurement.way_names, self.settings.keepers
-            instructions = program(len(plan.cut.stages), sequence)
+            instructions = read_sequence(len(plan.cut.stages), sequence)
             runners = runners_of(plan.cut.stages, rng, ways, keepers).by(instructions.options)
             self._read = sequence, instructions, runners
         _, instructions, runners = self._read

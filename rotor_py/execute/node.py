@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor_profiling.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 from rotor_py.errors import InvalidStateError
-from rotor_py.execute.in_flight import goes_through, retains_graph
+from rotor_py.execute.backward_passes import goes_through, retains_graph
 from rotor_py.stage.runner import StageRunner
 
 Gradients = Sequence[torch.Tensor | None]
@@ -28,7 +28,7 @@ that arrived at all outputs, as the gradient of the first output. Seen in torch 
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _KeptGradients:
     others: tuple[torch.Tensor | None, ...]
     """the other gradients that arrived with the one used as key"""
     versions: tuple[int | None, ...]
@@ -51,7 +51,7 @@ class Unclaimed:
         if self._found is None:
             self._found = WeakTensorKeyDictionary()
         first, others = _split(arrived)
-        self._found[first] = _Found(others, _versions(first, others), parameters)
+        self._found[first] = _KeptGradients(others, _versions(first, others), parameters)
 
     def take(self, arrived: Gradients, *, leave: bool) -> Gradients | None:
         """Return the parameter gradients kept for the gradients that `arrived`, if any; `leave` keeps the entry."""
@@ -60,14 +60,14 @@ class Unclaimed:
         first = self._kept_for(*_split(arrived))
         if first is None:
             return None
-        found: _Found = self._found[first]
+        found: _KeptGradients = self._found[first]
         if not leave:
             del self._found[first]
         return found.parameters
 
     def _kept_for(self, first: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
         """Find the key tensor for these gradients, if they arrived before and are unchanged."""
-        found: _Found | None = self._found.get(first)
+        found: _KeptGradients | None = self._found.get(first)
         if found is not None:
             same = all(a is b for a, b in zip(others, found.others, strict=True))
             return first if same and found.versions == _versions(first, others) else None
@@ -87,7 +87,7 @@ def _versions(first: torch.Tensor, others: Gradients) -> tuple[int | None, ...]:
     return tuple(None if gradient is None else gradient._version for gradient in (first, *others))
 
 
-def _adds_up(first: torch.Tensor, found: _Found, total: torch.Tensor) -> bool:
+def _adds_up(first: torch.Tensor, found: _KeptGradients, total: torch.Tensor) -> bool:
     """Whether `total` is the sum of the gradients that arrived, which are unchanged."""
     if found.versions != _versions(first, found.others):
         return False

@@ -30,8 +30,8 @@ import torch
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.storage import tensors_in
 from rotor_profiling.torch_compat import tree_map_only
-from rotor_py.execute.in_flight import Held, Passes
-from rotor_py.execute.program import Program, from_input, in_nodes, program
+from rotor_py.execute.backward_passes import Held, Passes
+from rotor_py.execute.instructions import Instructions, from_input, in_nodes, read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.error_context import is_out_of_memory
 from rotor_py.stage.runner import StageRunner
@@ -64,7 +64,7 @@ class OOMRetryTape(Tape):
     def __init__(
         self,
         runners: Operations[StageRunner],
-        instructions: Program,
+        instructions: Instructions,
         plans: SmallerPlans,
         context: tuple[Any, ...] = (),
     ) -> None:
@@ -89,7 +89,7 @@ class OOMRetryTape(Tape):
             except RuntimeError as error:
                 if not is_out_of_memory(error) or (sequence := self._plans.whole(error, self._not_undone)) is None:
                     raise
-            instructions = program(len(self.runners), sequence)
+            instructions = read_sequence(len(self.runners), sequence)
             self._stored = _stored(instructions)
             self._begin_anew(in_nodes(instructions))
 
@@ -130,7 +130,7 @@ class OOMRetryTape(Tape):
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage`."""
-        if stage not in self.program.backward_at and not self._passes.used_up:
+        if stage not in self.instructions.backward_at and not self._passes.used_up:
             # An earlier pass failed after it had come further, and left only the chain's input.
             self._begin_anew(from_input(stage + 1, self._plans.rest_as_before(stage + 1)), self._input)
         random = RandomState.now(self._devices)
@@ -149,12 +149,12 @@ class OOMRetryTape(Tape):
             self._input = None
         return found
 
-    def _begin_anew(self, instructions: Program, value: Any = None) -> None:
+    def _begin_anew(self, instructions: Instructions, value: Any = None) -> None:
         """Release everything but `value`, the chain's input, and follow other instructions from now on."""
         held = Held()
         if value is not None:
             held.inputs.keep(0, value)
-        self._held, self._passes, self.program = held, Passes(held, instructions), instructions
+        self._held, self._passes, self.instructions = held, Passes(held, instructions), instructions
 
     def _inexact(self, stage: int) -> str | None:
         """Say why stages 0 … `stage` cannot be recomputed exactly; None if they can."""
@@ -173,7 +173,7 @@ class OOMRetryTape(Tape):
         return [self._versions(self._input), *([each._version for each in found] for found in parameters)]
 
 
-def _stored(instructions: Program) -> dict[int, int]:
+def _stored(instructions: Instructions) -> dict[int, int]:
     """Map the stages that the forward stores to their options."""
     operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
     return {each.stage: each.option for each in operations if each.stage in instructions.in_graph}

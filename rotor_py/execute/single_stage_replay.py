@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_py.execute.program import Program, program
+from rotor_py.execute.instructions import Instructions, read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -38,8 +38,8 @@ class _LoneTape(Tape):
 
 
 @cache
-def _instructions() -> Program:
-    return program(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
+def _instructions() -> Instructions:
+    return read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
 
 
 @cache

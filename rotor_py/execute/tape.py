@@ -51,16 +51,16 @@ from torch.autograd.graph import Node
 
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.errors import InvalidStateError, InvalidValueError
-from rotor_py.execute.in_flight import Held, Pass, Passes
+from rotor_py.execute.backward_passes import Held, Pass, Passes
+from rotor_py.execute.instructions import Instructions, Runners, Step, read_sequence
 from rotor_py.execute.node import Frame, StageNode
-from rotor_py.execute.program import Program, Runners, Step, program
 from rotor_py.execute.store import ActivationStore
-from rotor_py.offload.offload_saved import LeavingMemory
+from rotor_py.offload.offload_saved import OffloadableStorages
 from rotor_py.offload.tier import Tier
 from rotor_py.stage.error_context import is_watched
 from rotor_py.stage.forward_state import Surroundings
 from rotor_py.stage.replayed_routing import draws
-from rotor_py.stage.runner import StageRunner, run_leaving
+from rotor_py.stage.runner import StageRunner, run_offloadable
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.moving import Moves
 
@@ -77,7 +77,7 @@ class Moving:
     moves: Moves
     tier: Tier
     position: int = 0
-    _away: dict[int, LeavingMemory] = field(default_factory=dict)
+    _away: dict[int, OffloadableStorages] = field(default_factory=dict)
 
     def come_to(self, position: int) -> None:
         """Move what the plan names before the operation at this position. Raises OffloadError if a copy out failed."""
@@ -95,7 +95,7 @@ class Moving:
         """Run a stage in the graph of plain training, and begin to offload its saved tensors if the plan says so."""
         if stage not in self.moves.stages:
             return runner.forward(value, context)
-        output, leaving = run_leaving(runner, value, context)
+        output, leaving = run_offloadable(runner, value, context)
         leaving.leave(self.tier)
         self._away[stage] = leaving
         return output
@@ -123,7 +123,7 @@ class CheckpointOptim(StageNode):
         ]
         if isinstance(sequence, str):
             sequence = Sequence.parse(sequence)
-        return replay(runners, program(len(runners), sequence), arg)
+        return replay(runners, read_sequence(len(runners), sequence), arg)
 
     @classmethod
     def add_node(cls, *args: Any) -> Any:
@@ -139,7 +139,7 @@ class Tape:
     def __init__(
         self,
         runners: Operations[StageRunner],
-        instructions: Program,
+        instructions: Instructions,
         store: ActivationStore | None = None,
         tier: Tier | None = None,
         context: tuple[Any, ...] = (),
@@ -148,7 +148,7 @@ class Tape:
         self._shared = tensors_in(context)
         # With their options from the start: for some stages, runs without a graph differ by option, too.
         self.runners = Runners.of(runners).by(instructions.options)
-        self.program = instructions
+        self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
         self._frames: dict[int, Frame] = {}
@@ -172,7 +172,7 @@ class Tape:
         frontier = 0
         """the first stage that has not run"""
         position = 0
-        for steps in self.program.pieces:
+        for steps in self.instructions.pieces:
             stop = frontier + len(steps)
             run = self.runners.joined(frontier, stop) if len(steps) > 1 and not is_watched() else None
             if run is not None:  # Rule 16: as one function
@@ -195,18 +195,18 @@ class Tape:
         return value
 
     def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
-        if stage in self.program.runs_again:
+        if stage in self.instructions.runs_again:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
         if stage in step.live:  # Rule 5: without its history
             held.inputs.keep_first(stage, value)
-        if stage not in self.program.in_graph:
+        if stage not in self.instructions.in_graph:
             value = self._add_node(stage, value)  # Rule 2: one node
-        elif stage in self.program.runs_again:
+        elif stage in self.instructions.runs_again:
             # The stage must not write into an input that the tape keeps. An input that is not kept may be overwritten.
             value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
         else:
             value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1: plain autograd
-        if stage in self.program.awaited:
+        if stage in self.instructions.awaited:
             self._await(stage, value)
         held.inputs.drop_all_but(step.live)
         return value
@@ -219,7 +219,7 @@ class Tape:
     def _come_to_replay(self, position: int) -> None:
         """Move what the plan names before the operation at this position after the loss (Rule 15)."""
         if self._moving is not None:
-            self._moving.come_to(len(self.program.forward) + 1 + position)
+            self._moving.come_to(len(self.instructions.forward) + 1 + position)
 
     def _add_node(self, stage: int, value: Any) -> Any:
         frame, tensors = Frame.of(value)
@@ -251,9 +251,9 @@ class Tape:
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
-            current.held.inputs.drop_all_but(self.program.replay[self.program.backward_at[stage]].live)
+            current.held.inputs.drop_all_but(self.instructions.replay[self.instructions.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
-            if self._passes.used_up and stage not in self.program.runs_after_backward:
+            if self._passes.used_up and stage not in self.instructions.runs_after_backward:
                 self.surroundings.pop(stage, None)  # an owner of the output owns the tape
             return found
 
@@ -266,15 +266,15 @@ class Tape:
 
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
         if not self._passes.concerns_nodes():
-            self._come_to_replay(self.program.backward_at[stage])
+            self._come_to_replay(self.instructions.backward_at[stage])
             return  # a pass for this stage's parameters only: the forwards' outputs are unused
         wait_for(gradient)  # Rule 14: before stages are recomputed
         with self._passes.resume(stage) as current:
             self._advance(current, stage)
 
     def _advance(self, current: Pass, stage: int) -> None:
-        begin, end = current.position, self.program.backward_at[stage]
-        for position, step in enumerate(self.program.replay[begin:end], begin):
+        begin, end = current.position, self.instructions.backward_at[stage]
+        for position, step in enumerate(self.instructions.replay[begin:end], begin):
             if self._moving is not None:
                 self._come_to_replay(position)
             if isinstance(step.operation, Backward):
@@ -336,7 +336,7 @@ class Tape:
 
 def replay(
     runners: Operations[StageRunner],
-    instructions: Program,
+    instructions: Instructions,
     value: Any,
     store: ActivationStore | None = None,
     tier: Tier | None = None,

@@ -17,7 +17,7 @@ from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere, largest_anywhere
 from rotor_py.measure.measurement import Way
 from rotor_py.stage.low_precision import word_of
-from rotor_py.stage.runner import StageRunner, run_leaving
+from rotor_py.stage.runner import StageRunner, run_offloadable
 from rotor_py.stage.storage_modes import ELSEWHERE, base_of, both
 
 
@@ -124,7 +124,7 @@ class OffloadableBytes:
 
     def _leaving(self, runner: StageRunner, value: Any) -> int:
         with isolated(runner.function, self._device), torch.enable_grad():
-            output, leaving = run_leaving(runner, leaves_of(value))
+            output, leaving = run_offloadable(runner, leaves_of(value))
             found = sum(allocated(piece.nbytes, self._device.type) for piece in leaving.can_leave())
             del output
         return found

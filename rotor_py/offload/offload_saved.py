@@ -19,7 +19,7 @@ LEAST_BYTES = 64 * 2**10
 """Smaller storages stay: passing a copy to a thread takes as long as copying this much. Rough figure of one machine."""
 
 
-class LeavingMemory:
+class OffloadableStorages:
     """Storages saved by one stage run, kept in memory until `leave` offloads those that can go."""
 
     name = "moved"
@@ -27,18 +27,18 @@ class LeavingMemory:
 
     def __init__(self) -> None:
         # Weak references, so that storages that autograd drops are freed.
-        self._pieces: list[ReferenceType[Piece]] = []
+        self._pieces: list[ReferenceType[SavedStorage]] = []
 
-    def keep(self, memory: torch.Tensor) -> Piece:
-        piece = Piece(memory)
+    def keep(self, memory: torch.Tensor) -> SavedStorage:
+        piece = SavedStorage(memory)
         self._pieces.append(ref(piece))
         return piece
 
-    def can_leave(self) -> list[Piece]:
+    def can_leave(self) -> list[SavedStorage]:
         """Live, unmodified pieces held by autograd alone. Call after the run."""
         return [piece for piece in self.pieces() if piece.is_alone]
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[SavedStorage]:
         """All pieces that autograd still holds."""
         return [piece for each in self._pieces if (piece := each()) is not None]
 
@@ -61,7 +61,7 @@ class LeavingMemory:
             piece.fetch()
 
 
-class Piece:
+class SavedStorage:
     """One storage saved by autograd, in memory or offloaded."""
 
     __slots__ = ("__weakref__", "_device", "_dtype", "_memory", "_moved", "_overwritten", "_writes", "nbytes")
@@ -124,6 +124,6 @@ class Piece:
         self._overwritten |= self._memory is not None and self._memory._version != self._writes
 
 
-def bytes_of(pieces: Iterable[Piece]) -> int:
+def bytes_of(pieces: Iterable[SavedStorage]) -> int:
     """Total bytes of pieces."""
     return sum(piece.nbytes for piece in pieces)

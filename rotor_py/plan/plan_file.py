@@ -46,7 +46,7 @@ import torch
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
 from rotor_py.compile.stage_code import Config, is_budget
 from rotor_py.errors import InvalidValueError, PlanMismatchError, kind_of, record_fields, shortened
-from rotor_py.execute.program import program
+from rotor_py.execute.instructions import read_sequence
 from rotor_py.measure.cut import JOINT, Cut, Layer
 from rotor_py.plan.plan_costs import PlanCosts, moves_data, with_moves
 from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_effects
@@ -199,7 +199,7 @@ def checked_fields(data: dict[str, Any]) -> dict[str, Any]:
         raise InvalidValueError("the limit and the peak have to be above zero", kind="not_positive", name="mem_limit")
     _refuse_odd_fingerprints(data["model"], data["input"])
     for each in (sequence, *beside):
-        program(len(names), each)
+        read_sequence(len(names), each)
     if len(beside) >= costs.budget.forwards:
         raise InvalidValueError(
             f"there are {1 + len(beside)} sequences for {costs.budget.forwards} forwards in flight",

@@ -72,7 +72,7 @@ from rotor_py.errors import (
     fields_of,
     record_fields,
 )
-from rotor_py.execute.in_flight import in_backward
+from rotor_py.execute.backward_passes import in_backward
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.measuring import measured_plan

@@ -36,7 +36,7 @@ from torch import nn
 from rotor_profiling import tensors_in, torch_compat
 from rotor_profiling.optimizer import plain_step
 from rotor_py.errors import DescribedError, InvalidStateError
-from rotor_py.execute.in_flight import current_task
+from rotor_py.execute.backward_passes import current_task
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.trained_model import TrainedModel
 

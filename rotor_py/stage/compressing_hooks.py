@@ -16,7 +16,6 @@ from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.saved_tensors import (
     AsItIs,
     Complete,
-    Kept,
     Need,
     Saved,
     SavedAsItIs,
@@ -39,7 +38,7 @@ class KeptStorage:
     __slots__ = ("__weakref__", "_given", "_writes", "dtype", "kept", "need", "undecided")
 
     def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
-        self.kept: Kept = SavedAsItIs(tensor)
+        self.kept: Saved = SavedAsItIs(tensor)
         self.need = need
         """strictest need of its known readers"""
         self.undecided: set[int] = set()
@@ -171,7 +170,7 @@ class Form(Protocol):
         """Whether the restored tensor equals the saved one bit for bit."""
         ...
 
-    def keep(self, memory: torch.Tensor) -> Kept | None:
+    def keep(self, memory: torch.Tensor) -> Saved | None:
         """Keep `memory`, the flat tensor of all elements of a storage. None declines: it is saved unchanged.
 
         The result must not hold `memory` longer than copying takes, since autograd then releases it.
@@ -183,7 +182,7 @@ class Form(Protocol):
 class FormOfSigns(Form, Protocol):
     """A form that keeps only signs where the backward needs no more."""
 
-    def keep_sign(self, memory: torch.Tensor, need: Need) -> Kept | None:
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> Saved | None:
         """Keep of floating `memory` only the bits that `need` names (neither NUMBERS nor SHAPE).
 
         The restored tensor is 1 where the answer is yes, and 0 or -1 elsewhere. None declines.
@@ -347,7 +346,7 @@ class Keeping:
                 kept = self.form.keep(memory) if sign is None else sign.keep_sign(memory, found.need)
                 found.kept = kept or self._kept_around(memory) or saved
 
-    def _kept_around(self, memory: torch.Tensor) -> Kept | None:
+    def _kept_around(self, memory: torch.Tensor) -> Saved | None:
         """Offer `memory`, which this form declines, to the forms of the enclosing runs (Rule 12)."""
         around = self._around
         if around is None or around._is_untouched(memory) or not around._concerns(memory):

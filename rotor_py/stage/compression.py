@@ -15,7 +15,7 @@ from rotor_profiling.storage import storages, tensors_in
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.compressing_hooks import LEAST_BYTES, Form, Keeping, is_plain
 from rotor_py.stage.protocol import Run, offers_of
-from rotor_py.stage.saved_tensors import Kept, Need, Saved
+from rotor_py.stage.saved_tensors import Need, Saved
 from rotor_py.stage.storage_modes import Trial
 
 
@@ -87,7 +87,7 @@ _LEAST_SHARE = 0.02
 may be several times larger."""
 
 
-class SmallerKept(Kept, Protocol):
+class SmallerKept(Saved, Protocol):
     """A tensor in fewer bytes."""
 
     @property
@@ -203,11 +203,11 @@ class _Tried:
     def let_go(self) -> None:
         self._memory.clear()
 
-    def keep(self, memory: torch.Tensor) -> Kept | None:
+    def keep(self, memory: torch.Tensor) -> Saved | None:
         self._note(memory, self._form.keep(memory))
         return None
 
-    def keep_sign(self, memory: torch.Tensor, need: Need) -> Kept | None:
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> Saved | None:
         self._note(memory, self._form.keep_sign(memory, need))
         return None
 

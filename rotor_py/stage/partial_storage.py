@@ -138,7 +138,7 @@ class PartialSaving:
         for each in self._saved.pop(storage._cdata, ()):
             saved = each.saved()
             if saved is not None and each.dtype == value.dtype:
-                saved.content = self._part(number, each.view)
+                saved.content = self._view_of(number, each.view)
         self._to_drop -= 1
         self._end_if_complete()
 
@@ -148,7 +148,7 @@ class PartialSaving:
         found = self._storages.get(storage._cdata)
         # A view in another dtype is kept: all parts of a recomputed value have the value's own dtype.
         if found is not None and found[2] == tensor.dtype:
-            saved.content = self._part(found[1], view)
+            saved.content = self._view_of(found[1], view)
         else:
             saved.content = self._save(tensor)
             if found is None:
@@ -164,12 +164,12 @@ class PartialSaving:
         if self._handing_over is not None and not self._to_drop and not self._saving.undecided:
             self._handing_over.end_if_complete()
 
-    def _part(self, number: int, view: _View) -> _Part:
+    def _view_of(self, number: int, view: _View) -> _DroppedView:
         handle = self.dropped.get(number)
         if handle is None:
             kept = {each: self._kept[each] for each in self.recipe.needs[number]}
             handle = self.dropped[number] = _Dropped(self, number, kept)
-        return _Part(handle, view)
+        return _DroppedView(handle, view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +242,12 @@ class _Saved:
 
     # No `__init__`: one is made for every saved tensor.
     __slots__ = ("__weakref__", "content")
-    content: Saved | _Part
+    content: Saved | _DroppedView
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, recomputed if dropped. Raise RuntimeError if a recomputed one needs a double backward."""
         part = self.content
-        if not isinstance(part, _Part):
+        if not isinstance(part, _DroppedView):
             return part.tensor()
         if torch.is_grad_enabled():
             raise InvalidStateError(
@@ -266,7 +266,7 @@ class _View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _DroppedView:
     handle: _Dropped
     view: _View
 

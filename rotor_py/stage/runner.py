@@ -26,7 +26,7 @@ from rotor_profiling.isolate import (
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.errors import InvalidStateError, InvalidValueError
-from rotor_py.offload.offload_saved import LEAST_BYTES, LeavingMemory
+from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
 from rotor_py.stage.compressing_hooks import Keeping
 from rotor_py.stage.error_context import During, tell_of_backward
 from rotor_py.stage.forward_state import Surroundings, recorded, slots_that_move
@@ -437,13 +437,13 @@ def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:
     return output
 
 
-def run_leaving(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, LeavingMemory]:
+def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:
     """Run a stage in the surrounding graph; return its output, and the saved tensors that could be offloaded.
 
     Inputs and parameters stay, and outputs as long as they are held. So do tensors that the runner keeps in another
     form.
     """
-    leaving = LeavingMemory()
+    leaving = OffloadableStorages()
     with Keeping(leaving, _in_memory_anyway(runner, (value, context)), least_bytes=LEAST_BYTES, reads_values=False):
         output = runner.forward(value, context)
     return output, leaving

@@ -19,22 +19,14 @@ from rotor_py.errors import InvalidStateError
 # Objects that autograd holds in place of saved tensors. Rules: see the Note in `compressing_hooks`.
 
 
-class Kept(Protocol):
-    """A tensor in another form."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return a tensor of the same elements, dtype and device, at the start of a storage.
-
-        May be called several times, or never.
-        """
-        ...
-
-
 class Saved(Protocol):
-    """The object that autograd saves in place of a tensor."""
+    """Saved in place of a tensor or of a whole storage, unchanged or in another form."""
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor as saved. Raises RuntimeError if it was overwritten since."""
+        """Return a tensor of the same elements, dtype and device. May be called several times, or never.
+
+        Raises RuntimeError if it was overwritten since.
+        """
         ...
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from rotor_py import Checkpointable
 from rotor_py.capture import tracing
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.execute.program import joined_run
+from rotor_py.execute.instructions import joined_run
 from rotor_py.plan.step_plan import StepPlans
 from rotor_py.plan.step_spec import StepSpec, identical_specs, spec_of
 from rotor_py.stage.error_context import watched

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import CheckpointOptim
-from rotor_py.execute.program import program
+from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import replay
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -300,7 +300,7 @@ def runners_of(model: nn.Sequential) -> list[StageRunner]:
 
 def test_runners_serve_two_forwards_in_flight_and_a_parameter_written_between_them_is_refused_to_the_first_alone():
     model = network()
-    runners, instructions = runners_of(model), program(4, NESTED)
+    runners, instructions = runners_of(model), read_sequence(4, NESTED)
     first = seeded(lambda: replay(runners, instructions, value()))
     with torch.no_grad():
         model[0].weight.mul_(2)
@@ -315,7 +315,7 @@ def test_runners_serve_two_forwards_in_flight_and_a_parameter_written_between_th
 
 def test_runners_serve_two_forwards_in_flight_and_a_switch_between_them_is_refused_to_the_first_alone():
     model = network()
-    runners, instructions = runners_of(model), program(4, NESTED)
+    runners, instructions = runners_of(model), read_sequence(4, NESTED)
     first = seeded(lambda: replay(runners, instructions, value()))
     model[1].eval()
     replay(runners, instructions, value()).sum().backward()
@@ -327,7 +327,7 @@ def test_runners_hold_nothing_of_a_forward():
     model, x = network(), value()
     runners = runners_of(model)
     held = weakref.ref(x.untyped_storage())
-    output = replay(runners, program(4, NESTED), x)
+    output = replay(runners, read_sequence(4, NESTED), x)
     del x
     assert held() is not None  # the tape has it, for the backward
     del output

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py.execute.program import program
+from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import replay
 from rotor_py.stage import compression
 from rotor_py.stage.compression import FormKeeper, Packed
@@ -61,7 +61,7 @@ def in_form(model: nn.Module, sample: Any, sequence: Sequence, form: Any) -> Cal
         for _, layer in found.prefix:
             value = layer(value)
         runners = [StageRunner(function, name, keepers=(FormKeeper(form),)) for name, function in found.stages]
-        return replay(runners, program(len(runners), Sequence(operations)), value)
+        return replay(runners, read_sequence(len(runners), Sequence(operations)), value)
 
     return forward
 

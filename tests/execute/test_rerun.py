@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from rotor_profiling import measured_peak
 from rotor_profiling.backends import memory_meter
 from rotor_py import Checkpointable
-from rotor_py.execute.program import program
+from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.regions import regions, run
 from rotor_py.measure import stage_measurer
 from rotor_py.stage.compression import FormKeeper, Packed
@@ -53,7 +53,7 @@ def by_regions(planned: Checkpointable, sequence: Sequence, batch: torch.Tensor)
     assert planned.inspection_values is not None
     stages = zip(planned.names, planned.functions, planned.inspection_values.way_names, strict=True)
     runners = [StageRunner(stage, name, ways=ways, keepers=[FormKeeper(Packed())]) for name, stage, ways in stages]
-    options = program(len(runners), sequence).options
+    options = read_sequence(len(runners), sequence).options
     (output,) = run(runners, regions(sequence), (batch,), options)
     return output
 

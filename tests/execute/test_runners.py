@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from rotor_py.execute.program import Runners
+from rotor_py.execute.instructions import Runners
 from rotor_py.stage.runner import StageRunner
 from tests.fields import raises
 

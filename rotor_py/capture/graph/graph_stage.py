@@ -22,7 +22,7 @@ from rotor_py.capture.graph.saved_values import SavedPart
 from rotor_py.capture.graph.stage_graph import node_of, run_graph
 from rotor_py.capture.graph.stage_parts import Known, StageParts
 from rotor_py.distributed.sharding import ShardGroup
-from rotor_py.execute.program import Runners
+from rotor_py.execute.instructions import Runners
 from rotor_py.stage.error_context import add_note
 from rotor_py.stage.partial_storage import Around, PartialSaving, nothing_around
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rotor_profiling import tensors_in
 from rotor_py.errors import record_fields
-from rotor_py.execute.in_flight import goes_through, retains_graph
+from rotor_py.execute.backward_passes import goes_through, retains_graph
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.observers.observer import PlannedForward
 from rotor_py.plan.solving import solve

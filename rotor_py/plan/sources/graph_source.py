@@ -12,7 +12,7 @@ from torch import nn
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.sharding import as_entered
 from rotor_py.errors import record_fields
-from rotor_py.execute.program import Runners
+from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.sources.running import SequenceExecutor, measuring_options

@@ -17,7 +17,7 @@ from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_classes import is_fsdp_module
 from rotor_profiling.torch_compat import FakeTensor
 from rotor_py.distributed.sharding import is_sharded
-from rotor_py.execute.program import Runners
+from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, cut
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.saved_plan import Plan

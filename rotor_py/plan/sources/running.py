@@ -12,8 +12,8 @@ from rotor_profiling.backends import operators, prediction
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute import regions
+from rotor_py.execute.instructions import Instructions, NamedStage, Runners, read_sequence
 from rotor_py.execute.oom_retry_tape import OOMRetryTape
-from rotor_py.execute.program import NamedStage, Program, Runners, program
 from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.execute.tape import replay
 from rotor_py.measure.stage_measurer import MeasuringOptions
@@ -32,7 +32,7 @@ class _Read(NamedTuple):
     stages: Operations[NamedStage]
     ways: tuple[tuple[str, ...], ...]
     preserve_rng_state: bool
-    program: Program
+    instructions: Instructions
     runners: Runners
 
 
@@ -66,13 +66,13 @@ class SequenceExecutor:
             None,
         )
         if read is None:
-            instructions = program(len(stages), how.sequence)
+            instructions = read_sequence(len(stages), how.sequence)
             whole = make(how)
             # A region recomputes stages whole: what a stage stored in part recomputes would be held to its end.
             runners = whole if is_sharded(self._model) else whole.by(instructions.options)
             read = _Read(how.sequence, stages, how.ways, how.preserve_rng_state, instructions, runners)
             self._read = [*self._read[1 - _MOST_READ :], read]
-        instructions, runners = read.program, read.runners
+        instructions, runners = read.instructions, read.runners
         with operators():
             if is_sharded(self._model):
                 # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from rotor_profiling import torch_compat
 from rotor_py.errors import InvalidStateError
-from rotor_py.execute.program import Program
+from rotor_py.execute.instructions import Instructions
 from rotor_py.execute.store import ActivationStore
 from rotor_py.stage.runner import AttachedStage
 
@@ -81,8 +81,8 @@ class Pass:
 class Passes:
     """Hands the values of a forward to the backward passes that follow it."""
 
-    def __init__(self, held: Held, program: Program) -> None:
-        self._program = program
+    def __init__(self, held: Held, instructions: Instructions) -> None:
+        self._instructions = instructions
         self._held: Held | None = held
         self._current: Pass | None = None
         self._nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
@@ -153,5 +153,5 @@ class Passes:
         if not (others := set(self._nodes) - self._used):
             return None
         left = held.copy()
-        left.inputs.drop_all_but(self._program.read_before_backward(others))
+        left.inputs.drop_all_but(self._instructions.read_before_backward(others))
         return left

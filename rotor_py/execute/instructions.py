@@ -45,7 +45,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Instructions:
     """The operations before the loss, those after it (`replay`), and the tape's facts about stages.
 
     A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
@@ -75,10 +75,10 @@ class Program:
         return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
 
 
-# Training by hand has no object to keep a program in, and asks for it in every step. 64 is a guess: a process that
+# Training by hand has no object to keep instructions in, and asks for it in every step. 64 is a guess: a process that
 # alternates between more sequences reads them again.
 @lru_cache(maxsize=64)
-def program(stages: int, sequence: Sequence) -> Program:
+def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     """Read `sequence` for a chain of `stages` stages.
 
     Raises ValueError if the sequence is not valid for such a chain, or moves the saved tensors of a recomputed stage.
@@ -111,7 +111,7 @@ def program(stages: int, sequence: Sequence) -> Program:
             stage=min(moves.stages),
         )
     alone = runs_again | awaited if moves is None else in_graph
-    return Program(
+    return Instructions(
         forward=tuple(steps[:loss]),
         pieces=_pieces(steps[:loss], in_graph - alone),
         replay=tuple(steps[loss + 1 :]),
@@ -129,7 +129,7 @@ def program(stages: int, sequence: Sequence) -> Program:
     )
 
 
-def in_nodes(instructions: Program) -> Program:
+def in_nodes(instructions: Instructions) -> Instructions:
     """Put every stage in its own node, so that any can be recomputed: see `OOMRetryTape`."""
     return replace(
         instructions,
@@ -140,20 +140,20 @@ def in_nodes(instructions: Program) -> Program:
     )
 
 
-def from_input(stages: int, sequence: Sequence) -> Program:
+def from_input(stages: int, sequence: Sequence) -> Instructions:
     """Read `sequence` for the first `stages` stages of a chain, to resume a backward.
 
     Only the chain's input is held, so every run is a recompute and belongs to the replay. The loss in `sequence` stands
     for the gradient of these stages' output, which is at hand.
     """
-    program(stages, sequence)  # ValueError if it is not valid
+    read_sequence(stages, sequence)  # ValueError if it is not valid
     operations = [each for each in sequence if not isinstance(each, Loss)]
     skips = [
         isinstance(each, ForwardEnable) and following == Backward(each.stage)
         for each, following in pairwise(operations)
     ]
     steps = map(Step, operations, _liveness(operations, {}), [*skips, False])
-    return Program(
+    return Instructions(
         forward=(),
         pieces=(),
         replay=tuple(steps),
