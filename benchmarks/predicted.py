@@ -31,7 +31,7 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_profiling.backends import using
 from rotor_profiling.isolate import RandomState
 from rotor_py import Checkpointable, models, store_all
-from rotor_py.estimation.fake_tensors import TensorsWithoutMemory, WithoutMemory
+from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
 from rotor_py.measure import stage_measurer
 from rotor_py.plan.settings import Settings
@@ -108,8 +108,8 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     # What is without values cannot say where padding is.
     inputs = {key: torch.ones_like(value) if "mask" in key else value for key, value in inputs.items()}
     sample = inputs.get("value", inputs)
-    mode = TensorsWithoutMemory()
-    without_memory = WithoutMemory(mode)
+    mode = DeviceFakeMode()
+    without_memory = FakeCopies(mode)
     # The same ways on both sides, whatever seconds they take: the sequence names them by their position. Layers of a
     # chain are not captured: which of their ways save anything depends on scratch memory.
     with (

@@ -22,7 +22,7 @@ from report import ROOT, write
 sys.path.insert(0, str(ROOT))
 
 from tests.distributed.processes import Processes
-from tests.predict.sharded_steps import CASES, planned_step, real_peaks
+from tests.estimation.sharded_steps import CASES, planned_step, real_peaks
 
 LIMITS = {"store-all": 1.0, "half": 0.5, "least": 0.0}
 PRECISIONS = {"fp32": None, "bf16 in fp32": torch.bfloat16}

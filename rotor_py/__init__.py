@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotor_py.batch_size.choose import PlannedBatch, best_batch, largest_batch
+    from rotor_py.by_hand.checkpointed_network import Checkpoint, CheckpointedNetwork
     from rotor_py.by_hand.checkpointer import ActivationCheckpointer, CheckpointConfig
     from rotor_py.by_hand.levels import ActivationCheckpointing, AssignedLevel, assign_levels
-    from rotor_py.by_hand.network import Checkpoint, CheckpointedNetwork
     from rotor_py.by_hand.strategy import ByLevel
     from rotor_py.checkpointable import Checkpointable
     from rotor_py.compile.memory_budget import memory_budget
@@ -86,7 +86,7 @@ _NAMES = {
         "solve",
         "store_all",
     ),
-    "rotor_py.by_hand.network": ("Checkpoint", "CheckpointedNetwork"),
+    "rotor_py.by_hand.checkpointed_network": ("Checkpoint", "CheckpointedNetwork"),
     "rotor_py.errors": (
         "CheckpointLimitError",
         "InfeasibleError",

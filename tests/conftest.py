@@ -35,7 +35,7 @@ settings.load_profile("repeatable")
 
 LONGEST = (
     "distributed/test_pipelining.py",
-    "predict/test_sharded.py",
+    "estimation/test_sharded.py",
     "docs/test_pages.py",
     "cli/test_device.py",
     "training/test_offload.py",
@@ -54,7 +54,7 @@ LONGEST = (
     "execute/test_bit_for_bit.py",
     "solver/persistent/test_spacing.py",
     "plan/test_forwards.py",
-    "networks/test_training.py",
+    "models/test_training.py",
     "offload/test_odd_uses.py",
     "plan/test_watched_steps.py",
     "batch_size/test_choose.py",
@@ -64,10 +64,10 @@ LONGEST = (
     "stage/test_kept_steps.py",
     "capture/test_session.py",
     "solver/test_classic.py",
-    "predict/test_chain.py",
+    "estimation/test_chain.py",
     "capture/test_shapes.py",
-    "predict/test_reserving.py",
-    "predict/test_estimate.py",
+    "estimation/test_reservation.py",
+    "estimation/test_estimate.py",
     "plan/test_out_of_memory.py",
 )
 """Files of ten seconds and more, the longest first."""

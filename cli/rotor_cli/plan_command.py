@@ -18,7 +18,7 @@ from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, best_batch, 
 from rotor_py.batch_size.choose import choose_elsewhere
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.estimate import recurrent_layers
-from rotor_py.estimation.training_step import TrainingStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.measure.device import limit_bytes
 from rotor_py.offload.offload import checked_name
 from rotor_py.plan.settings import refuse_optimizer
@@ -105,9 +105,9 @@ def facts_of(
     return _verify(facts, network, found, request, shown) if request.verify else facts
 
 
-def _step(network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> TrainingStep:
+def _step(network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> SimulatedStep:
     loss = found.loss or default_loss
-    return TrainingStep(network, found.sample, loss, found.optimizer, request.fresh_grads, target.autocast)
+    return SimulatedStep(network, found.sample, loss, found.optimizer, request.fresh_grads, target.autocast)
 
 
 def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Facts:

@@ -20,7 +20,7 @@ from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.data_sheet import UNANCHORED, Devices
 from rotor_py.estimation.calibration import as_toml, calibrate
 from rotor_py.estimation.device_table import devices_from_file, find_devices
-from rotor_py.estimation.simulated_target import Elsewhere
+from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import limit_bytes, total_bytes
 from rotor_py.plan.sample import arguments_of
 from rotor_py.units import format_bytes, parse_bytes
@@ -34,7 +34,7 @@ _OF_MEMORY_ALONE = "a100-80"
 class LocalTarget:
     """A device of this machine, which is measured."""
 
-    elsewhere: Elsewhere | None = None
+    elsewhere: SimulatedDevices | None = None
     """The simulated devices; None if measured on this machine."""
     autocast: torch.dtype | None = None
     """Autocast dtype of steps; None if they enter a region themselves, or none."""
@@ -63,7 +63,7 @@ class LocalTarget:
 class SimulatedTarget(LocalTarget):
     """Simulated devices of the table: fake tensors on the CPU."""
 
-    elsewhere: Elsewhere
+    elsewhere: SimulatedDevices
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SimulatedTarget(LocalTarget):
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.name, self.autocast = devices.name, autocast
-        self.elsewhere = Elsewhere(devices, shard=shard, precision=precision)
+        self.elsewhere = SimulatedDevices(devices, shard=shard, precision=precision)
 
     def making(self) -> AbstractContextManager[object]:
         return self.elsewhere.making()

@@ -31,7 +31,7 @@ from rotor_py.checkpointable import Checkpointable
 from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import InfeasibleError, InvalidValueError, record_fields
 from rotor_py.estimation.device_table import find_devices
-from rotor_py.estimation.simulated_target import Elsewhere
+from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver.progress import Progress
@@ -102,7 +102,7 @@ def choose_batch(
         batches = MeasuredBatches(model, sample_of, mem_limit, **step)
         return _chosen(aim, batches, options.get("mem_slots", 500), fresh_grads=fresh_grads, **among)
     devices = find_devices(device) if isinstance(device, str) else device
-    elsewhere = Elsewhere(Devices(devices) if isinstance(devices, Device) else devices)
+    elsewhere = SimulatedDevices(Devices(devices) if isinstance(devices, Device) else devices)
     without_memory = elsewhere.without_memory
     with elsewhere.together():
         fake = elsewhere.model(model).train()

@@ -17,16 +17,16 @@ from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.data_sheet import Reservation
 from rotor_py.estimation.cuda_autocast import region
-from rotor_py.estimation.training_step import TrainingStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 
 
 class Followed(Protocol):
-    """Simulated devices and their steps: an `Elsewhere`, for example."""
+    """Simulated devices and their steps: an `SimulatedDevices`, for example."""
 
-    def follow(self, step: TrainingStep) -> None:
+    def follow(self, step: SimulatedStep) -> None:
         """Plan a measured model with the communication bytes of a step by its plan."""
 
-    def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation | None:
+    def reserve(self, step: SimulatedStep, *, keep_limit: bool) -> Reservation | None:
         """Reservation of the allocator for a step by the plan."""
 
 
@@ -56,7 +56,7 @@ class PredictedBatches(MeasuredBatches):
         optimizer, step = self._optimizer, self._step(self._any, next(iter(self.costs)))
         if optimizer is None:
             return 0.0
-        with step.leaving_nothing():
+        with step.state_restored():
             for parameter in step.network.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
@@ -92,9 +92,9 @@ class PredictedBatches(MeasuredBatches):
             super()._measure(network, batch, sample)
         self._followed.follow(self._step(network, batch))
 
-    def _step(self, network: Checkpointable, batch: int) -> TrainingStep:
+    def _step(self, network: Checkpointable, batch: int) -> SimulatedStep:
         sample = self._sample_of(batch)
-        return TrainingStep(network, sample, self._loss, self._optimizer, self._fresh_grads, self._autocast)
+        return SimulatedStep(network, sample, self._loss, self._optimizer, self._fresh_grads, self._autocast)
 
     @property
     def _group(self) -> None:

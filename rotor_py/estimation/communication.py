@@ -15,7 +15,7 @@ from rotor_py.checkpointable import Checkpointable
 from rotor_py.data_sheet import Device
 from rotor_py.estimation.caching_allocator import Event
 from rotor_py.estimation.followed_step import FollowedStep
-from rotor_py.estimation.training_step import TrainingStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.measure.device import limit_bytes
 from rotor_solver import InfeasibleError, Sequence
 
@@ -64,16 +64,16 @@ class Communication:
         self._device = device
         self._last: tuple[Checkpointable, Sequence, FollowedStep] | None = None
 
-    def requests(self, step: TrainingStep) -> list[Event]:
+    def requests(self, step: SimulatedStep) -> list[Event]:
         """Requests of two steps by the plan, with the optimizer's state already allocated."""
         followed = self._followed(step)
         if followed.repeats:
             return followed.repeated()
-        with step.leaving_nothing(), gathering_apart(followed), followed:
+        with step.state_restored(), gathering_apart(followed), followed:
             step()
         return followed.events
 
-    def find_room(self, step: TrainingStep) -> None:
+    def find_room(self, step: SimulatedStep) -> None:
         """Plan the measured network of `step` with the communication bytes that the step takes.
 
         If no step stays within its planned bytes, the upper bound applies again. If no plan fits, the bytes stay, and
@@ -97,7 +97,7 @@ class Communication:
                 return
         network.divide(budget)
 
-    def promise(self, step: TrainingStep) -> None:
+    def promise(self, step: SimulatedStep) -> None:
         """Set the communication bytes to those of the current plan.
 
         If the peak then exceeds the limit, the limit becomes the peak.
@@ -113,14 +113,14 @@ class Communication:
             network.sequence = plan
             network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
 
-    def _taken(self, step: TrainingStep) -> int:
+    def _taken(self, step: SimulatedStep) -> int:
         """Communication bytes with which the plan's peak equals that of the step."""
         followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
         assert plan is not None
         assert budget is not None
         return budget.fixed.total + followed.risen() - budget.peak_bytes(plan)
 
-    def _followed(self, step: TrainingStep) -> FollowedStep:
+    def _followed(self, step: SimulatedStep) -> FollowedStep:
         network, plan = step.network, step.network.sequence
         assert plan is not None
         if self._last is None or self._last[0] is not network or self._last[1] != plan:
@@ -128,7 +128,7 @@ class Communication:
             followed.hold_workspace()
             followed.hold(step.present())
             followed.begin()
-            with step.leaving_nothing(), gathering_apart(followed), followed:
+            with step.state_restored(), gathering_apart(followed), followed:
                 step()
             self._last = network, plan, followed
         return self._last[2]

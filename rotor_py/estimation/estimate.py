@@ -14,9 +14,9 @@ from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.device_table import find_devices
-from rotor_py.estimation.fake_tensors import WithoutMemory
-from rotor_py.estimation.simulated_target import Elsewhere, Shard
-from rotor_py.estimation.training_step import TrainingStep
+from rotor_py.estimation.fake_tensors import FakeCopies
+from rotor_py.estimation.simulated_step import SimulatedStep
+from rotor_py.estimation.simulated_target import Shard, SimulatedDevices
 from rotor_py.plan.sample import arguments_of
 from rotor_py.report import Report
 
@@ -88,7 +88,7 @@ def estimate(
     """
     devices = find_devices(device) if isinstance(device, str) else device
     devices = Devices(devices) if isinstance(devices, Device) else devices
-    elsewhere = Elsewhere(devices, shard=shard, precision=precision)
+    elsewhere = SimulatedDevices(devices, shard=shard, precision=precision)
     without_memory = elsewhere.without_memory
     if not isinstance(model, nn.Module):
         with elsewhere.making():
@@ -118,7 +118,7 @@ def estimate(
             network.refuse_what_cannot_fit(value)
             with region(autocast):
                 network.measure(value)
-            step = TrainingStep(network, value, loss, made, fresh_grads=fresh_grads, autocast=autocast)
+            step = SimulatedStep(network, value, loss, made, fresh_grads=fresh_grads, autocast=autocast)
             elsewhere.follow(step)
             network.compute_sequence()
             reserved = elsewhere.reserve(step, keep_limit=mem_limit is not None)
@@ -131,7 +131,7 @@ def estimate(
             )
 
 
-def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: WithoutMemory) -> torch.optim.Optimizer | None:
+def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: FakeCopies) -> torch.optim.Optimizer | None:
     if given is None:
         return None
     if isinstance(given, torch.optim.Optimizer):

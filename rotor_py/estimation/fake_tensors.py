@@ -63,7 +63,7 @@ forever.
 """
 
 
-class TensorsWithoutMemory(FakeTensorMode):
+class DeviceFakeMode(FakeTensorMode):
     """Fake tensor mode: tensors take no memory, and operators compute nothing."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
 """Modules that initialize tensors; some functions read values."""
 
 
-class WithoutMemory:
+class FakeCopies:
     """Makes fake copies. One object remembers its copies, so that sharing is kept."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -168,7 +168,7 @@ class WithoutMemory:
 
 
 @contextmanager
-def made_without_memory() -> Iterator[None]:
+def construct_on_meta() -> Iterator[None]:
     """Build models on the meta device within the context, without initial values, which do not change costs."""
     with ExitStack() as stack:
         for name in _INITIALIZERS:

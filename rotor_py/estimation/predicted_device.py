@@ -95,7 +95,7 @@ class PredictedMeter:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
+class FakeStorages:
     """Identifies fake storages, which have no address, by their C++ object."""
 
     block: int = 1
@@ -125,7 +125,7 @@ class PredictedDevice:
     seconds: OperatorSeconds
     scratch: OperatorBytes = no_scratch
     workspace_bytes: int = 0
-    storages: Storages = Numbered()
+    storages: Storages = FakeStorages()
     name: str = "a device that is not here"
     count: int = 1
     host_bandwidth: float = 1e9

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from rotor_py.data_sheet import Device, Devices, Reservation
 from rotor_py.estimation.caching_allocator import LARGE_SEGMENT, DeviceFullError, Event, most_bytes, replay
 from rotor_py.estimation.followed_step import FollowedStep
-from rotor_py.estimation.training_step import TrainingStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_solver import InfeasibleError
 
 
@@ -50,12 +50,12 @@ fit.
 """
 
 
-RequestsOf = Callable[[TrainingStep], Sequence[Event]]
+RequestsOf = Callable[[SimulatedStep], Sequence[Event]]
 """Allocator requests of steps by the plan, preceded by those of existing tensors."""
 
 
 def find_reservation(
-    step: TrainingStep, devices: Devices, *, keep_limit: bool, requests_of: RequestsOf | None = None
+    step: SimulatedStep, devices: Devices, *, keep_limit: bool, requests_of: RequestsOf | None = None
 ) -> Reservation:
     """Find the reservation of `step` by its network's plan, from `requests_of`, or from two traced steps.
 
@@ -84,7 +84,7 @@ def find_reservation(
     return found
 
 
-def reservation(step: TrainingStep, devices: Devices, requests_of: RequestsOf | None = None) -> Reservation:
+def reservation(step: SimulatedStep, devices: Devices, requests_of: RequestsOf | None = None) -> Reservation:
     """Reservation of `step`, at least the peak of the plan, which assumes the worst order of backwards."""
     budget, sequence = step.network.budget, step.network.sequence
     assert budget is not None
@@ -94,15 +94,15 @@ def reservation(step: TrainingStep, devices: Devices, requests_of: RequestsOf | 
     return found.at_least(budget.peak_bytes(sequence))
 
 
-def followed_by_plan(step: TrainingStep, device: Device) -> FollowedStep:
+def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
     """Trace two steps, the first of which makes the optimizer's state.
 
     The state lies where activations were, which fragments the memory of the second step.
     """
     followed = FollowedStep(device)
-    with step.leaving_nothing():
+    with step.state_restored():
         step()  # the first step by a plan differs: it captures the model, for example
-    with step.leaving_nothing():
+    with step.state_restored():
         followed.hold_workspace()
         followed.hold(step.present())
         with followed:

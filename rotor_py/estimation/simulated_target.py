@@ -28,12 +28,12 @@ from rotor_py.errors import InvalidValueError, UnsupportedModelError
 from rotor_py.estimation.communication import Communication
 from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.cuda_operators import cuda_operators
-from rotor_py.estimation.fake_tensors import TensorsWithoutMemory, WithoutMemory, made_without_memory
-from rotor_py.estimation.predicted_device import Numbered, PredictedDevice
+from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, construct_on_meta
+from rotor_py.estimation.predicted_device import FakeStorages, PredictedDevice
 from rotor_py.estimation.reservation import find_reservation
 from rotor_py.estimation.roofline import Roofline
 from rotor_py.estimation.scratch import scratch_bytes
-from rotor_py.estimation.training_step import TrainingStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 
 _BLOCK = 512
 """Block size of the caching allocator (`kMinBlockSize` in torch), also on ROCm."""
@@ -55,7 +55,7 @@ def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
         seconds=Roofline(device),
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
-        storages=Numbered(_BLOCK),
+        storages=FakeStorages(_BLOCK),
         chosen=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
     )
 
@@ -132,7 +132,7 @@ def world_of(size: int) -> Iterator[DeviceMesh]:
 Shard = Callable[[nn.Module, DeviceMesh], object] | Sharding
 
 
-class Elsewhere:
+class SimulatedDevices:
     """Converts, measures and plans models for simulated `devices`.
 
     With several devices, `shard` shards the parameters: a function of the model and the mesh, or "blocks" (the default)
@@ -148,11 +148,11 @@ class Elsewhere:
         self._shard = partial(_sharding(shard), precision=precision) if isinstance(shard, str) else shard
         self._mesh: DeviceMesh | None = None
         self._communication = Communication(devices.each)
-        self._mode = TensorsWithoutMemory()
-        self.without_memory = WithoutMemory(self._mode)
+        self._mode = DeviceFakeMode()
+        self.without_memory = FakeCopies(self._mode)
         """makes fake copies of models, samples and optimizers"""
 
-    making = staticmethod(made_without_memory)
+    making = staticmethod(construct_on_meta)
     """Build models on the meta device within the context."""
 
     @contextmanager
@@ -175,12 +175,12 @@ class Elsewhere:
                 self._shard(found, self._mesh)
         return found
 
-    def follow(self, step: TrainingStep) -> None:
+    def follow(self, step: SimulatedStep) -> None:
         """Plan a measured model with the communication bytes of a `step` by its plan."""
         if self._mesh is not None:
             self._communication.find_room(step)
 
-    def reserve(self, step: TrainingStep, *, keep_limit: bool) -> Reservation:
+    def reserve(self, step: SimulatedStep, *, keep_limit: bool) -> Reservation:
         """Reservation of a `step` by its plan; see `find_reservation`."""
         if self._mesh is None:
             return find_reservation(step, self.devices, keep_limit=keep_limit)

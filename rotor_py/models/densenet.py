@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rotor_py.errors import InvalidValueError
-from rotor_py.models.network import Network
+from rotor_py.models.named_chain import NamedChain
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +53,7 @@ class DenseLayer(nn.Module):
         return torch.cat([x, self.dropout(new)], 1)
 
 
-class DenseNet(Network):
+class DenseNet(NamedChain):
     """`features`, made of blocks of `block_config[i]` dense layers with transitions between them, and a classifier.
 
     The stem makes `num_init_features` channels, and each dense layer adds `growth_rate` after a dropout of rate

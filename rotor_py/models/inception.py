@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotor_py.errors import InvalidValueError
-from rotor_py.models.network import Network
+from rotor_py.models.named_chain import NamedChain
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -181,7 +181,7 @@ class FromImageNet(nn.Module):
         return torch.stack([c * (deviation / 0.5) + (mean - 0.5) / 0.5 for c, mean, deviation in colours], 1)
 
 
-class Inception3(Network):
+class Inception3(NamedChain):
     """A stem, eleven blocks of branches, and a linear classifier after a dropout of rate `dropout`.
 
     `transform_input` converts images normalised for the other networks. `init_weights=False` keeps PyTorch's initial

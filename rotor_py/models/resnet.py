@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypedDict
 from torch import Tensor, nn
 
 from rotor_py.errors import InvalidValueError
-from rotor_py.models.network import Network
+from rotor_py.models.named_chain import NamedChain
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -155,7 +155,7 @@ class Bottleneck(ResidualBlock):
         return self.bn3
 
 
-class ResNet(Network):
+class ResNet(NamedChain):
     """A stem, four groups of `layers[0] … layers[3]` blocks, and a linear classifier.
 
     `groups` and `width_per_group` make ResNeXt and wide networks of bottlenecks. `replace_stride_with_dilation` says
@@ -293,7 +293,7 @@ class PreActBottleneck(nn.Module):
         return out  # type: ignore[no-any-return]  # calling a module returns Any
 
 
-class PreActResNet(Network):
+class PreActResNet(NamedChain):
     """A 3 x 3 convolution, three groups of `layers[0] … layers[2]` bottlenecks, and a linear classifier.
 
     Raises ValueError if `layers` has not three elements.

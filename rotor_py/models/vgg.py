@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from torch import nn
 
-from rotor_py.models.network import Network
+from rotor_py.models.named_chain import NamedChain
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,7 +33,7 @@ class VGGOptions(TypedDict, total=False):
     dropout: float
 
 
-class VGG(Network):
+class VGG(NamedChain):
     """`features`, which ends with 512 channels, and a classifier of three linear layers.
 
     `init_weights=False` keeps PyTorch's initial weights. `dropout` is the rate in the classifier.

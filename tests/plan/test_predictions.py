@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.backends import using
 from rotor_py import Checkpointable, Plan, PlanMismatchError
-from rotor_py.estimation.fake_tensors import WithoutMemory
+from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
 from tests.fields import logged, raises
 
@@ -54,7 +54,7 @@ def of_products(func: Any, *call: Any) -> int:
 def saved(path: Path, model: nn.Module, **options: Any) -> Plan:
     """A plan that was predicted for a device like the CPU, with room for everything."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    without_memory = WithoutMemory(mode)
+    without_memory = FakeCopies(mode)
     given: dict[str, Any] = {"kind": "cpu", "memory_bytes": 10**9, "seconds": lambda *call: 1e-6, **options}
     with using(PredictedDevice(**given)), mode:
         network = Checkpointable(without_memory.model(model), loss=torch.mean, mem_limit="800MB")

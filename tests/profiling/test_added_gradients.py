@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rotor_profiling import memory_meter
 from rotor_profiling.backends import using
 from rotor_profiling.memory import Phase
-from rotor_py.estimation.fake_tensors import TensorsWithoutMemory
+from rotor_py.estimation.fake_tensors import DeviceFakeMode
 from rotor_py.estimation.predicted_device import PredictedDevice
 from tests.profiling.costs import CPU
 
@@ -144,7 +144,7 @@ def _watch(tensor: torch.Tensor, draw: random.Random, kept: list[Any]) -> None:
 
 
 def without_memory(run: Callable[[], Any]) -> Any:
-    with using(PredictedDevice("cpu", 10**12, lambda *call: 1e-6)), TensorsWithoutMemory():
+    with using(PredictedDevice("cpu", 10**12, lambda *call: 1e-6)), DeviceFakeMode():
         return run()
 
 

@@ -11,7 +11,7 @@ from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_c
 from rotor_profiling.backends import backend_for, prediction, stopwatch, using
 from rotor_profiling.memory import Phase
 from rotor_profiling.storage import equal
-from rotor_py.estimation.predicted_device import Numbered, PredictedDevice
+from rotor_py.estimation.predicted_device import FakeStorages, PredictedDevice
 from tests.fields import raises
 from tests.profiling.costs import CPU
 
@@ -90,7 +90,7 @@ def test_what_is_older_than_the_meter_does_not_count_when_it_is_freed() -> None:
 
 
 def test_sizes_are_those_of_the_device_that_is_predicted() -> None:
-    with using(device(kind="cuda", storages=Numbered(block=512))), FakeTensorMode():
+    with using(device(kind="cuda", storages=FakeStorages(block=512))), FakeTensorMode():
         tensor = torch.empty(3)
         assert storage_bytes([tensor, tensor.view(3, 1), torch.empty(0)]) == 512
         with memory_meter(CPU) as meter:

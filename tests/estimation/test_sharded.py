@@ -22,16 +22,16 @@ from rotor_py.capture import captured_forward
 from rotor_py.data_sheet import Reservation
 from rotor_py.estimation.communication import Communication
 from rotor_py.estimation.device_table import find_device, find_devices
-from rotor_py.estimation.fake_tensors import WithoutMemory
+from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import blocks_of, shard_blocks, world_of
-from rotor_py.estimation.training_step import TrainingStep
 from rotor_solver import store_all
 from tests.distributed import fsdp_layers
 from tests.distributed.processes import NOT_WHOLE, Processes
+from tests.estimation import sharded_steps
+from tests.estimation.sharded_steps import ON_THE_CPU, ROWS, WIDTH, Blocks
 from tests.fields import raises
-from tests.predict import sharded_steps
-from tests.predict.sharded_steps import ON_THE_CPU, ROWS, WIDTH, Blocks
 
 repeated = FollowedStep.repeated
 BLOCK = 512
@@ -54,7 +54,7 @@ def test_peaks_are_those_of_real_processes(count: int, processes_of: Callable[[i
     for precision in (None, torch.bfloat16):
         mode = FakeTensorMode()
         with using(ON_THE_CPU), world_of(count) as mesh, mode:
-            model = sharded_steps.sharded(WithoutMemory(mode).model(Blocks()), mesh, precision)
+            model = sharded_steps.sharded(FakeCopies(mode).model(Blocks()), mesh, precision)
             predicted = sharded_steps.peaks(sharded_steps.plain_step(model, {"value": torch.randn(ROWS, WIDTH)}))
         real = processes_of(count).run(sharded_steps.real_peaks, "blocks", precision, None, predicted)
         for phase in ("forward", "backward"):
@@ -120,7 +120,7 @@ def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
 def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(4) as mesh, mode:
-        model = WithoutMemory(mode).model(Blocks(6)).train()
+        model = FakeCopies(mode).model(Blocks(6)).train()
         shard_blocks(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         batch = torch.empty(ROWS, WIDTH)
@@ -133,7 +133,7 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
         bound = budget.fixed.communication
         least, most = budget.least_bytes() - bound, budget.peak_bytes(store_all(budget.chain)) - bound
         network.mem_limit = int(least + share * (most - least)) + bound // 4
-        step = TrainingStep(network, batch, sharded_steps.loss, optimizer, fresh_grads=True)
+        step = SimulatedStep(network, batch, sharded_steps.loss, optimizer, fresh_grads=True)
         Communication(find_device("h100")).find_room(step)
         sequence = network.compute_sequence()
         found = network.budget
@@ -163,7 +163,7 @@ def test_without_a_step_inside_its_room_the_room_is_the_upper_bound(monkeypatch:
 def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the one that `--max-overhead` chooses, in the room of another plan."""
 
-    def plan_without_room(communication: Communication, step: TrainingStep) -> None:
+    def plan_without_room(communication: Communication, step: SimulatedStep) -> None:
         step.prepare()
         assert step.network.budget is not None
         step.network.divide(step.network.budget.with_communication(0))

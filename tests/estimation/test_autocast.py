@@ -22,7 +22,7 @@ from rotor_py.estimation.cuda_autocast import (
     WIDEST,
     cuda_autocast,
 )
-from rotor_py.estimation.fake_tensors import TensorsWithoutMemory
+from rotor_py.estimation.fake_tensors import DeviceFakeMode
 from tests.fields import raises
 
 HALF, WHOLE = torch.bfloat16, torch.float32
@@ -83,12 +83,12 @@ CASES: list[tuple[str, Callable[[], torch.Tensor], torch.dtype]] = [
 
 @pytest.mark.parametrize(("call", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_results_have_the_dtype_that_they_have_on_cuda(call: Callable[[], torch.Tensor], expected: torch.dtype) -> None:
-    with cuda_autocast(), TensorsWithoutMemory(), torch.autocast("cuda", HALF):
+    with cuda_autocast(), DeviceFakeMode(), torch.autocast("cuda", HALF):
         assert call().dtype == expected
 
 
 def test_what_is_refused_on_cuda_is_refused() -> None:
-    with cuda_autocast(), TensorsWithoutMemory(), torch.autocast("cuda", HALF):
+    with cuda_autocast(), DeviceFakeMode(), torch.autocast("cuda", HALF):
         value = torch.empty(4, requires_grad=True)
         with raises(RuntimeError, "unsafe_autocast"):
             functional.binary_cross_entropy(value.sigmoid(), value.detach())
@@ -156,7 +156,7 @@ def test_a_region_inside_the_model_is_one_of_cuda() -> None:
 
 def test_a_chain_of_the_cpu_under_autocast_is_the_measured_one_where_both_cast_alike() -> None:
     """Products alone, which are in both lists, so that the measured chain is a twin."""
-    from tests.predict.test_chain import assert_alike, both  # its instruments are those of the CPU
+    from tests.estimation.test_chain import assert_alike, both  # its instruments are those of the CPU
 
     def products() -> nn.Module:
         return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)))

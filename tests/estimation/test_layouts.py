@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import tensors_in
-from rotor_py.estimation.fake_tensors import TensorsWithoutMemory
+from rotor_py.estimation.fake_tensors import DeviceFakeMode
 
 
 class Strides(TorchDispatchMode):
@@ -64,7 +64,7 @@ def test_results_are_laid_out_as_the_kernels_lay_them_out(
         return seen.found
 
     real = strides()
-    with TensorsWithoutMemory():
+    with DeviceFakeMode():
         assert strides() == real
 
 
@@ -78,5 +78,5 @@ def test_columns_keep_the_memory_of_what_they_were_made_of(stride: int) -> None:
         return [each.untyped_storage().nbytes() for each in (columns, image)]
 
     real = sizes()
-    with TensorsWithoutMemory():
+    with DeviceFakeMode():
         assert sizes() == real

@@ -16,7 +16,7 @@ from torch import nn
 from rotor_profiling import StageCost
 from rotor_profiling.backends import using
 from rotor_py import Checkpointable, models, store_all
-from rotor_py.estimation.fake_tensors import TensorsWithoutMemory, WithoutMemory
+from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
 from tests.capture.steps import measured_step
 from tests.execute.zoo import convolutions, dropouts, moving_buffers
@@ -42,8 +42,8 @@ def both(
     torch.manual_seed(0)
     model, batch = make(), sample()
     real = measured(model, batch, loss)
-    mode = TensorsWithoutMemory()
-    without_memory = WithoutMemory(mode)
+    mode = DeviceFakeMode()
+    without_memory = FakeCopies(mode)
     with using(A_MICROSECOND), mode:
         return real, measured(without_memory.model(model), without_memory.value(batch), loss)
 

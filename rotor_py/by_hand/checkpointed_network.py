@@ -90,7 +90,7 @@ class CheckpointedNetwork(nn.Module):
                     kind="not_a_segment",
                     segment=number,
                 )
-        self.segments = nn.ModuleList(each if isinstance(each, nn.Module) else _Function(each) for each in found)
+        self.segments = nn.ModuleList(each if isinstance(each, nn.Module) else _FunctionSegment(each) for each in found)
         self._kept = 0
         self._full = 0
 
@@ -129,7 +129,7 @@ class CheckpointedNetwork(nn.Module):
         return 1 - self._kept / self._full if self._full else 0.0
 
 
-class _Memory:
+class _StorageSizes:
     """Bytes of the storages behind tensors, each once.
 
     Does not identify storages by address: a freed one still counts, and its address may be reused.
@@ -150,9 +150,9 @@ class _Memory:
 
 
 @contextmanager
-def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
+def _watched(segments: nn.ModuleList) -> Iterator[tuple[_StorageSizes, _StorageSizes]]:
     """Yield the memory of the segments' inputs, and of these with the outputs of all modules."""
-    kept, made = _Memory(), _Memory()
+    kept, made = _StorageSizes(), _StorageSizes()
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
         kept.add(inputs)
@@ -170,7 +170,7 @@ def _watched(segments: nn.ModuleList) -> Iterator[tuple[_Memory, _Memory]]:
             handle.remove()
 
 
-class _Function(nn.Module):
+class _FunctionSegment(nn.Module):
     """A function as a module, so that all segments are modules."""
 
     def __init__(self, function: Segment) -> None:

@@ -21,10 +21,10 @@ from rotor_profiling.memory import Phase
 from rotor_py import Checkpointable, InfeasibleError, Plan
 from rotor_py.estimation.communication import Communication
 from rotor_py.estimation.device_table import find_device
-from rotor_py.estimation.fake_tensors import WithoutMemory
+from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import shard_blocks, world_of
-from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
 from tests.distributed import fsdp_models
@@ -134,13 +134,13 @@ def planned_step(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(count) as over, mode:
         plain, value = CASES[kind]()
-        model = sharded(WithoutMemory(mode).model(plain), over, precision)
+        model = sharded(FakeCopies(mode).model(plain), over, precision)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         network = Checkpointable(
             model, mem_limit="1GB", loss=loss, optimizer=optimizer, fresh_grads=True, cache=False, watch=False
         )
         network.measure(value)
-        step, communication = TrainingStep(network, value, loss, optimizer, fresh_grads=True), _communication()
+        step, communication = SimulatedStep(network, value, loss, optimizer, fresh_grads=True), _communication()
         communication.find_room(step)
         assert network.budget is not None
         least, most = network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rotor_profiling import optimizer_cost, storage_bytes
 from rotor_profiling.backends import using
-from rotor_py.estimation.fake_tensors import WithoutMemory, made_without_memory
+from rotor_py.estimation.fake_tensors import FakeCopies, construct_on_meta
 from rotor_py.estimation.predicted_device import PredictedDevice
 
 
@@ -36,7 +36,7 @@ def test_a_copy_has_no_memory_and_shares_what_was_shared() -> None:
     model = Shared()
     before = copy.deepcopy(model.state_dict())
     with FakeTensorMode() as mode:
-        found = WithoutMemory(mode).model(model)
+        found = FakeCopies(mode).model(model)
         assert isinstance(found, Shared)
         assert found.first.weight is found.second.weight
         assert isinstance(found.first.weight, nn.Parameter)
@@ -56,13 +56,13 @@ def test_a_copy_has_no_memory_and_shares_what_was_shared() -> None:
 
 
 def test_a_model_that_is_made_takes_no_memory_and_may_read_what_it_makes_on_the_cpu() -> None:
-    with made_without_memory():
+    with construct_on_meta():
         made = Shared()
         nn.init.orthogonal_(made.first.weight)
     assert all(each.is_meta for each in made.parameters())
     assert made.rate == 0.5
     with FakeTensorMode() as mode:
-        WithoutMemory(mode).model(made)(torch.empty(2, 6)).sum().backward()
+        FakeCopies(mode).model(made)(torch.empty(2, 6)).sum().backward()
     assert not nn.Linear(2, 2).weight.is_meta
     assert nn.init.ones_(torch.zeros(2)).tolist() == [1, 1]
 
@@ -74,7 +74,7 @@ def test_an_optimizer_is_one_of_the_copies_with_the_state_that_it_has() -> None:
     optimizer.step()
     expected = optimizer_cost(optimizer)
     with FakeTensorMode() as mode:
-        without_memory = WithoutMemory(mode)
+        without_memory = FakeCopies(mode)
         fake = without_memory.model(model)
         found = without_memory.optimizer(optimizer)
         assert found.param_groups[0]["params"][0] is fake.weight

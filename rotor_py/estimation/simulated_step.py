@@ -23,7 +23,7 @@ def _nothing_begins(phase: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingStep:
+class SimulatedStep:
     """A step of `network` on `value`, whose caller holds the output to its end. Call it to take the step.
 
     Without a `loss`, the loss is the output's single number with a gradient, else every tensor gets a gradient. With
@@ -80,7 +80,7 @@ class TrainingStep:
         return [*parameters, *self.network.buffers(), *gradients, *state, *tensors_in(self.value)]
 
     @contextmanager
-    def leaving_nothing(self) -> Iterator[None]:
+    def state_restored(self) -> Iterator[None]:
         """Drop gradients and optimizer state of steps inside the context, and do not watch them."""
         gradients = {each: each.grad for each in self.network.parameters()}
         state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}

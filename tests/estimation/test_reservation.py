@@ -20,10 +20,10 @@ from rotor_py import Checkpointable, estimate
 from rotor_py.data_sheet import Device
 from rotor_py.estimation.caching_allocator import Allocate, Event, Free, replay
 from rotor_py.estimation.device_table import find_device
-from rotor_py.estimation.fake_tensors import TensorsWithoutMemory, WithoutMemory
+from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.reservation import followed_by_plan, reservation_of
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import prediction_for
-from rotor_py.estimation.training_step import TrainingStep
 from rotor_py.report import Report
 from rotor_solver import store_all
 
@@ -64,10 +64,10 @@ class Residual(nn.Module):
 
 
 @contextmanager
-def planned(model: nn.Module, value: Any, loss: Any, share: float) -> Iterator[TrainingStep]:
+def planned(model: nn.Module, value: Any, loss: Any, share: float) -> Iterator[SimulatedStep]:
     """A step by a plan for a limit between the least and storing everything."""
-    mode = TensorsWithoutMemory()
-    without_memory = WithoutMemory(mode)
+    mode = DeviceFakeMode()
+    without_memory = FakeCopies(mode)
     with using(prediction_for(H100)), mode:
         fake, sample = without_memory.model(model).train(), without_memory.value(value)
         optimizer = torch.optim.AdamW(fake.parameters())
@@ -77,10 +77,10 @@ def planned(model: nn.Module, value: Any, loss: Any, share: float) -> Iterator[T
         assert budget is not None
         least, most = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
         network.compute_sequence(int(least + share * (most - least)))
-        yield TrainingStep(network, sample, loss, optimizer, fresh_grads=True)
+        yield SimulatedStep(network, sample, loss, optimizer, fresh_grads=True)
 
 
-def peaks(step: TrainingStep) -> tuple[int, int]:
+def peaks(step: SimulatedStep) -> tuple[int, int]:
     """Of tensors, while two steps follow the plan, and as the plan says."""
     budget, sequence = step.network.budget, step.network.sequence
     assert budget is not None

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from torch import nn
 
 
-class Network(nn.Sequential):
+class NamedChain(nn.Sequential):
     """A chain of named layers with its own constructor; its slices are plain `nn.Sequential`s."""
 
     def __getitem__(self, idx: slice | int) -> nn.Sequential | nn.Module:

@@ -16,7 +16,7 @@ from rotor_py.estimation import reservation as reserving
 from rotor_py.estimation.caching_allocator import Allocate, Free
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.followed_step import FollowedStep
-from rotor_py.estimation.training_step import TrainingStep
+from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.report import Report
 from rotor_py.stage.compression import Packed
 from rotor_py.stage.storage_modes import ELSEWHERE
@@ -95,7 +95,7 @@ def test_a_plan_that_moves_is_faster_and_its_step_is_inside_the_limit(monkeypatc
     peaks: list[tuple[int, int]] = []
     followed = reserving.followed_by_plan
 
-    def noted(step: TrainingStep, device: Device) -> FollowedStep:
+    def noted(step: SimulatedStep, device: Device) -> FollowedStep:
         found = followed(step, device)
         sizes, held, peak, ends = dict[object, int](), 0, 0, list[int]()
         for event in found.events:

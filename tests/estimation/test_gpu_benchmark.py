@@ -230,7 +230,7 @@ def test_commands_are_stopped_when_their_time_is_over() -> None:
 
 def test_every_file_with_a_test_for_gpus_is_a_row() -> None:
     found = gpu.test_files()
-    assert {"devices.test_caching_allocator", "profiling.test_memory", "distributed.test_fsdp"} <= set(found)
+    assert {"estimation.test_caching_allocator", "profiling.test_memory", "distributed.test_fsdp"} <= set(found)
     assert "solver.test_solve" not in found
 
 
