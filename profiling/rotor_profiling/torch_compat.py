@@ -9,123 +9,76 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import _TorchCompileInductorWrapper as _TorchCompileInductorWrapper
-    from torch import _TorchCompileWrapper as _TorchCompileWrapper
-    from torch._C import DispatchKey as DispatchKey
-    from torch._C import DispatchKeySet as DispatchKeySet
-    from torch._C import _AutoDispatchBelowAutograd as _AutoDispatchBelowAutograd
-    from torch._C import _autograd as _c_autograd
-    from torch._C import _current_autograd_node as _current_autograd_node
-    from torch._C import _current_graph_task_id as _current_graph_task_id
-    from torch._C import _disabled_torch_function_impl as _disabled_torch_function_impl
-    from torch._C import _dispatch_get_registrations_for_dispatch_key as _dispatch_get_registrations_for_dispatch_key
-    from torch._C import _ExcludeDispatchKeyGuard as _ExcludeDispatchKeyGuard
-    from torch._C import _nn as _c_nn
-    from torch._C import _set_grad_enabled as _set_grad_enabled
-    from torch._C import _storage_Use_Count as _storage_use_count
-    from torch._C import _will_engine_execute_node as _will_engine_execute_node
-    from torch._C._autograd import _enable_record_function as _enable_record_function
-    from torch._C._autograd import _get_current_graph_task_keep_graph as _get_current_graph_task_keep_graph
-    from torch._C._autograd import _get_sequence_nr as _get_sequence_nr
-    from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
-    from torch._C._functorch import maybe_current_level as maybe_current_level
-    from torch._C._functorch import pop_dynamic_layer_stack as pop_dynamic_layer_stack
-    from torch._C._profiler import _ExperimentalConfig as _ExperimentalConfig
-    from torch._compile import _disable_dynamo as _disable_dynamo
-    from torch._dynamo import allow_in_graph as allow_in_graph
-    from torch._dynamo import config as _dynamo_config
-    from torch._dynamo import mark_static as mark_static
-    from torch._dynamo import optimize as optimize
-    from torch._dynamo.backends import registry as _dynamo_registry
-    from torch._dynamo.backends.common import AotAutograd as AotAutograd
-    from torch._dynamo.backends.debugging import boxed_nop as boxed_nop
-    from torch._dynamo.backends.registry import lookup_backend as lookup_backend
-    from torch._dynamo.callback import callback_handler as _dynamo_callbacks
-    from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
-    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
-    from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError
-    from torch._dynamo.exc import Unsupported as Unsupported
-    from torch._dynamo.guards import GuardBuilder as GuardBuilder
-    from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
-    from torch._dynamo.variables import ConstantVariable as ConstantVariable
-    from torch._dynamo.variables import builder as _dynamo_builder
-    from torch._functorch import config as _functorch_config
-    from torch._functorch import partitioners as partitioners
-    from torch._functorch._aot_autograd import graph_compile as graph_compile
-    from torch._functorch._aot_autograd.utils import _is_bwd_seed_offset as _is_bwd_seed_offset
-    from torch._functorch._aot_autograd.utils import _is_primal as _is_primal
-    from torch._functorch._aot_autograd.utils import _is_tangent as _is_tangent
-    from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
-    from torch._functorch.compile_utils import raise_getitems as raise_getitems
-    from torch._guards import CompileContext as CompileContext
-    from torch._guards import TracingContext as TracingContext
-    from torch._guards import compile_context as compile_context
-    from torch._guards import tracing as tracing
-    from torch._inductor import config as _inductor_config
-    from torch._inductor import exc as _inductor_exceptions
-    from torch._inductor import list_mode_options as list_mode_options
-    from torch._inductor.compile_fx import compile_fx as compile_fx
-    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
-    from torch._ops import OpOverload as OpOverload
-    from torch._ops import OpOverloadPacket as OpOverloadPacket
-    from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
-    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-    from torch._subclasses.fake_tensor import is_fake as _is_fake_tensor
-    from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
-    from torch.amp.autocast_mode import _enter_autocast as _enter_autocast
-    from torch.amp.autocast_mode import _exit_autocast as _exit_autocast
-    from torch.autograd.graph import _engine_run_backward as _engine_run_backward
-    from torch.nn.modules.batchnorm import _BatchNorm as _BatchNorm
-    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-    from torch.utils._ordered_set import OrderedSet as OrderedSet
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode as _current_dispatch_mode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _dispatch_mode_stack
-    from torch.utils._pytree import TreeSpec as TreeSpec
-    from torch.utils._pytree import tree_flatten as tree_flatten
-    from torch.utils._pytree import tree_leaves as tree_leaves
-    from torch.utils._pytree import tree_map as tree_map
-    from torch.utils._pytree import tree_map_only as tree_map_only
-    from torch.utils._pytree import tree_unflatten as tree_unflatten
-
-    TorchCompileInductorWrapper = _TorchCompileInductorWrapper
-    TorchCompileWrapper = _TorchCompileWrapper
-    AutoDispatchBelowAutograd = _AutoDispatchBelowAutograd
-    ExcludeDispatchKeyGuard = _ExcludeDispatchKeyGuard
-    c_autograd = _c_autograd
-    current_autograd_node = _current_autograd_node
-    current_graph_task_id = _current_graph_task_id
-    disabled_torch_function_impl = _disabled_torch_function_impl
-    dispatch_get_registrations_for_dispatch_key = _dispatch_get_registrations_for_dispatch_key
-    c_nn = _c_nn
-    set_grad_enabled = _set_grad_enabled
-    storage_use_count = _storage_use_count
-    will_engine_execute_node = _will_engine_execute_node
-    enable_record_function = _enable_record_function
-    get_current_graph_task_keep_graph = _get_current_graph_task_keep_graph
-    get_sequence_nr = _get_sequence_nr
-    ExperimentalConfig = _ExperimentalConfig
-    disable_dynamo = _disable_dynamo
-    dynamo_config = _dynamo_config
-    dynamo_registry = _dynamo_registry
-    dynamo_callbacks = _dynamo_callbacks
-    dynamo_builder = _dynamo_builder
-    functorch_config = _functorch_config
-    is_bwd_seed_offset = _is_bwd_seed_offset
-    is_primal = _is_primal
-    is_tangent = _is_tangent
-    inductor_config = _inductor_config
-    inductor_exceptions = _inductor_exceptions
-    is_fake_tensor = _is_fake_tensor
-    enter_autocast = _enter_autocast
-    exit_autocast = _exit_autocast
-    engine_run_backward = _engine_run_backward
-    BatchNorm = _BatchNorm
-    current_dispatch_mode = _current_dispatch_mode
-    dispatch_mode_stack = _dispatch_mode_stack
+    from torch import (
+        _TorchCompileInductorWrapper as TorchCompileInductorWrapper,
+        _TorchCompileWrapper as TorchCompileWrapper,
+    )
+    from torch._C import (
+        DispatchKey,
+        DispatchKeySet,
+        _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd,
+        _autograd as c_autograd,
+        _current_autograd_node as current_autograd_node,
+        _current_graph_task_id as current_graph_task_id,
+        _disabled_torch_function_impl as disabled_torch_function_impl,
+        _dispatch_get_registrations_for_dispatch_key as dispatch_get_registrations_for_dispatch_key,
+        _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard,
+        _nn as c_nn,
+        _set_grad_enabled as set_grad_enabled,
+        _storage_Use_Count as storage_use_count,
+        _will_engine_execute_node as will_engine_execute_node,
+    )
+    from torch._C._autograd import (
+        _enable_record_function as enable_record_function,
+        _get_current_graph_task_keep_graph as get_current_graph_task_keep_graph,
+        _get_sequence_nr as get_sequence_nr,
+    )
+    from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, pop_dynamic_layer_stack
+    from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
+    from torch._compile import _disable_dynamo as disable_dynamo
+    from torch._dynamo import allow_in_graph, config as dynamo_config, mark_static, optimize
+    from torch._dynamo.backends import registry as dynamo_registry
+    from torch._dynamo.backends.common import AotAutograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.callback import callback_handler as dynamo_callbacks
+    from torch._dynamo.eval_frame import OptimizedModule
+    from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.utils import graph_break_reasons
+    from torch._dynamo.variables import ConstantVariable, builder as dynamo_builder
+    from torch._functorch import config as functorch_config, partitioners
+    from torch._functorch._aot_autograd import graph_compile
+    from torch._functorch._aot_autograd.utils import (
+        _is_bwd_seed_offset as is_bwd_seed_offset,
+        _is_primal as is_primal,
+        _is_tangent as is_tangent,
+    )
+    from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
+    from torch._guards import CompileContext, TracingContext, compile_context, tracing
+    from torch._inductor import config as inductor_config, exc as inductor_exceptions, list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+    from torch._ops import OpOverload, OpOverloadPacket
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        is_fake as is_fake_tensor,
+        unset_fake_temporarily,
+    )
+    from torch.amp.autocast_mode import _enter_autocast as enter_autocast, _exit_autocast as exit_autocast
+    from torch.autograd.graph import _engine_run_backward as engine_run_backward
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._ordered_set import OrderedSet
+    from torch.utils._python_dispatch import (
+        TorchDispatchMode,
+        _get_current_dispatch_mode as current_dispatch_mode,
+        _get_current_dispatch_mode_stack as dispatch_mode_stack,
+    )
+    from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 NAMES = {
     "AotAutograd": "torch._dynamo.backends.common.AotAutograd",
