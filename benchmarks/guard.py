@@ -15,12 +15,13 @@ least limits of every algorithm, several forwards in flight, and pipelines. `gua
 
 Every case runs in a process of its own, on one thread. No measured second enters a record, so a busy machine changes
 nothing. Digests of numbers depend on the processor and on torch's version: on others, they are not compared, and only
-the differences from plain training are.
+the differences from plain training are. The scratch of convolutions depends on them, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -33,6 +34,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 # Before what is installed: the guard is about the files beside it.
 sys.path[:0] = [str(ROOT / each) for each in ("", "solver", "profiling", "cli", "benchmarks")]
@@ -46,7 +49,12 @@ MACHINE_DEPENDS = {"digests", "functions"}
 def machine() -> Record:
     import torch
 
-    return {"torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
+    numbers = torch.linspace(-1, 1, 8 * 16 * 24 * 24).view(8, 16, 24, 24)
+    weight = torch.linspace(-1, 1, 16 * 16 * 9).view(16, 16, 3, 3).requires_grad_()
+    torch.nn.functional.conv2d(numbers, weight, padding=1).square().sum().backward()
+    assert weight.grad is not None
+    kernels = hashlib.sha256(weight.grad.numpy().tobytes()).hexdigest()[:16]
+    return {"torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability(), "kernels": kernels}
 
 
 def recorded(name: str) -> tuple[str, Record, float]:
@@ -64,7 +72,6 @@ def recorded(name: str) -> tuple[str, Record, float]:
 
 def records(names: list[str], jobs: int) -> Iterator[tuple[str, Record, float]]:
     """Records of cases, each made in a process of its own, with the seconds that it took; in any order."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import guard_cases  # what cases have in common is imported once
 
     assert guard_cases.ROOT == ROOT
@@ -159,7 +166,10 @@ def main() -> int:
         names = options.only
     begun, baseline = time.perf_counter(), load(options.baseline)
     if options.check and baseline.get("machine") != machine():
-        print(f"digests of numbers are not compared: the baseline is from {baseline.get('machine')}")
+        print(
+            f"the baseline is from {baseline.get('machine')}, this is {machine()}: digests of numbers are not "
+            "compared, and the scratch of convolutions may differ; record the baseline anew from the older code, with --baseline"
+        )
     found: Record = {}
     lines: list[str] = []
     for name, record, seconds in records(names, options.jobs):
