@@ -168,7 +168,7 @@ def main() -> int:
     if options.check and baseline.get("machine") != machine():
         print(
             f"the baseline is from {baseline.get('machine')}, this is {machine()}: digests of numbers are not "
-            "compared, and the scratch of convolutions may differ; record the baseline anew from the older code, with --baseline"
+            "compared, and the scratch of convolutions may differ; record a baseline with the older code (--baseline)"
         )
     found: Record = {}
     lines: list[str] = []
