@@ -7,8 +7,7 @@ from dataclasses import replace
 from rotor_profiling.backends import prediction
 from rotor_py.errors import InvalidValueError
 from rotor_py.plan.oom_replanning import unguarded
-from rotor_py.plan.plan_costs import PlanCosts
-from rotor_py.plan.plan_file import CompiledStages
+from rotor_py.plan.plan_file import CompiledStages, PlanCosts
 from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState

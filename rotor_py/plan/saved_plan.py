@@ -20,8 +20,7 @@ from rotor_py.distributed.sharding import at_rest
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import Cut, Layer, is_chain, joined, layers
 from rotor_py.plan import plan_file
-from rotor_py.plan.plan_costs import PlanCosts
-from rotor_py.plan.plan_file import CompiledStages
+from rotor_py.plan.plan_file import CompiledStages, PlanCosts
 from rotor_py.plan.step_spec import TensorSpec
 from rotor_py.stage.side_effects import GraphEffects, remember_effects
 from rotor_solver import Sequence

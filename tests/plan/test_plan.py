@@ -156,8 +156,8 @@ def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_plan_without_its_fields_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    path.write_text('{"schema": 5}')
-    with raises(ValueError, "damaged_plan", name=str(path), field="model"):
+    path.write_text('{"schema": 12}')
+    with raises(ValueError, "damaged_plan", name=str(path), field="torch"):
         Checkpointable(network(), plan=path)
 
 

@@ -471,20 +471,21 @@ def test_a_plan_from_a_file_moves_what_it_moved_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "cause"),
+    ("part", "change", "cause"),
     [
-        ({"wait_out": [[1, 0], [2, 0]]}, "wrong_wait"),
-        ({"wait_out": []}, "wrong_fetch"),
-        ({"fetch": [[99, 1]]}, "bad_field"),
-        ({"out_bytes_per_second": -1.0}, "not_a_rate"),
-        ({"to": 3}, "bad_field"),
+        (("moves", "wait_out"), lambda waits: [[0], [0], *waits[2:]], "wrong_wait"),
+        (("moves", "wait_out"), lambda waits: [[] for _ in waits], "wrong_fetch"),
+        (("moves", "fetch"), lambda fetches: fetches[1:], "bad_field"),
+        (("costs", "link"), lambda link: {**link, "out_bytes_per_second": 0.0}, "not_a_rate"),
+        (("costs", "link_name"), lambda _: 3, "bad_field"),
     ],
 )
-def test_a_plan_file_whose_moves_are_none_is_refused(change: dict[str, Any], cause: str, tmp_path: Path) -> None:
+def test_a_plan_file_whose_moves_are_none_is_refused(part: tuple[str, str], change, cause: str, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     planned(chain(), limit_between(chain(), 0.3), tmp_path).save_plan(file)
     data = json.loads(file.read_text())
-    data["moves"] |= change
+    table, field = part
+    data[table][field] = change(data[table][field])
     file.write_text(json.dumps(data))
     with raises(ValueError, "damaged_plan", name=str(file), cause=cause):
         Checkpointable(chain(), plan=file, offload=f"file:{tmp_path}")
