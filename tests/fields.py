@@ -48,7 +48,7 @@ def check(error: BaseException | str | None, kind: str, **fields: object) -> Non
 
 def invoke(*arguments: object) -> Result:
     """Run the command in this process. The result's `failure` is the error that it ended with, or None."""
-    from rotor_cli.errors import Failure
+    from rotor_cli.failure import Failure
     from rotor_cli.main import main
 
     failures: list[Failure] = []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -24,24 +25,18 @@ def curve(sweep: Sweep, title: str, overhead: float | None = None) -> Renderable
     """The sentence about `overhead` more time (10 % by default), the chart and its legend."""
     parts: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
     if len(sweep.points) > 1:
-        parts += ["", _Chart(sweep)]
-    return Group(*parts, "", strategies(sweep))
-
-
-def strategies(sweep: Sweep) -> Table:
-    """The legend: each strategy at its least memory."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("")
-    table.add_column("at its least", overflow="fold")
-    table.add_column("peak", justify="right", no_wrap=True)
-    table.add_column("overhead", justify="right", no_wrap=True)
+        parts += ["", _Drawing(partial(_limit_chart, sweep))]
+    legend = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    legend.add_column("")
+    legend.add_column("at its least", overflow="fold")
+    legend.add_column("peak", justify="right", no_wrap=True)
+    legend.add_column("overhead", justify="right", no_wrap=True)
     for letter, point in sweep.lettered():
-        table.add_row(letter, point.name, format_bytes(point.mem_limit), f"{point.overhead - 1:+.1%}")
-    return table
+        legend.add_row(letter, point.name, format_bytes(point.mem_limit), f"{point.overhead - 1:+.1%}")
+    return Group(*parts, "", legend)
 
 
 def plot(sweep: Sweep, path: str | Path, title: str) -> None:
-    """Draw the curve into an image file."""
     from rotor_solver.frontier import draw
 
     points = [(point.name, point.mem_limit, point.overhead - 1) for point in sweep.strategies]
@@ -49,25 +44,28 @@ def plot(sweep: Sweep, path: str | Path, title: str) -> None:
     draw(path, limits, overheads, points=points, title=title)
 
 
-class _Chart:
-    """The chart, as wide as the console."""
+def _limit_chart(sweep: Sweep, width: int) -> tuple[str, list[str]]:
+    points = sweep.points
+    lines = chart(
+        [(point.mem_limit, point.overhead - 1) for point in points],
+        [(letter, point.mem_limit, point.overhead - 1) for letter, point in sweep.lettered()],
+        width=width,
+        height=_HEIGHT,
+        top=format_share(points[0].overhead - 1),
+        ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
+    )
+    outside = any(arrow in line for line in lines for arrow in ARROWS)
+    arrows = "; arrows: further out than the chart" if outside else ""
+    return f"more time, by the limit of the whole step{arrows}", lines
 
-    def __init__(self, sweep: Sweep) -> None:
-        self.sweep = sweep
+
+class _Drawing:
+    def __init__(self, draw: Callable[[int], tuple[str, list[str]]]) -> None:
+        self.draw = draw
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        points = self.sweep.points
-        lines = chart(
-            [(point.mem_limit, point.overhead - 1) for point in points],
-            [(letter, point.mem_limit, point.overhead - 1) for letter, point in self.sweep.lettered()],
-            width=min(options.max_width, _WIDEST),
-            height=_HEIGHT,
-            top=format_share(points[0].overhead - 1),
-            ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
-        )
-        outside = any(arrow in line for line in lines for arrow in ARROWS)
-        arrows = "; arrows: further out than the chart" if outside else ""
-        yield Text(f"more time, by the limit of the whole step{arrows}", style="dim")
+        caption, lines = self.draw(min(options.max_width, _WIDEST))
+        yield Text(caption, style="dim")
         yield Text("\n".join(lines), no_wrap=True)
 
 
@@ -145,23 +143,13 @@ _BATCH_HEIGHT = 12
 PLANNED, STORED, CHOSEN = "●", "○", "◆"
 
 
-class BatchChart:
-    """The points of a choice, as wide as the console, over the logarithm of the batch."""
-
-    def __init__(self, choice: BatchChoice) -> None:
-        self.choice = choice
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(
-            f"samples a second by the batch: {PLANNED} by the fastest plan, {STORED} storing everything, "
-            f"{CHOSEN} this batch",
-            style="dim",
-        )
-        yield Text("\n".join(batch_chart(self.choice, min(options.max_width, _WIDEST))), no_wrap=True)
+def batches(choice: BatchChoice) -> RenderableType:
+    """The points of a choice over the logarithm of the batch."""
+    caption = f"samples a second by the batch: {PLANNED} by the fastest plan, {STORED} storing everything, "
+    return _Drawing(lambda width: (f"{caption}{CHOSEN} this batch", batch_chart(choice, width)))
 
 
 def batch_chart(choice: BatchChoice, width: int) -> list[str]:
-    """Lines of at most `width` characters."""
     points, columns = choice.points, width - _LABEL - 2
     first, last = math.log(points[0].batch), math.log(points[-1].batch)
     highest = max(max(point.samples_per_second, point.stored_per_second or 0.0) for point in points)

@@ -16,34 +16,25 @@ class Taken:
 
     script: str
     arguments: tuple[str, ...]
-    """Arguments of the model's call."""
     model: str
     trained: int
-    """Trained parameter elements."""
     input: str
     optimizer: str | None
     own_loss: bool
-    """Whether the model computes its loss itself."""
     others: tuple[str, ...]
-    """Other models that the step trains."""
 
     def sentences(self) -> tuple[str, ...]:
-        """The observations in words."""
-        optimizer = "no optimizer of torch" if self.optimizer is None else self.optimizer
         loss = "its own loss" if self.own_loss else "a loss computed outside of it"
+        optimizer = self.optimizer or "no optimizer of torch"
         found = (
             f"Taken from the first training step of {Path(self.script).name}: {self.model}, which trains "
-            f"{self.trained:,} parameters, on {self.input}, with {loss} and {optimizer}.",
+            f"{self.trained:,} parameters, on {self.input}, with {loss} and {optimizer}."
         )
         if not self.others:
-            return found
-        several = len(self.others) > 1
-        names = ", ".join(self.others)
-        return (
-            *found,
-            f"The script trains {names} as well, which {'are' if several else 'is'} smaller: this plan and its limit "
-            f"are not about {'them' if several else 'it'}.",
-        )
+            return (found,)
+        verb, pronoun = ("are", "them") if len(self.others) > 1 else ("is", "it")
+        others = f"The script trains {', '.join(self.others)} as well, which {verb} smaller"
+        return found, f"{others}: this plan and its limit are not about {pronoun}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +46,12 @@ class Facts(Report):
     """Arguments of `Checkpointable`, other than the limit, that reproduce the plan, as Python."""
     verified: Verification | None = None
     compared: tuple[ComparedStrategy, ...] = ()
-    """Every strategy at the limit, the plan first."""
     limited: bool = True
     """Whether a limit was planned for. If not, `sequence` stores everything, and `mem_limit` is its peak."""
     taken: Taken | None = None
     """Observations of a script; None for a model file."""
 
     def remarks(self) -> tuple[str, ...]:
-        """Sentences that follow the verdict."""
         taken = () if self.taken is None else self.taken.sentences()
         return (*taken, *Report.remarks(self))  # not `super()`, which fails in a dataclass with slots
 

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from rotor_cli.errors import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
+from rotor_cli.failure import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
 from rotor_cli.request import Request, batch_of
 from rotor_cli.validation import refuse_wrong_use
 
@@ -81,12 +81,10 @@ class CommandWithAliases(click.Command):
         return rest
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        """Add the script's arguments to click's usage line."""
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
 
 
 def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete file names."""
     return [CompletionItem(incomplete, type="file")]
 
 
@@ -98,6 +96,11 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
 
     print_calibration(device or None)
     context.exit()
+
+
+_flag = partial(click.option, is_flag=True)
+_file = partial(click.option, metavar="FILE", shell_complete=_files)
+_number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 
 
 @click.command(
@@ -119,12 +122,7 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     "[default: cuda where there is one]",
 )
 @click.option("--device-memory", metavar="SIZE", help="Plan for a device of so many bytes, which need not be here.")
-@click.option(
-    "--device-file",
-    metavar="FILE",
-    shell_complete=_files,
-    help="A device that need not be here, as --calibrate prints.",
-)
+@_file("--device-file", help="A device that need not be here, as --calibrate prints.")
 @click.option("--dtype", metavar="DTYPE", help="Convert model and input first: bfloat16, float16, float32.")
 @click.option(
     "--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype: bfloat16."
@@ -146,41 +144,25 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     metavar="N|max|best",
     help="Samples in a batch; max: the most that fit, best: the most samples a second.",
 )
-@click.option(
-    "--batch-multiple",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Of --batch max or best: only multiples of N.",
-)
-@click.option(
-    "--grad-accumulation",
-    type=click.IntRange(min=1),
-    metavar="SAMPLES",
-    help="Of --batch max or best: several batches make this effective batch.",
+@_number("--batch-multiple", default=1, metavar="N", help="Of --batch max or best: only multiples of N.")
+@_number(
+    "--grad-accumulation", metavar="SAMPLES", help="Of --batch max or best: several batches make this effective batch."
 )
 @click.option("--input", "shape", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
 @click.option(
     "--config", metavar="JSON", help="For a model class of transformers: its configuration, as JSON or a file of it."
 )
-@click.option(
-    "--slots", type=click.IntRange(min=1), default=500, show_default=True, help="How finely memory is divided."
-)
-@click.option("--fresh-grads", is_flag=True, help="Gradients are freed between steps: zero_grad(set_to_none=True).")
-@click.option(
-    "--step-in-backward", is_flag=True, help="The optimizer steps each parameter in the backward: step_in_backward=."
-)
+@_number("--slots", default=500, help="How finely memory is divided.")
+@_flag("--fresh-grads", help="Gradients are freed between steps: zero_grad(set_to_none=True).")
+@_flag("--step-in-backward", help="The optimizer steps each parameter in the backward: step_in_backward=.")
 @click.option(
     "--keep",
     type=click.Choice(["bf16", "fp8", "int8"]),
     help="Let stages be kept in fewer bits: gradients then differ. Without it, all is exact.",
 )
-@click.option(
+@_number(
     "--forwards-in-flight",
-    type=click.IntRange(min=1),
     default=1,
-    show_default=True,
     help="Forwards before the first backward: 2 for a sum of two losses, or siamese networks.",
 )
 @click.option(
@@ -190,58 +172,30 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     show_default=True,
     help="Of these forwards: reverse, the last one first, for a sum of losses. It allows faster plans.",
 )
-@click.option(
-    "--verify", is_flag=True, help="Train one step, and compare peak, time and gradients with the plain step."
-)
-@click.option("--compile", is_flag=True, help="Have Inductor compile the stages, where that makes the plan faster.")
+@_flag("--verify", help="Train one step, and compare peak, time and gradients with the plain step.")
+@_flag("--compile", help="Have Inductor compile the stages, where that makes the plan faster.")
 @click.option(
     "--offload",
     metavar="TIER",
     help="Where activations may wait for their backward, if that is faster: file:/path, or host (for a CUDA device).",
 )
-@click.option("--no-cache", is_flag=True, help="Measure what an earlier run has measured, and keep nothing.")
-@click.option(
-    "--json", "json_file", metavar="FILE", shell_complete=_files, help="Write the report as JSON; - is stdout."
-)
-@click.option(
-    "--save",
-    "plan_file",
-    metavar="FILE",
-    shell_complete=_files,
-    help="Write the plan for Checkpointable(model, plan=FILE).",
-)
-@click.option(
-    "--trace",
-    "trace_file",
-    metavar="FILE",
-    shell_complete=_files,
-    help="Write the predicted step as a trace, for Perfetto.",
-)
-@click.option(
-    "--html",
-    "html_file",
-    metavar="FILE",
-    shell_complete=_files,
-    help="Write the report as one page that loads nothing.",
-)
-@click.option("--compare", is_flag=True, help="Every strategy at this limit, in one table; --verify measures them too.")
-@click.option("--sweep", is_flag=True, help="The curve of memory against time; needs no --mem-limit.")
-@click.option(
-    "--plot",
-    "plot_file",
-    metavar="FILE",
-    shell_complete=_files,
-    help="Draw the curve of --sweep as FILE.svg or FILE.png.",
-)
-@click.option("--pipeline", type=click.IntRange(min=1), metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
-@click.option("--microbatches", type=click.IntRange(min=1), metavar="M", help="In a step. [default: 2 for each rank]")
+@_flag("--no-cache", help="Measure what an earlier run has measured, and keep nothing.")
+@_file("--json", "json_file", help="Write the report as JSON; - is stdout.")
+@_file("--save", "plan_file", help="Write the plan for Checkpointable(model, plan=FILE).")
+@_file("--trace", "trace_file", help="Write the predicted step as a trace, for Perfetto.")
+@_file("--html", "html_file", help="Write the report as one page that loads nothing.")
+@_flag("--compare", help="Every strategy at this limit, in one table; --verify measures them too.")
+@_flag("--sweep", help="The curve of memory against time; needs no --mem-limit.")
+@_file("--plot", "plot_file", help="Draw the curve of --sweep as FILE.svg or FILE.png.")
+@_number("--pipeline", metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
+@_number("--microbatches", metavar="M", help="In a step. [default: 2 for each rank]")
 @click.option(
     "--schedule",
     default="1f1b",
     show_default=True,
     help="Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole.",
 )
-@click.option("--virtual-stages", type=click.IntRange(min=1), metavar="V", help="Parts on each rank. [interleaved: 2]")
+@_number("--virtual-stages", metavar="V", help="Parts on each rank. [interleaved: 2]")
 @click.option(
     "--calibrate",
     is_flag=False,
@@ -252,9 +206,9 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
     metavar="[DEVICE]",
     help="Measure this machine's device, print a file for --device-file, and end. Needs no MODEL.",
 )
-@click.option("--run", is_flag=True, help="Of a script: go on after its first step, inside the limit.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress on the terminal while it works.")
-@click.option("--traceback", is_flag=True, help="Show tracebacks of unexpected errors.")
+@_flag("--run", help="Of a script: go on after its first step, inside the limit.")
+@_flag("-q", "--quiet", help="No progress on the terminal while it works.")
+@_flag("--traceback", help="Show tracebacks of unexpected errors.")
 @click.version_option(package_name="rotor-plan")
 def main(traceback: bool, **options: Any) -> None:
     """Plan a training step of MODEL that stays inside a memory limit, at the least extra time.
@@ -282,7 +236,7 @@ def main(traceback: bool, **options: Any) -> None:
         if request.as_script:
             from rotor_cli.script_command import plan_script
 
-            facts = plan_script(request, partial(write_outputs, request=request))
+            facts = plan_script(request, lambda facts: write_outputs(facts, request))
         else:
             from rotor_cli.plan_command import plan
 
@@ -296,12 +250,8 @@ def main(traceback: bool, **options: Any) -> None:
     except Exception as error:
         if traceback:
             raise
-        raise Failure(
-            f"unexpected error: {type(error).__name__}: {error} (--traceback shows where)",
-            UNEXPECTED,
-            kind="unexpected",
-            name=type(error).__name__,
-        ) from error
-    problem = facts.problem()
-    if problem is not None:
+        name = type(error).__name__
+        message = f"unexpected error: {name}: {error} (--traceback shows where)"
+        raise Failure(message, UNEXPECTED, kind="unexpected", name=name) from error
+    if (problem := facts.problem()) is not None:
         raise Failure(problem, DIFFERENT, kind="verify_differs")

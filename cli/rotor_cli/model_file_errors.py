@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from rotor_cli.errors import Failure, usage
+from rotor_cli.failure import Failure, usage
 
 EXAMPLE = """\
 import torch
@@ -29,29 +29,26 @@ def loss(output):                      # optional
 def optimizer(parameters):             # optional
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
-WANTED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
+REQUIRED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
 _DYNAMIC = {"exec", "globals", "setattr", "vars"}
 """Functions that may define names not written in the file."""
 
 
 def split_target(target: str) -> tuple[str, str]:
     """Split into file or module, and name. Raises Failure if the text names neither."""
-    if target.endswith(".py"):
-        return _present(target), "model"
-    location, colon, name = target.rpartition(":")
+    location, colon, name = (target, ":", "model") if target.endswith(".py") else target.rpartition(":")
+    forms = "write file.py, file.py:name or package.module:name"
+    if not colon and Path(target).exists():
+        raise usage("not_python", target, f"{target} is not a Python file; {forms}")
     if not colon:
-        if Path(target).exists():
-            raise usage(
-                f"{target} is not a Python file; write file.py, file.py:name or package.module:name",
-                kind="not_python",
-                name=target,
-            )
-        raise usage(
-            f"{target!r} names no model; write file.py, file.py:name or package.module:name",
-            kind="not_a_model",
-            name=target,
-        )
-    return _present(location), name
+        raise usage("not_a_model", target, f"{target!r} names no model; {forms}")
+    if location.endswith(".py") and not Path(location).is_file():
+        folder = Path(location).parent
+        files = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
+        near = get_close_matches(Path(location).name, files, n=1)
+        hint = f"; did you mean {folder / near[0]}?" if near else ""
+        raise usage("no_such_file", location, f"there is no file {location}{hint}")
+    return location, name
 
 
 def refuse_missing_module(location: str) -> None:
@@ -67,47 +64,29 @@ def refuse_missing_module(location: str) -> None:
 
 
 def no_module(location: str) -> Failure:
-    """The failure for a missing module."""
-    return usage(
-        f"there is no module {location!r} to import, and no file of that name ending in .py",
-        kind="no_such_module",
-        name=location,
-    )
+    message = f"there is no module {location!r} to import, and no file of that name ending in .py"
+    return usage("no_such_module", location, message)
 
 
-def _present(location: str) -> str:
-    if location.endswith(".py") and not Path(location).is_file():
-        folder = Path(location).parent
-        beside = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
-        near = get_close_matches(Path(location).name, beside, n=1)
-        raise usage(
-            f"there is no file {location}" + (f"; did you mean {folder / near[0]}?" if near else ""),
-            kind="no_such_file",
-            name=location,
-        )
-    return location
-
-
-def wanted_model(name: str) -> str:
-    """Describe the model of a file."""
+def required_model(name: str) -> str:
     return f"a model called {name!r} (a torch.nn.Module, or a function that makes one)"
 
 
-def unusable(file: str, names: Iterable[str], wanted: str) -> Failure:
-    """The failure for a file that defines `names` but not `wanted`, with a working example."""
+def unusable(file: str, names: Iterable[str], required: str) -> Failure:
+    """The failure for a file that defines `names` but not `required`, with a working example."""
+    return usage("not_defined", required, f"{defines_not(file, names, required)}. A file that works:\n\n{EXAMPLE}")
+
+
+def defines_not(file: str, names: Iterable[str], required: str) -> str:
     defined = ", ".join(name for name in names if not name.startswith("_")) or "nothing"
-    return usage(
-        f"{file} has to define {wanted}; it defines {defined}. A file that works:\n\n{EXAMPLE}",
-        kind="not_defined",
-        name=wanted,
-    )
+    return f"{file} has to define {required}; it defines {defined}"
 
 
 def refuse_file_without(name: str, file: str) -> None:
     """Raise Failure if the file's text defines no model of this name."""
     defined = defined_names(file)
     if defined is not None and name not in defined:
-        raise unusable(file, defined, wanted_model(name))
+        raise unusable(file, defined, required_model(name))
 
 
 def defines(path: str, names: Iterable[str]) -> bool:
@@ -122,42 +101,29 @@ def defined_names(path: str) -> tuple[str, ...] | None:
         tree = ast.parse(Path(path).read_bytes())
     except (SyntaxError, ValueError):  # reported when the file is imported
         return None
-    found = tuple(dict.fromkeys(_defined(tree.body)))
+    found = tuple(dict.fromkeys(name for statement in tree.body for name in _defined(statement)))
     return None if {"*", "__getattr__"} & {*found} or _is_dynamic(tree) else found
 
 
-def _defined(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Names that these statements bind in the module; `*` for some that are not written."""
-    for statement in statements:
-        match statement:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-                continue
-            case ast.If(test=test, orelse=orelse) if _is_main_guard(test):
-                yield from _defined(orelse)
-                continue
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                yield from ((each.asname or each.name).partition(".")[0] for each in names)
-        for child in ast.iter_child_nodes(statement):
-            match child:
-                case ast.stmt():
-                    yield from _defined([child])
-                case ast.ExceptHandler():
-                    yield from _defined(child.body)
-                case ast.match_case():
-                    yield from (bound for each in ast.walk(child.pattern) if (bound := _captured(each)) is not None)
-                    yield from _defined(child.body)
-                case _:
-                    names_in = [each for each in ast.walk(child) if isinstance(each, ast.Name)]
-                    yield from (each.id for each in names_in if isinstance(each.ctx, ast.Store))
-                    yield from ("*" for each in names_in if each.id == "locals")
-
-
-def _captured(pattern: ast.AST) -> str | None:
-    match pattern:
-        case ast.MatchAs(name=name) | ast.MatchStar(name=name) | ast.MatchMapping(rest=name):
-            return name
-    return None
+def _defined(node: ast.AST) -> Iterator[str]:
+    """Names that this node binds in the module; `*` for some that are not written."""
+    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+            return
+        case ast.If(test=test, orelse=orelse) if _is_main_guard(test):
+            children = orelse
+        case ast.alias(name=name, asname=other):
+            yield (other or name).partition(".")[0]
+        case ast.Name(id=name, ctx=ast.Store()) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name
+        case ast.MatchMapping(rest=str(name)):
+            yield name
+        case ast.Name(id="locals"):
+            yield "*"
+    for child in children:
+        yield from _defined(child)
 
 
 def _is_main_guard(test: ast.expr) -> bool:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rotor_cli.errors import INFEASIBLE, Failure, explained, kind_of, usage
+from rotor_cli.failure import INFEASIBLE, Failure, explained, kind_of, usage
 from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, device_of, limit_on
@@ -26,7 +25,7 @@ from rotor_py.report.progress import Activities, activities
 from rotor_py.report.terminal import Prose
 from rotor_py.units import format_bytes, format_seconds, limit_text
 from rotor_py.validate.verification import default_loss
-from rotor_solver import InfeasibleError, PipelinePlan, plan_pipeline, watched
+from rotor_solver import Chain, InfeasibleError, PipelinePlan, plan_pipeline, watched
 from rotor_solver.pipeline import EqualCuts, Part, equal_cuts
 
 
@@ -52,7 +51,6 @@ class PipelineFacts:
 
     @property
     def ratio(self) -> float | None:
-        """Step time of `best_equal` relative to the plan."""
         best = self.best_equal
         if best is None or not self.plan.timeline.makespan:
             return None
@@ -60,8 +58,7 @@ class PipelineFacts:
 
     def recomputed(self, part: Part) -> float:
         """Extra time of a microbatch in a part, relative to storing everything."""
-        fastest = sum(min(way.forward_time + way.backward_time for way in stage.options) for stage in part.chain)
-        stored = fastest + part.chain.loss_time
+        stored = _stored_seconds(part.chain)
         return part.microbatch.seconds / stored - 1 if stored else 0.0
 
 
@@ -78,35 +75,27 @@ def run(request: Request) -> None:
 
 
 def _facts(request: Request) -> PipelineFacts:
-    assert request.pipeline is not None
+    ranks = request.pipeline
+    assert ranks is not None
     with activities(quiet=request.quiet) as shown:
         device = device_of(request.device)
-        limits = _limits(request.mem_limit, request.pipeline, device)
+        texts = [None] if request.mem_limit is None else request.mem_limit.split(",")
+        if len(texts) not in (1, ranks):
+            message = f"--mem-limit has {len(texts)} limits for {ranks} ranks; give one for each, or one for all"
+            raise usage("wrong_length", "--mem-limit", message, got=len(texts), needs=ranks)
+        limits = tuple(limit_on(device, each) for each in texts) * (ranks // len(texts))
         shown.doing("loading")(0, 0, request.model)
         found = load(request, LocalTarget(device))
         network, costs = _measure(found, request, shown)
         with watched(shown.doing("solving")):
-            plan = _plan(costs, limits, request)
+            plan = _plan(costs, ranks, limits, request)
     equal = equal_cuts(costs.chain, plan, fixed=costs.fixed, boundaries=costs.boundaries, buffers=True)
-    stored = sum(min(way.forward_time + way.backward_time for way in stage.options) for stage in costs.chain)
-    return PipelineFacts(
-        found.name, str(network.device), plan, equal, tuple(network.names), stored + costs.chain.loss_time
-    )
+    stored = _stored_seconds(costs.chain)
+    return PipelineFacts(found.name, str(network.device), plan, equal, tuple(network.names), stored)
 
 
-def _limits(text: str | None, ranks: int, device: torch.device) -> tuple[int, ...]:
-    """The limit of each rank, from one for all or a comma-separated list."""
-    texts = [None] if text is None else text.split(",")
-    if len(texts) not in (1, ranks):
-        raise usage(
-            f"--mem-limit has {len(texts)} limits for {ranks} ranks; give one for each, or one for all",
-            kind="wrong_length",
-            name="--mem-limit",
-            got=len(texts),
-            needs=ranks,
-        )
-    limits = tuple(limit_on(device, each) for each in texts)
-    return limits if len(limits) == ranks else limits * ranks
+def _stored_seconds(chain: Chain) -> float:
+    return sum(min(way.forward_time + way.backward_time for way in stage.options) for stage in chain) + chain.loss_time
 
 
 def _measure(found: ModelFile, request: Request, shown: Activities) -> tuple[Checkpointable, PipelineCosts]:
@@ -121,25 +110,23 @@ def _measure(found: ModelFile, request: Request, shown: Activities) -> tuple[Che
         )
         network.measure(found.sample)
         assert network.inspection_values is not None
-        prefix = network.inspection_values.prefix
         costs = pipeline_costs(
             network.model,
             network.functions,
             network.inspection_values,
             network.device,
             microbatches=request.microbatches_or_default,
-            batch_bytes=bytes_like(tensors_in(found.sample)) if prefix else 0,
+            batch_bytes=bytes_like(tensors_in(found.sample)) if network.inspection_values.prefix else 0,
             optimizer=optimizer_cost(found.optimizer) if found.optimizer else None,
         )
     return network, costs
 
 
-def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> PipelinePlan:
-    assert request.pipeline is not None
+def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Request) -> PipelinePlan:
     try:
         plan = plan_pipeline(
             costs.chain,
-            request.pipeline,
+            ranks,
             limits,
             request.microbatches_or_default,
             request.schedule,
@@ -150,24 +137,18 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
         )
     except InfeasibleError as error:
         # The limit of a rank is divided among its parts in a few ways only; others might need less.
-        several = request.schedule == "interleaved"
-        needs = (
-            "the way in which the limits are divided among the parts of a rank needs"
-            if several
-            else "it needs at least"
-        )
+        divided = "the way in which the limits are divided among the parts of a rank needs"
+        needs = divided if request.schedule == "interleaved" else "it needs at least"
+        least, limit = error.min_bytes, error.mem_limit
         raise Failure(
-            f"the model does not fit on {request.pipeline} ranks, wherever it is cut: {needs} "
-            f"{format_bytes(error.min_bytes)} ({error.min_bytes} bytes) on a rank whose limit is "
-            f"{format_bytes(error.mem_limit)} ({error.mem_limit} bytes). Try smaller microbatches, more ranks, or a "
-            f"limit of {limit_text(error.min_bytes)}.",
-            INFEASIBLE,
-            kind=kind_of(error),
-            min_bytes=error.min_bytes,
-            mem_limit=error.mem_limit,
-        ) from error
+            f"the model does not fit on {ranks} ranks, wherever it is cut: "
+            f"{needs} "
+            f"{format_bytes(least)} ({least} bytes) on a rank whose limit is {format_bytes(limit)} ({limit} bytes). "
+            f"Try smaller microbatches, more ranks, or a limit of {limit_text(least)}.",
+            INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit,
+        ) from error  # fmt: skip
     except ValueError as error:
-        raise usage(f"--pipeline: {error}", kind=kind_of(error), name="--pipeline") from error
+        raise usage(kind_of(error), "--pipeline", f"--pipeline: {error}") from error
     for rank, limit in enumerate(limits):
         stages = [stage for part in plan.parts_of(rank) for stage in range(part.begin, part.end)]
         stepping = sum(costs.fixed[stage] + costs.stepping[stage] for stage in stages)
@@ -175,25 +156,17 @@ def _plan(costs: PipelineCosts, limits: tuple[int, ...], request: Request) -> Pi
             raise Failure(
                 f"the optimizer's step on rank {rank} needs {format_bytes(stepping)} ({stepping} bytes); the limit is "
                 f"{format_bytes(limit)} ({limit} bytes). Try more ranks, or a limit of {limit_text(stepping)}.",
-                INFEASIBLE,
-                kind="optimizer_too_large",
-                min_bytes=stepping,
-                mem_limit=limit,
-            )
+                INFEASIBLE, kind="optimizer_too_large", min_bytes=stepping, mem_limit=limit,
+            )  # fmt: skip
     return plan
 
 
 def render_pipeline(facts: PipelineFacts) -> RenderableType:
-    """The verdict, the cost of equal cuts, a line per part, and their sequences."""
-    return Group(
-        Prose(_verdict(facts)),
-        "",
-        Prose(_compared(facts)),
-        "",
-        _parts(facts),
-        "",
-        *(Prose(_sequence(facts, part)) for part in facts.plan.parts),
-    )
+    sequences = []
+    for part in facts.plan.parts:
+        where = f"rank {part.rank}, from stage {part.begin}" if part.begin else f"rank {part.rank}"
+        sequences.append(Prose(Text.assemble((f"{where}  ", "bold"), str(part.sequence))))
+    return Group(Prose(_verdict(facts)), "", Prose(_compared(facts)), "", _parts(facts), "", *sequences)
 
 
 def _verdict(facts: PipelineFacts) -> Text:
@@ -218,8 +191,12 @@ def _compared(facts: PipelineFacts) -> Text:
     text = Text("equal cuts  ", style="bold")
     best = facts.best_equal
     if best is None:
-        least = min(facts.equal, key=lambda each: max(_excess(each.plan)))
-        rank = max(range(len(least.plan.limits)), key=lambda each: _excess(least.plan)[each])
+        over = [
+            [peak - limit for peak, limit in zip(each.plan.timeline.peaks, each.plan.limits, strict=True)]
+            for each in facts.equal
+        ]
+        excess, least = min(zip(over, facts.equal, strict=True), key=lambda pair: max(pair[0]))
+        rank = excess.index(max(excess))
         return text.append(
             f"no policy that is the same for all ranks fits: the one that needs least ({least.policy}) takes "
             f"{format_bytes(least.plan.timeline.peaks[rank])} on rank {rank}",
@@ -232,20 +209,16 @@ def _compared(facts: PipelineFacts) -> Text:
     )
 
 
-def _excess(plan: PipelinePlan) -> list[int]:
-    """Bytes by which each rank exceeds its limit."""
-    return [peak - limit for peak, limit in zip(plan.timeline.peaks, plan.limits, strict=True)]
-
-
 def _parts(facts: PipelineFacts) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for heading in ("rank", "stages", "in flight", "peak", "fixed", "kept", "time", "recomputed"):
         table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=heading != "stages")
     for part in facts.plan.parts:
-        one = part.microbatch
+        one, first, last = part.microbatch, facts.names[part.begin], facts.names[part.end - 1]
+        several = part.end - part.begin > 1
         table.add_row(
             str(part.rank),
-            _stages(facts, part),
+            f"{part.begin}–{part.end - 1}: {first} … {last}" if several else f"{part.begin}: {first}",
             str(part.flying.forwards + part.flying.weights),
             format_bytes(part.peak_bytes),
             format_bytes(part.fixed_bytes),
@@ -254,16 +227,6 @@ def _parts(facts: PipelineFacts) -> Table:
             f"{facts.recomputed(part):+.1%}",
         )
     return table
-
-
-def _stages(facts: PipelineFacts, part: Part) -> str:
-    first, last = facts.names[part.begin], facts.names[part.end - 1]
-    return f"{part.begin}–{part.end - 1}: {first} … {last}" if part.end - part.begin > 1 else f"{part.begin}: {first}"
-
-
-def _sequence(facts: PipelineFacts, part: Part) -> Text:
-    where = f"rank {part.rank}, from stage {part.begin}" if part.begin else f"rank {part.rank}"
-    return Text.assemble((f"{where}  ", "bold"), str(part.sequence))
 
 
 def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
@@ -287,7 +250,23 @@ def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
                 {"rank": rank, "mem_limit": limit, "peak_bytes": peak}
                 for rank, (limit, peak) in enumerate(zip(plan.limits, plan.timeline.peaks, strict=True))
             ],
-            "parts": [_part(facts, part) for part in plan.parts],
+            "parts": [
+                {
+                    "rank": part.rank,
+                    "first_stage": part.begin,
+                    "last_stage": part.end - 1,
+                    "names": list(facts.names[part.begin : part.end]),
+                    "microbatches_in_flight": part.flying.forwards,
+                    "microbatches_waiting_for_weights": part.flying.weights,
+                    "peak_bytes": part.peak_bytes,
+                    "fixed_bytes": part.fixed_bytes,
+                    "kept_bytes": part.microbatch.kept_bytes,
+                    "forward_seconds": part.microbatch.forward_seconds,
+                    "backward_seconds": part.microbatch.backward_seconds,
+                    "sequence": str(part.sequence),
+                }
+                for part in plan.parts
+            ],
         },
         "equal_cuts": None
         if best is None
@@ -298,22 +277,4 @@ def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
             "step_seconds": best.plan.timeline.makespan,
             "ratio": facts.ratio,
         },
-    }
-
-
-def _part(facts: PipelineFacts, part: Part) -> dict[str, Any]:
-    one = part.microbatch
-    return {
-        "rank": part.rank,
-        "first_stage": part.begin,
-        "last_stage": part.end - 1,
-        "names": list(facts.names[part.begin : part.end]),
-        "microbatches_in_flight": part.flying.forwards,
-        "microbatches_waiting_for_weights": part.flying.weights,
-        "peak_bytes": part.peak_bytes,
-        "fixed_bytes": part.fixed_bytes,
-        "kept_bytes": one.kept_bytes,
-        "forward_seconds": one.forward_seconds,
-        "backward_seconds": one.backward_seconds,
-        "sequence": str(part.sequence),
     }

@@ -6,10 +6,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-import torch
-
-from rotor_cli.errors import INFEASIBLE, Failure, about_option, explained, kind_of, usage
 from rotor_cli.facts import Facts, Taken
+from rotor_cli.failure import INFEASIBLE, about_option, explained, failed, usage
 from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, limit_on, target_of
@@ -39,31 +37,31 @@ def plan(request: Request) -> Facts:
     with activities(quiet=request.quiet) as shown:
         target = target_of(request)
         # Parse before the model is loaded, which may take long, to report typos at once.
-        limit = None
+        limit, chosen = None, None
         if request.limited and request.overhead is None:
             with target.measuring():
                 limit = limit_on(target.device, request.mem_limit)
         with nullcontext() if target.elsewhere is None else target.elsewhere.together():
             shown.doing("loading")(0, 0, request.model)
             found = load(request, target)
+            if request.step_in_backward and found.optimizer is None:
+                message = "--step-in-backward needs an optimizer; define `optimizer` in the model file"
+                raise usage("no_optimizer", "--step-in-backward", message)
+            if request.step_in_backward and found.optimizer is not None:
+                with about_option("--step-in-backward"):
+                    refuse_optimizer(found.optimizer)
+            refuse_offload(request)
             with target.measuring():
-                return _planned(found, limit, request, shown, target)
-
-
-def _planned(found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget) -> Facts:
-    chosen = None
-    if request.batch_aim is None:
-        # Enter again, so that operations that a model must not do here are explained.
-        with explained(found.file), target.measuring():
-            network = measured_network(found, limit, request, shown, target)
-            if target.elsewhere is not None:
-                target.elsewhere.follow(_step(network, found, request, target))
-    else:
-        assert limit is not None
-        chosen = choose(found, limit, request, shown, target)
-        limit = chosen.mem_limit
-        network, found = chosen.network, replace(found, sample=found.sample_of(chosen.batch))
-    return facts_of(found, network, limit, request, shown, chosen=chosen, target=target)
+                # Enter again, so that operations that a model must not do here are explained.
+                with explained(found.file), target.measuring():
+                    if request.batch_aim is None:
+                        network = _measured_network(found, limit, request, shown, target)
+                    else:
+                        chosen = _choose(found, limit, request, shown, target)
+                        limit, network = chosen.mem_limit, chosen.network
+                if chosen is not None:
+                    found = replace(found, sample=found.sample_of(chosen.batch))
+                return facts_of(found, network, limit, request, shown, chosen=chosen, target=target)
 
 
 def facts_of(
@@ -88,7 +86,9 @@ def facts_of(
         recurrent = recurrent_layers(network.model, elsewhere.devices.each)
         facts = replace(facts, device=elsewhere.devices.name, predicted_for=elsewhere.devices, recurrent=recurrent)
     if request.sweep or request.overhead is not None:
-        facts = _sweep(facts, network, request, shown)
+        others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
+        with watched(shown.doing("sweeping")):
+            facts = replace(facts, sweep=sweep_of(facts, request.slots, others, request.overhead))
     if request.limited:
         with watched(shown.doing("solving")):
             facts = _plan(facts, network, limit, request)
@@ -102,7 +102,19 @@ def facts_of(
     if request.compare:
         compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
-    return _verify(facts, network, found, request, shown) if request.verify else facts
+    if not request.verify:
+        return facts
+    with explained(found.file):
+        results = verify(
+            network,
+            found.sample,
+            loss=found.loss,
+            optimizer=found.optimizer,
+            others=[each.sequence for each in facts.compared[1:] if each.fits],
+            operations=request.trace_file is not None,
+            progress=shown.doing("verifying:"),
+        )
+    return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))
 
 
 def _step(network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> SimulatedStep:
@@ -115,6 +127,17 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
     assert network.budget is not None
     assert network.inspection_values is not None
     stored = store_all(network.budget.chain)
+    forwards, order = network.forwards_in_flight, request.backward_order
+    arguments = {
+        "loss=loss": found.loss is not None,
+        f"{'step_in_backward' if request.step_in_backward else 'optimizer'}=optimizer": found.optimizer is not None,
+        "fresh_grads=True": network.fresh_grads,
+        f"forwards_in_flight={forwards}": forwards > 1,
+        f"backward_order={order!r}": forwards > 1 and order != "any",
+        "compile=True": request.compile,
+        f'keep="{request.keep}"': request.keep is not None,
+        f"offload={request.offload!r}": request.offload is not None,
+    }
     return Facts(
         title=found.name,
         device=str(network.device),
@@ -122,20 +145,13 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
         budget=network.budget,
         measurement=network.inspection_values,
         sequence=stored,
-        arguments=arguments_in_python(found, network, request),
+        arguments=tuple(argument for argument, given in arguments.items() if given),
         limited=request.limited,
         compiled=network.compiled if request.compile else None,
     )
 
 
-def _sweep(facts: Facts, network: Checkpointable, request: Request, shown: Activities) -> Facts:
-    others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
-    with watched(shown.doing("sweeping")):
-        return replace(facts, sweep=sweep_of(facts, request.slots, others, request.overhead))
-
-
 def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
-    """Add the plan for `limit`, or else for the allowed overhead. Raises Failure if none fits."""
     if request.overhead is not None:
         # The sweep has solved every limit: reuse its sequence.
         assert facts.sweep is not None
@@ -149,7 +165,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
         if not request.quiet:
             # Stage costs show where to cut. Not on stdout, where a script expects a plan.
             console(stderr=True).print(StageTable(facts, costs_alone=True), "", sep="\n")
-        raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
+        raise failed(error, INFEASIBLE) from error
     # The limit decides which stages are compiled, and so the costs.
     assert network.budget is not None
     assert network.inspection_values is not None
@@ -169,31 +185,13 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
     return replace(facts, reserved=reserved, mem_limit=limit, budget=network.budget, sequence=network.sequence)
 
 
-def _verify(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, shown: Activities) -> Facts:
-    """Add results of real steps, of the plan and of every other strategy that fits."""
-    with explained(found.file):
-        results = verify(
-            network,
-            found.sample,
-            loss=found.loss,
-            optimizer=found.optimizer,
-            others=[each.sequence for each in facts.compared[1:] if each.fits],
-            operations=request.trace_file is not None,
-            progress=shown.doing("verifying:"),
-        )
-    return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))
-
-
-def measured_network(
+def _measured_network(
     found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget
 ) -> Checkpointable:
     """The network of a model file, measured on its sample, on `target`; `limit` is in bytes.
 
-    Raises Failure for an unavailable option, or if the step is known before measuring to exceed the limit.
+    Raises InfeasibleError if the step is known before measuring to exceed the limit.
     """
-    if request.step_in_backward:
-        _refuse_optimizer(found.optimizer)
-    refuse_offload(request)
     network = Checkpointable(
         found.model,
         mem_limit=limit,
@@ -211,78 +209,43 @@ def measured_network(
         offload=request.offload,
     )
     if request.limited and request.overhead is None:
-        try:
-            network.refuse_what_cannot_fit(found.sample)
-        except InfeasibleError as error:
-            raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
+        network.refuse_what_cannot_fit(found.sample)
     with region(target.autocast):
         network.measure(found.sample, closely=request.overhead is not None)
+    if target.elsewhere is not None:
+        target.elsewhere.follow(_step(network, found, request, target))
     return network
 
 
 def refuse_offload(request: Request) -> None:
-    """Raise Failure for an unknown or unavailable tier."""
     if request.offload is not None:
         with about_option("--offload"):
             checked_name(request.offload)
 
 
-def _refuse_optimizer(optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise Failure for an optimizer of the model file that cannot step in the backward."""
-    if optimizer is None:
-        raise usage(
-            "--step-in-backward needs an optimizer; define `optimizer` in the model file",
-            kind="no_optimizer",
-            name="--step-in-backward",
-        )
-    with about_option("--step-in-backward"):
-        refuse_optimizer(optimizer)
-
-
-def arguments_in_python(found: ModelFile, network: Checkpointable, request: Request) -> tuple[str, ...]:
-    """Arguments of `Checkpointable`, other than the limit, that reproduce the plan."""
-    optimizer = "step_in_backward" if request.step_in_backward else "optimizer"
-    forwards, order = network.forwards_in_flight, request.backward_order
-    given = {
-        "loss=loss": found.loss is not None,
-        f"{optimizer}=optimizer": found.optimizer is not None,
-        "fresh_grads=True": network.fresh_grads,
-        f"forwards_in_flight={forwards}": forwards > 1,
-        f"backward_order={order!r}": forwards > 1 and order != "any",
-        "compile=True": request.compile,
-        f'keep="{request.keep}"': request.keep is not None,
-        f"offload={request.offload!r}": request.offload is not None,
-    }
-    return tuple(argument for argument, asked in given.items() if asked)
-
-
-def choose(found: ModelFile, limit: int, request: Request, shown: Activities, target: LocalTarget) -> PlannedBatch:
-    """The batch within `limit` bytes, and its planned model. Raises Failure if not even the smallest fits."""
-    refuse_offload(request)
+def _choose(
+    found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget
+) -> PlannedBatch:
+    """The batch within `limit` bytes, and its planned model. Raises InfeasibleError if not even the smallest fits."""
     aim: Aim = "max" if request.batch_aim == "max" else "best"
     choose_at = largest_batch if aim == "max" else best_batch
     if target.elsewhere is not None:
-        keep = request.mem_limit is not None
-        choose_at = partial(choose_elsewhere, aim, target.elsewhere, target.autocast, keep_limit=keep)
-    # On a simulated device, enter again, so that operations that a model must not do there are explained.
-    with explained(found.file), target.measuring():
-        try:
-            return choose_at(
-                found.model,
-                found.sample_of,
-                limit,
-                loss=found.loss,
-                optimizer=found.optimizer,
-                fresh_grads=request.fresh_grads,
-                multiple=request.batch_multiple,
-                effective_batch=request.grad_accumulation,
-                progress=shown.doing("measuring"),
-                mem_slots=request.slots,
-                forwards_in_flight=request.forwards_in_flight,
-                backward_order=request.backward_order,
-                cache=not request.no_cache,
-                keep=request.keep,
-                offload=request.offload,
-            )
-        except InfeasibleError as error:
-            raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
+        keep_limit = request.mem_limit is not None
+        choose_at = partial(choose_elsewhere, aim, target.elsewhere, target.autocast, keep_limit=keep_limit)
+    return choose_at(
+        found.model,
+        found.sample_of,
+        limit,
+        loss=found.loss,
+        optimizer=found.optimizer,
+        fresh_grads=request.fresh_grads,
+        multiple=request.batch_multiple,
+        effective_batch=request.grad_accumulation,
+        progress=shown.doing("measuring"),
+        mem_slots=request.slots,
+        forwards_in_flight=request.forwards_in_flight,
+        backward_order=request.backward_order,
+        cache=not request.no_cache,
+        keep=request.keep,
+        offload=request.offload,
+    )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rotor_cli.errors import usage
+from rotor_cli.failure import usage
 from rotor_cli.model_file_errors import defines
 
 HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
@@ -15,23 +14,22 @@ HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
 
 
 def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
-    """Parse `--batch`. Raises Failure for anything but a number, `max` and `best`."""
+    """Parse `--batch`. Raises Failure for anything but a number above 0, `max` and `best`."""
+    match text:
+        case None | "max" | "best":
+            return text
     try:
-        match text:
-            case None | "max" | "best":
-                return text
-            case _:
-                return int(text)
+        batch = int(text)
     except ValueError:
-        raise usage(
-            f"--batch {text!r} is no number of samples, and neither 'max' nor 'best'", kind="bad_value", name="--batch"
-        ) from None
+        message = f"--batch {text!r} is no number of samples, and neither 'max' nor 'best'"
+        raise usage("bad_value", "--batch", message) from None
+    if batch < 1:
+        raise usage("bad_value", "--batch", f"--batch is {batch}; a batch has at least one sample")
+    return batch
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options, by their command-line names."""
-
     model: str
     mem_limit: str | None
     max_overhead: str | None
@@ -75,7 +73,6 @@ class Request:
 
     @property
     def explicit_script(self) -> bool:
-        """Whether the command line marks the file as a training script."""
         return self.script_arguments is not None or self.run
 
     @property
@@ -110,7 +107,13 @@ class Request:
     @property
     def overhead(self) -> float | None:
         """Allowed overhead: 0.1 for `10%`. Raises Failure if it is no share."""
-        return None if self.max_overhead is None else _share(self.max_overhead)
+        if self.max_overhead is None:
+            return None
+        share = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", self.max_overhead)
+        if share is None:
+            message = f"--max-overhead {self.max_overhead!r} is not a share of the time; write for example 10%"
+            raise usage("bad_value", "--max-overhead", message)
+        return float(share[1]) / 100
 
     @property
     def batch_aim(self) -> Literal["max", "best"] | None:
@@ -119,7 +122,6 @@ class Request:
 
     @property
     def batch_size(self) -> int | None:
-        """The requested batch size; None if the model file or the choice decides."""
         return self.batch if isinstance(self.batch, int) else None
 
     @property
@@ -139,25 +141,8 @@ class Request:
 
     @property
     def microbatches_or_default(self) -> int:
-        """Microbatches of a pipeline: twice the ranks by default."""
         return 2 * (self.pipeline or 1) if self.microbatches is None else self.microbatches
 
     @property
     def virtual_stages_or_default(self) -> int:
-        """Pipeline parts per rank."""
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
-
-
-def _share(text: str) -> float:
-    number, sign, rest = text.strip().partition("%")
-    try:
-        share = float(number) / 100
-    except ValueError:
-        share = math.nan
-    if not sign or rest or not 0 <= share < math.inf:
-        raise usage(
-            f"--max-overhead {text!r} is not a share of the time; write for example 10%",
-            kind="bad_value",
-            name="--max-overhead",
-        )
-    return share

@@ -10,9 +10,10 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from rotor_cli.errors import INFEASIBLE, MODEL_RAISED, USAGE, Failure, kind_of, raised_by_script, usage
 from rotor_cli.facts import Facts, Taken
-from rotor_cli.model_file import ModelFile, batches_of, what_is_missing
+from rotor_cli.failure import INFEASIBLE, MODEL_RAISED, USAGE, Failure, failed, raised_by, usage
+from rotor_cli.model_file import ModelFile, batches_of
+from rotor_cli.model_file_errors import EXAMPLE, REQUIRED_SAMPLE, defines_not, required_model
 from rotor_cli.plan_command import facts_of, refuse_offload
 from rotor_cli.request import Request
 from rotor_py import InfeasibleError, UnsupportedModelError
@@ -46,7 +47,21 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     def plan(step: FirstStep) -> Facts:
         with activities(quiet=request.quiet) as shown, restored_autocast(step.autocast, cache=True):
             limit = limit_bytes(request.mem_limit, step.network.device) if request.limited else None
-            facts = facts_of(_file_of(step, request), step.network, limit, request, shown, taken=_taken(step, request))
+            model, sample, optimizer = step.network.model, step.sample, step.optimizer
+            found = ModelFile(
+                request.model, Path(request.model).name, model, sample, batches_of(None, sample, model), None, optimizer
+            )
+            taken = Taken(
+                script=request.model,
+                arguments=request.script_arguments or (),
+                model=type(model).__name__,
+                trained=sum(each.numel() for each in model.parameters() if each.requires_grad),
+                input=describe(spec_of(sample)),
+                optimizer=None if optimizer is None else type(optimizer).__name__,
+                own_loss=step.own_loss,
+                others=tuple(type(each).__name__ for each in step.others),
+            )
+            facts = facts_of(found, step.network, limit, request, shown, taken=taken)
         deliver(facts)
         return facts
 
@@ -108,18 +123,16 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
             return  # this command ended the script, whatever error the script made of it
         match error:
             case NoTrainingStepError() if request.explicit_script:
-                raise usage(f"{name} took no training step: {error}", kind="no_training_step", name=name) from error
+                raise usage("no_training_step", name, f"{name} took no training step: {error}") from error
             case NoTrainingStepError():
-                missing, example = what_is_missing(request.model, module)
-                raise usage(
-                    f"{missing}; run as a script, {error}. A file that works:\n\n{example}",
-                    kind="no_training_step",
-                    name=request.model,
-                ) from error
+                required = REQUIRED_SAMPLE if hasattr(module, "model") else required_model("model")
+                message = f"{defines_not(request.model, vars(module), required)}; run as a script, {error}"
+                message += f". A file that works:\n\n{EXAMPLE}"
+                raise usage("no_training_step", request.model, message) from error
             case InfeasibleError():  # of a later and larger batch, in a script that runs
-                raise Failure(str(error), INFEASIBLE, kind=kind_of(error)) from error
+                raise failed(error, INFEASIBLE) from error
             case UnsupportedModelError():
-                raise Failure(str(error), USAGE, kind=kind_of(error)) from error
+                raise failed(error) from error
             case SystemExit() if known.facts is not None:
                 raise
             case SystemExit(code=status):
@@ -127,35 +140,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
                 message = f"{name} ended by itself{said} before its first training step"
                 raise Failure(message, MODEL_RAISED if status else USAGE, kind="script_exited", name=name) from error
             case _:
-                raise raised_by_script(error, request.model) from error
-
-
-def _file_of(step: FirstStep, request: Request) -> ModelFile:
-    """The script's model, sample and loss as a model file."""
-    model, sample = step.network.model, step.sample
-    return ModelFile(
-        file=request.model,
-        name=Path(request.model).name,
-        model=model,
-        sample=sample,
-        sample_of=batches_of(None, sample, model),
-        loss=None,
-        optimizer=step.optimizer,
-    )
-
-
-def _taken(step: FirstStep, request: Request) -> Taken:
-    model = step.network.model
-    return Taken(
-        script=request.model,
-        arguments=request.script_arguments or (),
-        model=type(model).__name__,
-        trained=sum(each.numel() for each in model.parameters() if each.requires_grad),
-        input=describe(spec_of(step.sample)),
-        optimizer=None if step.optimizer is None else type(step.optimizer).__name__,
-        own_loss=step.own_loss,
-        others=tuple(type(each).__name__ for each in step.others),
-    )
+                raise raised_by(request.model, error, request.model, "script_raised", chain=True) from error
 
 
 @contextmanager
@@ -180,7 +165,6 @@ def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
 
 
 def run_script(module: ModuleType) -> None:
-    """Execute the file of `module` in it."""
     # Not by runpy, which clears the module at the script's end.
     file = str(module.__file__)
     exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)

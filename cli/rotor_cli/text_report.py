@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.measure import Measurement
@@ -19,19 +18,20 @@ from rotor_py.validate.comparison import ComparedStrategy
 
 _ANY = 10**4
 """Width in characters beyond any table."""
-_Part = Callable[["ComparedStrategy | None", str], "list[str | Text]"]
 
 
 def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
-    """The whole report."""
     shown = parts(facts)
     if facts.verified is not None:
         shown += ["", Prose(verified(facts))]
-    return Group(*shown, "", usage(facts, saved_plan))
+    table = Table.grid(padding=(0, 4, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("use it", Text(usage_lines(facts, saved_plan)))
+    return Group(*shown, "", table)
 
 
 def verified(facts: Facts) -> Text:
-    """Results of a real step, next to the predictions."""
     found = facts.verified
     assert found is not None
     share = found.measured_peak_bytes / facts.peak_bytes
@@ -60,15 +60,6 @@ def verified(facts: Facts) -> Text:
     if found.loss is not None and not math.isfinite(found.loss):
         text.append(f"; the loss is {found.loss}, so equal gradients say little", style="bold red")
     return text
-
-
-def usage(facts: Facts, saved_plan: str | None) -> Table:
-    """Python lines that use the plan; long lines are broken as Python allows."""
-    table = Table.grid(padding=(0, 4, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("use it", Text(usage_lines(facts, saved_plan)))
-    return table
 
 
 def usage_lines(facts: Facts, saved_plan: str | None) -> str:
@@ -105,11 +96,9 @@ def typed(limit: int, peak: int) -> str:
 
 def console(width: int | None = None, *, stderr: bool = False) -> Console:
     """A console as wide as the terminal; if piped, $COLUMNS or 100 columns."""
-    found = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    if found.is_terminal and width is None:
-        return found
-    columns = os.environ.get("COLUMNS", "")
-    width = width or (int(columns) if columns.isdecimal() and int(columns) else 100)
+    if width is None and not Console(stderr=stderr).is_terminal:
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() and int(columns) else 100
     return Console(stderr=stderr, highlight=False, width=width)
 
 
@@ -121,48 +110,40 @@ class Comparison:
 
     def __init__(self, rows: tuple[ComparedStrategy, ...]) -> None:
         self.rows = rows
-        self.measured = tuple(row for row in rows if row.verified is not None)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         def excess(table: Table) -> int:
             return Measurement.get(console, options.update(max_width=_ANY), table).maximum - options.max_width
 
-        whole = _table(self.rows, (_predicted, _measured) if self.measured else (_predicted,), " ")
+        measured = tuple(row for row in self.rows if row.verified is not None)
+        whole = _table(self.rows, " ", predicted=True, measured=bool(measured))
         if excess(whole) <= 0:
             yield whole
             return
         longest = max(len(row.strategy) for row in self.rows)
-        predicted = _table(self.rows, (_predicted,), "\n")
-        yield _table(self.rows, (_predicted,), "\n", longest - max(0, excess(predicted)))
-        if self.measured:
+        names = longest - max(0, excess(_table(self.rows, "\n", predicted=True, measured=False)))
+        yield _table(self.rows, "\n", names, predicted=True, measured=False)
+        if measured:
             yield ""
-            yield _table(self.measured, (_measured,), "\n", longest - max(0, excess(predicted)))
+            yield _table(measured, "\n", names, predicted=False, measured=True)
 
 
-def _table(rows: tuple[ComparedStrategy, ...], parts: tuple[_Part, ...], gap: str, names: int = _ANY) -> Table:
-    """A table of these parts, with names of at most `names` characters per line."""
+def _table(
+    rows: tuple[ComparedStrategy, ...], gap: str, names: int = _ANY, *, predicted: bool, measured: bool
+) -> Table:
+    """A table with names of at most `names` characters per line, and words of headings `gap` apart."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("strategy")
-    for heading in (cell for part in parts for cell in part(None, gap)):
+    headings = ["fits", f"predicted{gap}peak", "time", "overhead"] if predicted else []
+    headings += [f"measured{gap}peak", f"measured{gap}time"] if measured else []
+    for heading in headings:
         table.add_column(heading, justify="left" if heading == "fits" else "right", no_wrap=True)
     for row in rows:
-        cells = [cell for part in parts for cell in part(row, gap)]
+        cells: list[str | Text] = []
+        if predicted:
+            fits = Text("yes", style="green") if row.fits else Text("no", style="red")
+            cells += [fits, format_bytes(row.peak_bytes), format_seconds(row.step_seconds), f"{row.overhead - 1:+.1%}"]
+        if measured and (found := row.verified) is not None:
+            cells += [format_bytes(found.measured_peak_bytes), format_seconds(found.measured_step_seconds)]
         table.add_row("\n".join(broken(row.strategy, max(1, names))), *cells, style="" if row.fits else "dim")
     return table
-
-
-def _predicted(row: ComparedStrategy | None, gap: str) -> list[str | Text]:
-    """The cells of a row, or the headings, with words `gap` apart, if None."""
-    if row is None:
-        return ["fits", f"predicted{gap}peak", "time", "overhead"]
-    fits = Text("yes", style="green") if row.fits else Text("no", style="red")
-    return [fits, format_bytes(row.peak_bytes), format_seconds(row.step_seconds), f"{row.overhead - 1:+.1%}"]
-
-
-def _measured(row: ComparedStrategy | None, gap: str) -> list[str | Text]:
-    if row is None:
-        return [f"measured{gap}peak", f"measured{gap}time"]
-    found = row.verified
-    if found is None:
-        return ["", ""]
-    return [format_bytes(found.measured_peak_bytes), format_seconds(found.measured_step_seconds)]

@@ -28,7 +28,7 @@ WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 
 def trace(facts: Facts) -> dict[str, Any]:
-    """The step in the JSON object format of the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes.
+    """The step as JSON of the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes.
 
     Process 1 is the predicted step. Process 2, if a step was verified, is the measured one: its operations, and the
     duration of whole steps without listeners.
@@ -78,7 +78,6 @@ def _predicted(facts: Facts) -> Iterator[Event]:
 
 
 def _copies(facts: Facts) -> Iterator[Event]:
-    """Copies of offloaded tensors. A measured step does not record them."""
     for each in transfers(facts.chain, facts.shown, facts.budget.link):
         name, begin = facts.measurement.names[each.stage], facts.before_chain_seconds + each.begin
         track, sizes = OUT if each.out else BACK, {"moved_bytes": each.moved}
@@ -124,7 +123,5 @@ def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
 
 
 def _microseconds(seconds: float) -> float:
-    """Round to eighths, which binary fractions represent exactly: Perfetto counts whole nanoseconds and drops a slice
-    that ends after the next one begins, so a rounding error in a sum would suffice.
-    """
+    """Round to eighths, exact as binary fractions: Perfetto drops a slice that ends after the next one begins."""
     return round(seconds * 8e6) / 8

@@ -9,13 +9,11 @@ from typing import Any
 
 import click
 
-from rotor_cli.charts import BatchChart, curve, plot
+from rotor_cli.charts import batches, curve, plot
 from rotor_cli.facts import Facts
 from rotor_cli.request import Request
 from rotor_cli.text_report import Comparison, console, render, usage_lines, verified
 from rotor_cli.trace import trace
-from rotor_profiling import StageCost
-from rotor_py.measure.measurement import Way
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Point, Sweep
 from rotor_py.stage.low_precision import rounded_stages
@@ -27,13 +25,10 @@ SCHEMA = 1
 
 
 def write_outputs(facts: Facts, request: Request) -> None:
-    """Write the requested files and print the report. Raises OSError if a file cannot be written."""
-    write(facts, request)
-    show(facts, request)
+    """Write trace, page, plot and JSON to their files, and print the report, or only JSON with `--json -`.
 
-
-def write(facts: Facts, request: Request) -> None:
-    """Write trace, page, plot and JSON to their files. Raises OSError if one cannot be written."""
+    Raises OSError if a file cannot be written.
+    """
     if request.trace_file is not None:
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
@@ -42,32 +37,27 @@ def write(facts: Facts, request: Request) -> None:
         facts.to_html(request.html_file, remarks, usage=usage)
     if request.plot_file is not None and facts.sweep is not None:
         plot(facts.sweep, request.plot_file, facts.title)
-    if request.json_file not in (None, "-"):
-        Path(str(request.json_file)).write_text(_json(facts) + "\n", encoding="utf-8")
-
-
-def show(facts: Facts, request: Request) -> None:
-    """Print the report as text, or only JSON with `--json -`."""
-    if request.json_file == "-":
-        click.echo(_json(facts))
-        return
+    if request.json_file is not None:
+        data = json.dumps(json_report(facts), indent=1)
+        if request.json_file == "-":
+            click.echo(data)
+            return
+        Path(request.json_file).write_text(data + "\n", encoding="utf-8")
     out = console()
     if facts.limited:
         out.print(render(facts, saved_plan=request.plan_file))
     if facts.batches is not None:
-        out.print("", BatchChart(facts.batches), sep="\n")
+        out.print("", batches(facts.batches), sep="\n")
     if facts.compared:
         out.print("", Comparison(facts.compared), sep="\n")
     if request.sweep and facts.sweep is not None:
         out.print(*([""] if facts.limited else []), curve(facts.sweep, facts.title, request.overhead), sep="\n")
 
 
-def _json(facts: Facts) -> str:
-    return json.dumps(json_report(facts), indent=1)
-
-
 def json_report(facts: Facts) -> dict[str, Any]:
     """JSON of `--json`. Without a limit, it has neither "mem_limit" nor "plan"."""
+    names = facts.measurement.names
+    rounded = {names[stage]: word for stage, word in sorted(rounded_stages(facts.chain, facts.sequence).items())}
     data: dict[str, Any] = {
         "schema": SCHEMA,
         "device": facts.device,
@@ -88,7 +78,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "backward_order": facts.budget.backward_order,
             "sequences": [str(each) for each in facts.sequence.of_forwards(facts.budget.forwards)],
             **({"compiled": list(facts.compiled)} if facts.compiled else {}),
-            **({"fewer_bits": fewer} if (fewer := _fewer_bits(facts)) else {}),
+            **({"fewer_bits": rounded} if rounded else {}),
             **({} if facts.budget.link is None else {"moved_bytes": facts.budget.moved_bytes(facts.sequence)}),
         },
         "stages": _stages(facts),
@@ -123,47 +113,31 @@ def json_report(facts: Facts) -> dict[str, Any]:
     return data
 
 
-def _fewer_bits(facts: Facts) -> dict[str, str]:
-    """Stages that the plan stores in low precision, with the format."""
-    found = rounded_stages(facts.chain, facts.sequence)
-    return {facts.measurement.names[stage]: word for stage, word in sorted(found.items())}
-
-
 def _stages(facts: Facts) -> list[dict[str, Any]]:
-    measured = facts.measurement
-    return [
-        {
-            "name": name,
-            "forward_seconds": cost.forward_seconds,
-            "nograd_seconds": cost.nograd_seconds,
-            "backward_seconds": cost.backward_seconds,
-            "activation_bytes": cost.activation_bytes,
-            "saved_bytes": cost.saved_bytes,
-            "forward_temp_bytes": cost.forward_temp_bytes,
-            "nograd_temp_bytes": cost.nograd_temp_bytes,
-            "backward_temp_bytes": cost.backward_temp_bytes,
-            "replay_temp_bytes": cost.replay_temp_bytes,
-            "in_part": next((_way(way.cost) for way in sorted(ways, key=_in_part) if _in_part(way) < 2), None),
-            "ways": {way.name: _way(way.cost) for way in ways},
-            "action": action,
+    measured, found = facts.measurement, []
+    for name, cost, ways, action in zip(
+        measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True
+    ):
+        costs = {
+            way.name: {each: getattr(way.cost, each) for each in ("forward_seconds", "backward_seconds", "saved_bytes")}
+            for way in ways
         }
-        for name, cost, ways, action in zip(
-            measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True
+        # Variants of "in part" recompute less or more.
+        in_part = [costs[key] for key in sorted(costs, key=lambda key: key != "in part") if key.startswith("in part")]
+        numbers = (
+            "forward_seconds", "nograd_seconds", "backward_seconds", "activation_bytes", "saved_bytes",
+            "forward_temp_bytes", "nograd_temp_bytes", "backward_temp_bytes", "replay_temp_bytes",
+        )  # fmt: skip
+        found.append(
+            {
+                "name": name,
+                **{each: getattr(cost, each) for each in numbers},
+                "in_part": next(iter(in_part), None),
+                "ways": costs,
+                "action": action,
+            }
         )
-    ]
-
-
-def _in_part(way: Way) -> int:
-    """Rank the mode named "in part" first, then its variants, which recompute less or more."""
-    return 0 if way.name == "in part" else 1 if way.name.startswith("in part") else 2
-
-
-def _way(cost: StageCost) -> dict[str, Any]:
-    return {
-        "forward_seconds": cost.forward_seconds,
-        "backward_seconds": cost.backward_seconds,
-        "saved_bytes": cost.saved_bytes,
-    }
+    return found
 
 
 def _verify(found: Verification) -> dict[str, Any]:
@@ -194,11 +168,7 @@ def _strategy(compared: ComparedStrategy) -> dict[str, Any]:
 
 
 def _batch(choice: BatchChoice) -> dict[str, Any]:
-    beyond = {
-        "batch": choice.beyond,
-        "needed_bytes": choice.beyond_bytes,
-        "measured": choice.beyond_measured,
-    }
+    beyond = {"batch": choice.beyond, "needed_bytes": choice.beyond_bytes, "measured": choice.beyond_measured}
     return {
         "aim": choice.aim,
         "batch": choice.batch,
@@ -225,11 +195,10 @@ def _batch(choice: BatchChoice) -> dict[str, Any]:
 
 
 def _sweep(sweep: Sweep) -> dict[str, Any]:
+    def data(point: Point) -> dict[str, Any]:
+        return {"mem_limit": point.mem_limit, "step_seconds": point.step_seconds, "overhead": point.overhead}
+
     return {
-        "points": [{**_point(point), "activations_saved": sweep.saved(point)} for point in sweep.points],
-        "strategies": [{"strategy": point.name, **_point(point)} for point in sweep.strategies],
+        "points": [{**data(point), "activations_saved": sweep.saved(point)} for point in sweep.points],
+        "strategies": [{"strategy": point.name, **data(point)} for point in sweep.strategies],
     }
-
-
-def _point(point: Point) -> dict[str, Any]:
-    return {"mem_limit": point.mem_limit, "step_seconds": point.step_seconds, "overhead": point.overhead}

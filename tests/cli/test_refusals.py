@@ -177,7 +177,7 @@ def test_an_unexpected_error_ends_with_1_and_says_how_to_see_more(plan, model_fi
     def broken(*_: object) -> None:
         raise ZeroDivisionError("inside")
 
-    monkeypatch.setattr("rotor_cli.write_outputs.show", broken)
+    monkeypatch.setattr("rotor_cli.write_outputs.write_outputs", broken)
     result = plan(model_file(), "--mem-limit", "1GB")
     assert result.exit_code == 1
     assert "ZeroDivisionError" in result.stderr

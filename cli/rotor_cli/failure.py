@@ -6,7 +6,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import click
@@ -29,9 +28,13 @@ class Failure(click.ClickException):
         click.echo(f"rotor-plan: {self.format_message()}", err=True, file=file)
 
 
-def usage(message: str, *, kind: str, name: str | None = None, **numbers: int | float | str) -> Failure:
+def usage(kind: str, name: str, message: str, **numbers: int | float | str) -> Failure:
     """The failure for wrong use of the command, or for an unusable model file."""
     return Failure(message, USAGE, kind=kind, name=name, **numbers)
+
+
+def failed(error: BaseException, exit_code: int = USAGE) -> Failure:
+    return Failure(str(error), exit_code, kind=kind_of(error))
 
 
 def kind_of(error: BaseException) -> str:
@@ -41,11 +44,11 @@ def kind_of(error: BaseException) -> str:
 
 @contextmanager
 def about_option(name: str) -> Iterator[None]:
-    """Turn a ValueError into the failure of the option `name`."""
+    """Turn a ValueError or OSError into the failure of the option `name`."""
     try:
         yield
-    except ValueError as error:
-        raise usage(f"{name}: {error}", kind=kind_of(error), name=name) from error
+    except (OSError, ValueError) as error:
+        raise usage(kind_of(error), name, f"{name}: {error}") from error
 
 
 @contextmanager
@@ -56,53 +59,37 @@ def model_code(file: str) -> Iterator[None]:
     except (Failure, KeyboardInterrupt):
         raise
     except BaseException as error:  # a file may call sys.exit(), which would end the command silently
-        raise raised_by_model(error, file) from error
+        raise raised_by("the model", error, file) from error
 
 
 @contextmanager
 def explained(file: str) -> Iterator[None]:
     """Distinguish errors of user code from our own errors about the model."""
     from rotor_profiling import UnknownOptimizerError, UnusableLossError  # they import torch, and --help does not
-    from rotor_py import UnsupportedModelError
+    from rotor_py import InfeasibleError, UnsupportedModelError
 
     try:
         yield
     except Failure:
         raise
+    except InfeasibleError as error:
+        raise failed(error, INFEASIBLE) from error
     except (UnsupportedModelError, UnusableLossError, UnknownOptimizerError) as error:
-        raise Failure(str(error), USAGE, kind=kind_of(error)) from error
+        raise failed(error) from error
     except Exception as error:
-        raise raised_by_model(error, file) from error
+        raise raised_by("the model", error, file) from error
 
 
-def raised_by_model(error: BaseException, file: str) -> Failure:
-    """The failure for an error of the user's code."""
-    frames = _theirs(error.__traceback__, file)
-    text = "".join(traceback.format_exception(type(error), error.with_traceback(frames), frames, chain=False))
-    return Failure(f"the model itself raised an error\n\n{text.rstrip()}", MODEL_RAISED, kind="model_raised")
-
-
-def raised_by_script(error: BaseException, file: str) -> Failure:
-    """The failure for an error of the user's script, without our frames between the script's."""
+def raised_by(
+    code: str, error: BaseException, file: str, kind: str = "model_raised", *, chain: bool = False
+) -> Failure:
+    """The failure for an error of user code: its traceback from `file` on, without our frames."""
     shown = traceback.TracebackException.from_exception(error)
     each: traceback.TracebackException | None = shown
     while each is not None:
         theirs = [frame for frame in each.stack if not any(own in frame.filename for own in _OWN)]
-        each.stack = traceback.StackSummary.from_list(theirs)
+        begins = (at for at, frame in enumerate(theirs) if Path(frame.filename).resolve() == Path(file).resolve())
+        each.stack = traceback.StackSummary.from_list(theirs[next(begins, 0) :])
         each = each.__cause__ or each.__context__
-    return Failure(
-        f"{file} itself raised an error\n\n{''.join(shown.format()).rstrip()}", MODEL_RAISED, kind="script_raised"
-    )
-
-
-def _theirs(trace: TracebackType | None, file: str) -> TracebackType | None:
-    """The traceback from the first frame in `file` on; else from the first frame that is not ours."""
-    wanted = Path(file).resolve()
-    first = trace
-    while trace is not None:
-        if Path(trace.tb_frame.f_code.co_filename).resolve() == wanted:
-            return trace
-        trace = trace.tb_next
-    while first is not None and any(own in first.tb_frame.f_code.co_filename for own in _OWN):
-        first = first.tb_next
-    return first
+    text = "".join(shown.format(chain=chain)).rstrip()
+    return Failure(f"{code} itself raised an error\n\n{text}", MODEL_RAISED, kind=kind)
