@@ -50,8 +50,8 @@ def plan(request: Request) -> Facts:
             if request.step_in_backward and found.optimizer is not None:
                 with about_option("--step-in-backward"):
                     refuse_optimizer(found.optimizer)
-            refuse_offload(request)
             with target.measuring():
+                refuse_offload(request)
                 # Enter again, so that operations that a model must not do here are explained.
                 with explained(found.file), target.measuring():
                     if request.batch_aim is None:

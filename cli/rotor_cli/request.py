@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -109,11 +110,15 @@ class Request:
         """Allowed overhead: 0.1 for `10%`. Raises Failure if it is no share."""
         if self.max_overhead is None:
             return None
-        share = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", self.max_overhead)
-        if share is None:
+        number, sign, rest = self.max_overhead.strip().partition("%")
+        try:
+            share = float(number) / 100
+        except ValueError:
+            share = math.nan
+        if not sign or rest or not 0 <= share < math.inf:
             message = f"--max-overhead {self.max_overhead!r} is not a share of the time; write for example 10%"
             raise usage("bad_value", "--max-overhead", message)
-        return float(share[1]) / 100
+        return share
 
     @property
     def batch_aim(self) -> Literal["max", "best"] | None:
