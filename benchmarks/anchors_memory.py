@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from rotor_py.estimation.caching_allocator import replay
 from rotor_py.estimation.communication import gathering_apart
 from rotor_py.estimation.device_table import find_device
-from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.reservation import FollowedStep
 
 aten = torch.ops.aten
 PUBLISHED = {8: 82.4, 128: 67.0}

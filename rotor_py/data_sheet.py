@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-import torch
+from typing import TYPE_CHECKING
 
 from rotor_py.errors import InvalidValueError
 from rotor_py.units import format_bytes, limit_text
+
+if TYPE_CHECKING:
+    import torch
 
 CONTEXT_BYTES = 520 * 2**20
 """Bytes that the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
@@ -32,14 +34,14 @@ class Rates:
 
     def of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """Return the rate for matrices of `dtype`; `tf32` says whether PyTorch may use TF32 for float32."""
-        if dtype == torch.bfloat16:
-            return self.bf16
-        if dtype == torch.float16:
-            return self.fp16
-        if dtype in (torch.float32, torch.complex64):
-            return self.tf32 if tf32 else self.fp32
-        # Other dtypes are not trained in. A device with float64 units has half as many of them.
-        return self.fp32 / 2 if dtype in (torch.float64, torch.complex128) else self.fp16
+        match str(dtype).removeprefix("torch."):
+            case "bfloat16":
+                return self.bf16
+            case "float32" | "complex64":
+                return self.tf32 if tf32 else self.fp32
+            case "float64" | "complex128":  # not trained in; a device with units for it has half as many
+                return self.fp32 / 2
+        return self.fp16
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rotor_py.data_sheet import Device
-from rotor_py.estimation.device_names import device_names
+from rotor_py.estimation.device_table import device_names
 from rotor_py.estimation.device_table import find_device
 
 

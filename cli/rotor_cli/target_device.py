@@ -83,12 +83,12 @@ class SimulatedTarget(LocalTarget):
     def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
         for name, value in list(vars(module).items()):
             if isinstance(value, _HOLDERS) and any(each.is_meta for each in tensors_in(value)):
-                setattr(module, name, self.elsewhere.without_memory.value(value))
+                setattr(module, name, self.elsewhere.fakes.value(value))
         return self.elsewhere.model(model)
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
         arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
-        return self.elsewhere.without_memory.value(keywords or arguments)
+        return self.elsewhere.fakes.value(keywords or arguments)
 
 
 def device_of(name: str | None) -> torch.device:

@@ -68,7 +68,7 @@ def _device(request: Request) -> _Rules:
             parse_bytes(request.device_memory)
     several = False
     if request.elsewhere:
-        from rotor_py.estimation.device_names import counted, name_and_count
+        from rotor_py.estimation.device_table import name_and_count, split_count
 
         device = request.device or ""
         yield (
@@ -79,7 +79,7 @@ def _device(request: Request) -> _Rules:
         with about_option("--device"):
             if device and request.device_file is None:
                 name_and_count(device)
-            several = counted(device)[1] > 1
+            several = split_count(device)[1] > 1
         moves = request.offload is not None
         refused = {
             "--verify": (request.verify, "trains a step on the device"),
@@ -116,7 +116,7 @@ def _values(request: Request) -> _Rules:
         with about_option("--offload"):
             refuse_other_names(request.offload)
     if request.device_file is not None:
-        from rotor_py.estimation.device_names import tables_in
+        from rotor_py.estimation.device_table import tables_in
 
         with about_option("--device-file"):
             tables_in(Path(request.device_file))

@@ -44,7 +44,7 @@ def cuda_stopwatch(device: torch.device) -> Stopwatch:
     return _CudaStopwatch(device)
 
 
-def seconds_of(run: Callable[[], None], watch: Stopwatch, before: Callable[[], None] | None = None) -> float:
+def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[], None] | None = None) -> float:
     """Return the seconds of `run`, repeated often enough; calls of `before` do not count."""
     measured: list[float] = []
     # Processes must run equally often, but their clocks differ. Equal bounds keep clocks out of the decision.

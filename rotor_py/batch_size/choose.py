@@ -103,13 +103,13 @@ def choose_batch(
         return _chosen(aim, batches, options.get("mem_slots", 500), fresh_grads=fresh_grads, **among)
     devices = find_devices(device) if isinstance(device, str) else device
     elsewhere = SimulatedDevices(Devices(devices) if isinstance(devices, Device) else devices)
-    without_memory = elsewhere.without_memory
+    fakes = elsewhere.fakes
     with elsewhere.together():
         fake = elsewhere.model(model).train()
         with elsewhere.measuring():
-            step["optimizer"] = None if optimizer is None else without_memory.optimizer(optimizer)
+            step["optimizer"] = None if optimizer is None else fakes.optimizer(optimizer)
             return choose_elsewhere(
-                aim, elsewhere, autocast, fake, lambda batch: without_memory.value(sample_of(batch)), mem_limit,
+                aim, elsewhere, autocast, fake, lambda batch: fakes.value(sample_of(batch)), mem_limit,
                 **among, **step,
             )  # fmt: skip
 

@@ -25,7 +25,7 @@ A program runs out of memory when segments, not tensors, exceed the device. The 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from rotor_py.errors import DescribedError, InvalidValueError
@@ -57,17 +57,15 @@ class Block:
     previous: Block | None = None
     next: Block | None = None
 
-    @property
-    def whole(self) -> bool:
-        """Whether the block is a whole segment."""
-        return self.previous is None and self.next is None
-
-    def insert_after(self, other: Block) -> None:
-        """Link this block after `other`."""
-        self.previous, self.next = other, other.next
-        if other.next is not None:
-            other.next.previous = self
-        other.next = self
+    def split(self, size: int) -> Block:
+        """Cut the block after `size` bytes; return the rest."""
+        rest = Block(
+            self.address + size, self.size - size, self.pool, mapped=self.mapped, previous=self, next=self.next
+        )
+        if self.next is not None:
+            self.next.previous = rest
+        self.size, self.next = size, rest
+        return rest
 
 
 @dataclass(slots=True, eq=False)
@@ -94,10 +92,6 @@ class Pool:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
             del self.unmapped[bisect_left(self.unmapped, block.address)]
-
-    def large_enough(self, size: int) -> Iterator[Block]:
-        """Free blocks of at least `size` bytes, by size, then by address."""
-        return (self.blocks[address] for _, address in self.free[bisect_left(self.free, (size, -1)) :])
 
     def merge(self, block: Block, neighbour: Block | None) -> None:
         """Merge a free neighbour, which is in the pool, into `block`, which is not."""
@@ -177,8 +171,7 @@ class DeviceFullError(DescribedError, ValueError):
 
 
 _ENDLESS = LARGE_SEGMENT * 2**26
-"""Address space of an expandable segment. PyTorch reserves 9/8 of the device; this is large enough never to be reached.
-"""
+"""Address space of an expandable segment, never reached."""
 
 
 def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | None = None) -> Reserved:
@@ -199,10 +192,8 @@ class CachingAllocator:
     """The allocator of one device. `expandable` is PYTORCH_CUDA_ALLOC_CONF's expandable_segments:True."""
 
     def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
-        self.allocated_bytes = 0
-        self.reserved_bytes = 0
-        self._peak_allocated = 0
-        self._peak_reserved = 0
+        self.allocated_bytes = self.reserved_bytes = 0
+        self._peak_allocated = self._peak_reserved = 0
         self._expandable = expandable
         self._limit = limit
         self._pools: dict[tuple[bool, int], Pool] = {}
@@ -232,10 +223,7 @@ class CachingAllocator:
         pool.remove(block)
         left = block.size - size
         if left >= MIN_BLOCK if small or self._expandable else left > SMALL_SIZE:
-            rest = Block(block.address + size, left, pool)
-            rest.insert_after(block)
-            block.size = size
-            pool.add(rest)
+            pool.add(block.split(size))
         block.allocated = True
         self._held[key] = block
         self.allocated_bytes += block.size
@@ -258,13 +246,14 @@ class CachingAllocator:
             for block in [pool.blocks[address] for _, address in pool.free]:
                 if self._expandable:
                     self._unmap(block)
-                elif block.whole:
+                elif block.previous is None and block.next is None:  # a whole segment
                     pool.remove(block)
                     self.reserved_bytes -= block.size
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
         found: Block | None = None
-        for block in pool.large_enough(size):
+        for _, address in pool.free[bisect_left(pool.free, (size, -1)) :]:
+            block = pool.blocks[address]
             if found is not None and _room(block) >= _room(found):
                 break
             found = block
@@ -288,9 +277,12 @@ class CachingAllocator:
         whole = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         if not pool.small and size >= MIN_LARGE_ALLOCATION:
             whole = -(-size // ROUND_LARGE) * ROUND_LARGE
-        if not self._reserve(whole):
-            return None
-        block = Block(self._addresses(whole), whole, pool)
+        return self._new_block(pool, whole, mapped=True) if self._reserve(whole) else None
+
+    def _new_block(self, pool: Pool, size: int, *, mapped: bool) -> Block:
+        """A block at new addresses."""
+        block = Block(self._next_address, size, pool, mapped=mapped)
+        self._next_address += -(-size // LARGE_SEGMENT) * LARGE_SEGMENT
         pool.add(block)
         return block
 
@@ -302,10 +294,10 @@ class CachingAllocator:
             hole = block if not block.mapped else block.next
             assert hole is not None
             missing = size - (block.size if block.mapped else 0)
-            wanted = min(hole.size, -(-missing // page) * page)
-            if not self._reserve(wanted):
+            mapped = min(hole.size, -(-missing // page) * page)
+            if not self._reserve(mapped):
                 return None
-            block = self._map(pool, hole, wanted)
+            block = self._map(pool, hole, mapped)
         return block
 
     def _reserve(self, size: int) -> bool:
@@ -314,11 +306,6 @@ class CachingAllocator:
         self.reserved_bytes += size
         self._peak_reserved = max(self._peak_reserved, self.reserved_bytes)
         return True
-
-    def _addresses(self, size: int) -> int:
-        start = self._next_address
-        self._next_address += -(-size // LARGE_SEGMENT) * LARGE_SEGMENT
-        return start
 
     def _growing(self, pool: Pool, size: int) -> Block:
         for address in pool.unmapped:
@@ -332,17 +319,12 @@ class CachingAllocator:
                 block = block.next
             if room >= size:
                 return start
-        hole = Block(self._addresses(_ENDLESS), _ENDLESS, pool, mapped=False)
-        pool.add(hole)
-        return hole
+        return self._new_block(pool, _ENDLESS, mapped=False)
 
     def _map(self, pool: Pool, hole: Block, size: int) -> Block:
         pool.remove(hole)
         if size < hole.size:
-            rest = Block(hole.address + size, hole.size - size, pool, mapped=False)
-            rest.insert_after(hole)
-            hole.size = size
-            pool.add(rest)
+            pool.add(hole.split(size))
         hole.mapped = True
         self._put_back(hole)
         return hole
@@ -355,20 +337,14 @@ class CachingAllocator:
         if first >= last:
             return
         pool.remove(block)
-        end = block.address + block.size
-        if end > last:
-            after = Block(last, end - last, pool)
-            after.insert_after(block)
-            pool.add(after)
-        middle = block
+        if block.address + block.size > last:
+            pool.add(block.split(last - block.address))
         if first > block.address:
-            middle = Block(first, last - first, pool)
-            middle.insert_after(block)
-            block.size = first - block.address
-            pool.add(block)
-        middle.size, middle.mapped = last - first, False
-        self.reserved_bytes -= middle.size
-        self._put_back(middle)
+            front, block = block, block.split(first - block.address)
+            pool.add(front)
+        block.mapped = False
+        self.reserved_bytes -= block.size
+        self._put_back(block)
 
     def _put_back(self, block: Block) -> None:
         block.pool.merge(block, block.previous)

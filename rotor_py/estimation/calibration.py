@@ -10,7 +10,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -80,11 +80,20 @@ def calibrate(
         say("attention")
         forward, backward = _attention(device, sizes, dtype)
         say("a convolution")
-        convolved = _convolution(device, sizes, dtype)
+        batch, channels, side = sizes.convolution
+        pictures = torch.randn(batch, channels, side, side, device=device, dtype=dtype)
+        weight = torch.randn(channels, channels, 3, 3, device=device, dtype=dtype)
+        operations = 2 * batch * side * side * channels * channels * 9
+        convolved = operations / _seconds(lambda: F.conv2d(pictures, weight, padding=1), device)
         say("copies")
         bandwidth, streamed = map(_rounded, _streams(device, sizes))
-        pcie = _rounded(_to_device(device, sizes)) if cuda else bandwidth
-        launch = _rounded(_launch(device))
+        pcie = bandwidth
+        if cuda:
+            there = torch.empty(min(sizes.copied_bytes, 2**28), dtype=torch.uint8, device=device)
+            here = torch.empty(there.numel(), dtype=torch.uint8).pin_memory()
+            pcie = _rounded(there.numel() / _seconds(lambda: there.copy_(here, non_blocking=True), device))
+        small = torch.zeros(1, device=device)
+        launch = _rounded(_seconds(lambda: [small.add_(1.0) for _ in range(_LAUNCHES)], device) / _LAUNCHES)
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     return Device(
         name=name,
@@ -135,18 +144,8 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     gradient = torch.randn_like(out)
-    backward = _seconds(
-        lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True), device
-    )  # fmt: skip
+    backward = _seconds(lambda: torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True), device)
     return 2 * products / forward, 5 * products / backward
-
-
-def _convolution(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> float:
-    batch, channels, side = sizes.convolution
-    pictures = torch.randn(batch, channels, side, side, device=device, dtype=dtype)
-    weight = torch.randn(channels, channels, 3, 3, device=device, dtype=dtype)
-    operations = 2 * batch * side * side * channels * channels * 9
-    return operations / _seconds(lambda: F.conv2d(pictures, weight, padding=1), device)
 
 
 def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
@@ -165,23 +164,6 @@ def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     return copied, statistics.median(moved / _seconds(each, device) for each in others)
 
 
-def _to_device(device: torch.device, sizes: Sizes) -> float:
-    size = min(sizes.copied_bytes, 2**28)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    here = torch.empty(size, dtype=torch.uint8).pin_memory()
-    return size / _seconds(lambda: there.copy_(here, non_blocking=True), device)
-
-
-def _launch(device: torch.device) -> float:
-    small = torch.zeros(1, device=device)
-
-    def many() -> None:
-        for _ in range(_LAUNCHES):
-            small.add_(1.0)
-
-    return _seconds(many, device) / _LAUNCHES
-
-
 def _rounded(number: float) -> float:
     """Round to three digits: runs differ in the third."""
     return float(f"{number:.3g}")
@@ -190,13 +172,10 @@ def _rounded(number: float) -> float:
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of one run after two warm-up runs, which choose algorithms and reserve memory."""
 
-    def once() -> None:
-        run()
-
-    once()
-    once()
+    run()
+    run()
     with stopwatch(device) as watch:
-        return max(seconds_of(once, watch), 1e-9)
+        return max(seconds_of(run, watch), 1e-9)
 
 
 @contextmanager
@@ -223,20 +202,15 @@ def as_toml(key: str, device: Device) -> str:
         "memory": device.memory_bytes,
         "context": device.context_bytes,
         "bandwidth": device.bandwidth,
-        "bf16": device.rates.bf16,
-        "fp16": device.rates.fp16,
-        "tf32": device.rates.tf32,
-        "fp32": device.rates.fp32,
+        **asdict(device.rates),
         "compute_capability": ".".join(map(str, device.compute_capability)),
         "link": device.link_bandwidth,
         "pcie": device.pcie_bandwidth,
         "launch_seconds": device.launch_seconds,
     }
-    known = device.efficiencies
-    efficiencies = {field.name: getattr(known, field.name) for field in fields(known)}
-    return f"{_HEAD}\n[{key}]\n{_lines(cells)}\n[{key}.efficiencies]\n{_lines(efficiencies)}"
-
-
-def _lines(cells: dict[str, object]) -> str:
     # JSON numbers and strings are valid TOML, escaped quotes included.
-    return "".join(f"{name} = {json.dumps(value)}\n" for name, value in cells.items() if value is not None)
+    tables = [
+        f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in each.items() if value is not None)
+        for name, each in ((key, cells), (f"{key}.efficiencies", asdict(device.efficiencies)))
+    ]
+    return "\n".join((_HEAD, *tables))

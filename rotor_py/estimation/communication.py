@@ -14,7 +14,7 @@ from typing import Any
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.data_sheet import Device
 from rotor_py.estimation.caching_allocator import Event
-from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.reservation import FollowedStep
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.measure.device import limit_bytes
 from rotor_solver import InfeasibleError, Sequence
@@ -67,8 +67,6 @@ class Communication:
     def requests(self, step: SimulatedStep) -> list[Event]:
         """Requests of two steps by the plan, with the optimizer's state already allocated."""
         followed = self._followed(step)
-        if followed.repeats:
-            return followed.repeated()
         with step.state_restored(), gathering_apart(followed), followed:
             step()
         return followed.events

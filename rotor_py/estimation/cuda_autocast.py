@@ -71,8 +71,7 @@ _KEY = "AutocastCPU"
 _WIDTHS = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that autocast casts; 64 bits stay."""
 _inside: ContextVar[bool] = ContextVar("rotor_py.estimation.cuda_autocast", default=False)
-_Operator = Callable[..., Any]
-_Kernel = Callable[..., Any]
+_Call = Callable[..., Any]
 
 
 def region(dtype: torch.dtype | None) -> Any:
@@ -106,7 +105,7 @@ def cuda_autocast() -> Iterator[None]:
 
 def _replace_kernels(library: torch.library.Library) -> None:
     present = {name.removeprefix("aten::") for name in torch_compat.dispatch_get_registrations_for_dispatch_key(_KEY)}
-    kernels: dict[str, _Kernel] = {}
+    kernels: dict[str, _Call] = {}
     for names, kernel in (
         ([name for name in LOWER_PRECISION if name not in present], _in_low_precision),
         (FLOAT32, _in_32_bits),
@@ -129,26 +128,25 @@ def _operator(name: str) -> torch_compat.OpOverload | None:
     return found
 
 
-def _in_low_precision(operator: _Operator) -> _Kernel:
-    return lambda *args, **kwargs: _below(
-        operator, *_cast(args, torch.get_autocast_dtype("cpu")), **_cast(kwargs, torch.get_autocast_dtype("cpu"))
-    )
+def _in_low_precision(operator: _Call) -> _Call:
+    return lambda *args, **kwargs: _below(operator, *cast_down(args), **cast_down(kwargs))
 
 
-def _in_32_bits(operator: _Operator) -> _Kernel:
+def _in_32_bits(operator: _Call) -> _Call:
     return lambda *args, **kwargs: _below(operator, *_cast(args, torch.float32), **_cast(kwargs, torch.float32))
 
 
-def _to_32_bits(operator: _Operator) -> _Kernel:
+def _to_32_bits(operator: _Call) -> _Call:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if _is_cast(args[0]) and kwargs.get("dtype") is None and not _names_a_dtype(args):
+        given = kwargs.get("dtype") is not None or any(isinstance(each, torch.dtype) for each in args)
+        if _is_cast(args[0]) and not given:
             kwargs["dtype"] = torch.float32
         return _below(operator, *args, **kwargs)
 
     return kernel
 
 
-def _norm_to_32_bits(operator: torch_compat.OpOverload) -> _Kernel:
+def _norm_to_32_bits(operator: torch_compat.OpOverload) -> _Call:
     wider = _operator(FLOAT32_NORM[operator._schema.name.removeprefix("aten::") + "." + operator._overloadname])
     assert wider is not None
     defaults = [each.default_value for each in operator._schema.arguments]
@@ -161,7 +159,7 @@ def _norm_to_32_bits(operator: torch_compat.OpOverload) -> _Kernel:
     return kernel
 
 
-def _in_the_widest(operator: _Operator) -> _Kernel:
+def _in_the_widest(operator: _Call) -> _Call:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         found = [each.dtype for each in tree_leaves((args, kwargs)) if _is_cast(each)]
         if not found:
@@ -173,7 +171,7 @@ def _in_the_widest(operator: _Operator) -> _Kernel:
     return kernel
 
 
-def _refused(operator: _Operator) -> _Kernel:
+def _refused(operator: _Call) -> _Call:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise InvalidStateError(
             f"{operator} raises an error under autocast on CUDA: it is unsafe in low precision. Use "
@@ -185,7 +183,7 @@ def _refused(operator: _Operator) -> _Kernel:
     return kernel
 
 
-def _below(operator: _Operator, *args: Any, **kwargs: Any) -> Any:
+def _below(operator: _Call, *args: Any, **kwargs: Any) -> Any:
     """Call an operator with autocast off, also for its decomposition."""
     with torch_compat.ExcludeDispatchKeyGuard(torch_compat.DispatchKeySet(torch_compat.DispatchKey.AutocastCPU)):
         return operator(*args, **kwargs)
@@ -197,10 +195,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _is_cast(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _WIDTHS and value.device.type == "cpu"
-
-
-def _names_a_dtype(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(each, torch.dtype) for each in args)
 
 
 @contextmanager

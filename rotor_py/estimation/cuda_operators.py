@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.nn import functional
@@ -46,15 +46,29 @@ class Attention:
 
     def on(self, compute_capability: tuple[int, int]) -> torch.Tensor:
         """The result by the kernel of a device with this compute capability."""
-        match self.backend(compute_capability):
-            case "cudnn":
-                return self._cudnn()
-            case "flash":
-                return self._flash()
-            case "efficient":
-                return self._efficient()
-            case "math":
-                return self._math()
+        given: list[Any] = [self.query, self.key, self.value]
+        scale, backend = self.scale, self.backend(compute_capability)
+        if backend == "math":
+            made = _aten._scaled_dot_product_attention_math(
+                *given, self._bias(), self.dropout_p, self.is_causal, scale=scale, enable_gqa=self.enable_gqa
+            )
+        elif backend == "cudnn":
+            made = _aten._scaled_dot_product_cudnn_attention(
+                *given, self._bias(), self._has_gradient(), self.dropout_p, self.is_causal, False, scale=scale
+            )
+        elif backend == "efficient":
+            given[1:] = [self._for_every_head(each) for each in given[1:]]
+            made = _aten._scaled_dot_product_efficient_attention(
+                *given, self._padded_bias(), self._has_gradient(), self.dropout_p, self.is_causal, scale=scale
+            )
+        else:
+            width = self.query.shape[-1]
+            if width % 8:
+                given = [functional.pad(each, (0, 8 - width % 8)) for each in given]
+            scale = 1 / math.sqrt(width) if scale is None else scale
+            made = _aten._scaled_dot_product_flash_attention(*given, self.dropout_p, self.is_causal, scale=scale)
+            return cast(torch.Tensor, made[0][..., :width])
+        return cast(torch.Tensor, made[0])
 
     def backend(self, compute_capability: tuple[int, int]) -> Backend:
         """The first enabled kernel in PyTorch's order that supports this call."""
@@ -70,12 +84,14 @@ class Attention:
     def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
         # `check_prefer_cudnn_attention`: Hopper and Blackwell data center devices with cuDNN 9.15 or later, which
         # default builds have since torch 2.11 (cuDNN 9.19 for CUDA 13).
-        preferred = capability in ((9, 0), (10, 0)) and _torch_version() >= (2, 11)
+        version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+        preferred = capability in ((9, 0), (10, 0)) and version >= (2, 11)
         longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1
-        return preferred and longer and self._half() and self._heads_fit(128)
+        return preferred and longer and self.query.dtype in _HALF and self._heads_fit(128)
 
     def _suits_flash(self, capability: tuple[int, int]) -> bool:
-        if self.attn_mask is not None or not self._half() or capability < (8, 0) or not self._heads_fit(256, pads=True):
+        half = self.query.dtype in _HALF
+        if self.attn_mask is not None or not half or capability < (8, 0) or not self._heads_fit(256, pads=True):
             return False
         width = self.query.shape[-1]
         # Devices with less shared memory have no backward for the widest heads.
@@ -90,9 +106,6 @@ class Attention:
         widths = (self.query.shape[-1], self.value.shape[-1])
         return known and self.query.dim() == 4 and all(width % align == 0 for width in widths)
 
-    def _half(self) -> bool:
-        return self.query.dtype in _HALF
-
     def _heads_fit(self, widest: int, *, pads: bool = False) -> bool:
         width = self.query.shape[-1]
         same = width == self.key.shape[-1] == self.value.shape[-1]
@@ -100,56 +113,6 @@ class Attention:
 
     def _has_gradient(self) -> bool:
         return torch.is_grad_enabled() and any(each.requires_grad for each in (self.query, self.key, self.value))
-
-    def _cudnn(self) -> torch.Tensor:
-        made: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
-            self.query,
-            self.key,
-            self.value,
-            self._bias(),
-            self._has_gradient(),
-            self.dropout_p,
-            self.is_causal,
-            False,
-            scale=self.scale,
-        )[0]
-        return made
-
-    def _flash(self) -> torch.Tensor:
-        width = self.query.shape[-1]
-        given = [self.query, self.key, self.value]
-        if width % 8:
-            given = [functional.pad(each, (0, 8 - width % 8)) for each in given]
-        scale = 1 / math.sqrt(width) if self.scale is None else self.scale
-        made: torch.Tensor = _aten._scaled_dot_product_flash_attention(
-            *given, self.dropout_p, self.is_causal, scale=scale
-        )[0]
-        return made[..., :width]
-
-    def _efficient(self) -> torch.Tensor:
-        bias = self._bias()
-        if bias is not None:
-            if (beyond := bias.shape[-1] % 8) != 0:  # `pad_bias`: rows are aligned to eight numbers
-                bias = functional.pad(bias, (0, 8 - beyond))[..., : bias.shape[-1]]
-            bias = bias.expand(*self.query.shape[:3], self.key.shape[2])
-        key, value = (self._for_every_head(each) for each in (self.key, self.value))
-        made: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
-            self.query, key, value, bias, self._has_gradient(), self.dropout_p, self.is_causal, scale=self.scale
-        )[0]
-        return made
-
-    def _math(self) -> torch.Tensor:
-        made: torch.Tensor = _aten._scaled_dot_product_attention_math(
-            self.query,
-            self.key,
-            self.value,
-            self._bias(),
-            self.dropout_p,
-            self.is_causal,
-            scale=self.scale,
-            enable_gqa=self.enable_gqa,
-        )[0]
-        return made
 
     def _bias(self) -> torch.Tensor | None:
         """The mask as an additive bias (`convert_boolean_attn_mask`)."""
@@ -159,13 +122,18 @@ class Attention:
         zero, never = self.query.new_zeros(()), self.query.new_full((), -math.inf)
         return torch.where(mask, zero, never)
 
+    def _padded_bias(self) -> torch.Tensor | None:
+        """The bias with rows aligned to eight numbers (`pad_bias`), for every head."""
+        bias = self._bias()
+        if bias is None:
+            return None
+        if (beyond := bias.shape[-1] % 8) != 0:
+            bias = functional.pad(bias, (0, 8 - beyond))[..., : bias.shape[-1]]
+        return bias.expand(*self.query.shape[:3], self.key.shape[2])
+
     def _for_every_head(self, tensor: torch.Tensor) -> torch.Tensor:
         heads = self.query.shape[1]
         return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
-
-
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 _FORWARD = getattr(torch.ops.aten, "_fused_rms_norm", None)
@@ -184,11 +152,11 @@ def rms_norm(
     other = weight is not None and weight.dtype != input.dtype
     if _BACKWARD is None or other or not input.is_floating_point():
         return functional.rms_norm(input, [*normalized_shape], weight, eps)
-    made: torch.Tensor = _Fused.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]  # torch
+    made: torch.Tensor = _FusedRmsNorm.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]
     return made
 
 
-class _Fused(torch.autograd.Function):
+class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
@@ -198,8 +166,7 @@ class _Fused(torch.autograd.Function):
             made, by_row = _FORWARD(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, by_row)
         ctx.shape = shape
-        result: torch.Tensor = made
-        return result
+        return cast(torch.Tensor, made)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -208,11 +175,6 @@ class _Fused(torch.autograd.Function):
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         of_input, of_weight = _BACKWARD(gradient, input, ctx.shape, by_row, weight, needed)
         return of_input if needed[0] else None, None, of_weight if needed[1] else None, None
-
-
-_ATTENTION = functional.scaled_dot_product_attention
-_DROPOUT = (functional.dropout, torch.dropout)
-_RMS_NORM = (functional.rms_norm, torch.rms_norm)
 
 
 class CudaOperators(TorchFunctionMode):
@@ -226,11 +188,11 @@ class CudaOperators(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _ATTENTION:
+        if func is functional.scaled_dot_product_attention:
             return Attention(*cast_down(args), **cast_down(kwargs)).on(self._capability)
-        if func in _DROPOUT:
+        if func in (functional.dropout, torch.dropout):
             return _dropout(*args, **kwargs)
-        if func in _RMS_NORM:
+        if func in (functional.rms_norm, torch.rms_norm):
             return rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -248,15 +210,11 @@ def _dropout(
 
 @contextmanager
 def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """Run CUDA's operators, also for recomputation in backwards."""
+    """Run CUDA's operators, also for recomputation in backwards.
+
+    PyTorch disables a mode in the calls that it handles, so `backward` and `grad` enter it again.
+    """
     mode = CudaOperators(compute_capability)
-    with mode, _also_in_backwards(mode):
-        yield
-
-
-@contextmanager
-def _also_in_backwards(mode: CudaOperators) -> Iterator[None]:
-    """Re-enter the mode in `backward` and `grad`: PyTorch disables a mode in the calls that it handles."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
@@ -268,6 +226,7 @@ def _also_in_backwards(mode: CudaOperators) -> Iterator[None]:
 
     autograd._engine_run_backward = run_in_mode
     try:
-        yield
+        with mode:
+            yield
     finally:
         autograd._engine_run_backward = run

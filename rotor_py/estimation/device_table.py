@@ -1,22 +1,81 @@
-"""The device table, and files of the same form, written by hand or by `rotor-plan --calibrate`."""
+"""The device table, and files of the same form. Does not import torch, so that the CLI reports typos at once."""
 
 from __future__ import annotations
 
+import difflib
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rotor_py.data_sheet import CONTEXT_BYTES, LAUNCH_SECONDS, UNANCHORED, Device, Devices, Efficiencies, Rates
 from rotor_py.errors import InvalidValueError, kind_of
-from rotor_py.estimation.device_names import SOURCES, TABLE, counted, name_and_count, name_in_table, tables_in
 from rotor_py.units import parse_bytes
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_TABLE = Path(__file__).with_name("devices.toml")
+_SOURCES = "sources"
+"""Section of a table that is no device."""
 _RATES = ("bf16", "fp16", "tf32", "fp32")
 _REQUIRED = ("memory", "bandwidth", *_RATES, "compute_capability", "link", "pcie")
 _OPTIONAL = ("name", "vendor", "context", "launch_seconds", "efficiencies")
 _EFFICIENCIES = ("matmul", "convolution", "attention", "attention_backward", "streaming")
-_ORIGINS = ("anchor", "taken_from")
 _OWN = "the file itself"
+
+
+def name_and_count(text: str) -> tuple[str, int]:
+    """Parse a device and its count: "H100:8" gives "h100" and 8.
+
+    Ignores case and spaces. Raises ValueError, with the nearest names, if the device or the count is unknown.
+    """
+    name, count = split_count(text)
+    return name_in_table(name), count
+
+
+def name_in_table(name: str) -> str:
+    """The spelling of the table. Raises ValueError, with the nearest names, if it lacks the name."""
+    known = device_names()
+    spelled = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
+    for each in (spelled, spelled.replace("-", "")):
+        if each in known:
+            return each
+    near = difflib.get_close_matches(spelled, known, cutoff=0.4) or list(known)
+    # A family matches its members: a100 matches a100-80 and a100-40.
+    *first, last = [each for each in known if each.startswith(f"{spelled}-")] or near
+    meant = f"{', '.join(first)} or {last}" if first else last
+    raise InvalidValueError(
+        f"no device is called {name!r}; did you mean {meant}? A file of your own has the form of {_TABLE.name}",
+        kind="unknown_device",
+        name=name,
+    )
+
+
+def split_count(text: str) -> tuple[str, int]:
+    """Split any name from its count: "h100:8" gives "h100" and 8. Raises ValueError if the count is no number."""
+    name, colon, number = text.partition(":")
+    if colon and not (number.isdecimal() and int(number) > 0):
+        raise InvalidValueError(
+            f"{text!r} is not a number of devices; write {name}:8 for eight of them", kind="not_a_count", name=text
+        )
+    return name, int(number) if colon else 1
+
+
+@cache
+def device_names() -> tuple[str, ...]:
+    """The names of the table, in order."""
+    return tuple(name for name in tables_in(_TABLE) if name != _SOURCES)
+
+
+def tables_in(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file. Raises OSError, or ValueError if it is no TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"{path} is no TOML file: {error}", kind="not_toml", name=str(path)) from None
 
 
 def find_device(name: str) -> Device:
@@ -51,18 +110,18 @@ def device_from_file(path: str | Path, name: str | None = None) -> Device:
 
 def devices_from_file(path: str | Path, text: str | None = None) -> Devices:
     """Devices by text from the file at `path`: "mine" or "mine:8". Raises the errors of `device_from_file`."""
-    name, count = (None, 1) if text is None else counted(text)
+    name, count = (None, 1) if text is None else split_count(text)
     return Devices(device_from_file(path, name), count)
 
 
 @cache
 def _table() -> dict[str, Device]:
-    return _read(TABLE)
+    return _read(_TABLE)
 
 
 def _read(path: Path) -> dict[str, Device]:
     content = tables_in(path)
-    sources = content.pop(SOURCES, {})
+    sources = content.pop(_SOURCES, {})
     devices = {}
     for key, cells in content.items():
         if not isinstance(cells, dict):
@@ -85,19 +144,16 @@ def _read(path: Path) -> dict[str, Device]:
 
 
 def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
-    if missing := [each for each in _REQUIRED if each not in cells]:
-        raise InvalidValueError(f"{', '.join(missing)} is missing", kind="missing_fields", name=", ".join(missing))
-    if unknown := cells.keys() - {*_REQUIRED, *_OPTIONAL}:
-        raise InvalidValueError(
-            f"{', '.join(sorted(unknown))} is no cell; known are {', '.join((*_REQUIRED, *_OPTIONAL))}",
-            kind="unknown_fields",
-            name=", ".join(sorted(unknown)),
-        )
+    _check_names("cells", cells, _REQUIRED, _OPTIONAL)
     values, said = {}, []
     for cell in cells.keys() - {"efficiencies"}:
-        values[cell], source = _value_and_source(cells[cell])
+        # A plain value, or a table of the value and its source's name.
+        given = cells[cell]
+        detailed = isinstance(given, dict) and "value" in given
+        values[cell], source = (given["value"], given.get("source", _OWN)) if detailed else (given, _OWN)
         if cell in _REQUIRED:
             said.append((cell, sources.get(source, source)))
+    context = values.get("context", CONTEXT_BYTES)
     major, _, minor = str(values["compute_capability"]).partition(".")
     return Device(
         name=str(values.get("name", key)),
@@ -108,45 +164,40 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
         link_bandwidth=_above_zero("link", values["link"]),
         pcie_bandwidth=_above_zero("pcie", values["pcie"]),
         efficiencies=_efficiencies(cells.get("efficiencies")),
-        context_bytes=_context(values.get("context", CONTEXT_BYTES)),
+        context_bytes=0 if context == 0 and not isinstance(context, bool) else parse_bytes(context),  # 0 on a CPU
         launch_seconds=float(values.get("launch_seconds", LAUNCH_SECONDS)),
         vendor=str(values.get("vendor", "nvidia")),
         sources=tuple(sorted(said)),
     )
 
 
-def _value_and_source(cell: Any) -> tuple[Any, str]:
-    """Split a cell: a plain value, or a table of the value and its source's name."""
-    return (cell["value"], cell.get("source", _OWN)) if isinstance(cell, dict) and "value" in cell else (cell, _OWN)
-
-
-def _context(value: Any) -> int:
-    """Bytes of the device's context; zero is valid, as on a CPU."""
-    return 0 if value == 0 and not isinstance(value, bool) else parse_bytes(value)
+def _check_names(what: str, given: dict[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    for kind, names in (
+        ("missing_fields", [each for each in required if each not in given]),
+        ("unknown_fields", sorted(given.keys() - {*required, *optional})),
+    ):
+        if names:
+            raise InvalidValueError(
+                f"{kind.replace('_fields', '')} {what}: {', '.join(names)}; known are "
+                f"{', '.join((*required, *optional))}",
+                kind=kind,
+                name=", ".join(names),
+            )
 
 
 def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:
     if cells is None:
         return UNANCHORED
-    if unknown := cells.keys() - {*_EFFICIENCIES, *_ORIGINS}:
-        raise InvalidValueError(
-            f"{', '.join(sorted(unknown))} is no efficiency; known are {', '.join(_EFFICIENCIES)}",
-            kind="unknown_fields",
-            name=", ".join(sorted(unknown)),
-        )
-    if missing := [each for each in _EFFICIENCIES if each not in cells]:
-        raise InvalidValueError(
-            f"efficiencies lack {', '.join(missing)}", kind="missing_fields", name=", ".join(missing)
-        )
-    found = {each: _above_zero(each, cells[each]) for each in _EFFICIENCIES}
-    origins = {each: str(cells[each]) for each in _ORIGINS if each in cells}
-    if len(origins) > 1:
+    _check_names("efficiencies", cells, _EFFICIENCIES, ("anchor", "taken_from"))
+    if {"anchor", "taken_from"} <= cells.keys():
         raise InvalidValueError(
             "efficiencies have an anchor of their own, or are taken_from another device; leave one out",
             kind="excluded_together",
             name="taken_from",
         )
-    return Efficiencies(**found, anchor=origins.get("anchor"), taken_from=origins.get("taken_from"))
+    anchor, taken_from = (str(cells[each]) if each in cells else None for each in ("anchor", "taken_from"))
+    found = {each: _above_zero(each, cells[each]) for each in _EFFICIENCIES}
+    return Efficiencies(**found, anchor=anchor, taken_from=taken_from)
 
 
 def _above_zero(name: str, value: Any) -> float:

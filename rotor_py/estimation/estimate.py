@@ -14,7 +14,6 @@ from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.device_table import find_devices
-from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import Shard, SimulatedDevices
 from rotor_py.plan.sample import arguments_of
@@ -56,42 +55,35 @@ def estimate(
 
     Args:
         model: any model, left unchanged; or a function that makes one, so that its parameters take no memory either.
-            May be
-            on the meta device.
+            May be on the meta device.
         sample: input of the model: a tensor, a tuple of positional or a dict of keyword arguments. Only shapes and
-            dtypes
-            count. An attention mask is assumed to mask nothing.
+            dtypes count. An attention mask is assumed to mask nothing.
         device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight, with
             parameters sharded by `fully_shard`; the report is of one, with its own batch.
         optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
         loss: the loss as a function of the output, on the CPU.
         mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of the memory available to PyTorch,
-            or
-            less if its allocator is predicted to reserve more than there is.
+            or less if its allocator is predicted to reserve more than there is.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
         mem_slots: memory resolution of the solver.
         shard: how parameters are sharded over several devices: "blocks", the default, gathers each layer of a list of
-            like
-            layers separately and the rest together; "whole" gathers all at once. Or a function of the model and the
-                mesh
-            that calls `fully_shard`.
+            like layers separately and the rest together; "whole" gathers all at once. Or a function of the model and
+            the mesh that calls `fully_shard`.
         precision: the dtype in which "blocks" and "whole" gather parameters, and layers run.
         offload: "host": activations may be offloaded to host memory, over the link in the table.
         autocast: forward and loss run under `torch.autocast` with this dtype, by CUDA's rules.
 
     Raises:
         InfeasibleError: no plan fits the device. `min_bytes` is the least limit, or a lower bound if that is clear
-            before
-            measuring.
+            before measuring.
         UnsupportedModelError: the model cannot be planned, or its forward depends on values.
         ValueError: the device is not in the table; `shard` or `precision` with a single device.
     """
     devices = find_devices(device) if isinstance(device, str) else device
     devices = Devices(devices) if isinstance(devices, Device) else devices
-    elsewhere = SimulatedDevices(devices, shard=shard, precision=precision)
-    without_memory = elsewhere.without_memory
+    target = SimulatedDevices(devices, shard=shard, precision=precision)
     if not isinstance(model, nn.Module):
-        with elsewhere.making():
+        with target.making():
             model = model()
         if not isinstance(model, nn.Module):
             raise UnsupportedModelError(
@@ -100,11 +92,15 @@ def estimate(
                 name="model",
             )
     arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
-    with elsewhere.together():
-        fake = elsewhere.model(model).train()
-        value = without_memory.value(keywords or arguments)
-        with elsewhere.measuring():
-            made = _optimizer(optimizer, fake, without_memory)
+    with target.together():
+        fake = target.model(model).train()
+        value = target.fakes.value(keywords or arguments)
+        with target.measuring():
+            made: torch.optim.Optimizer | None = None
+            if isinstance(optimizer, torch.optim.Optimizer):
+                made = target.fakes.optimizer(optimizer)
+            elif optimizer is not None:
+                made = optimizer(fake.parameters())
             network = Checkpointable(
                 fake,
                 mem_limit=mem_limit,
@@ -119,9 +115,9 @@ def estimate(
             with region(autocast):
                 network.measure(value)
             step = SimulatedStep(network, value, loss, made, fresh_grads=fresh_grads, autocast=autocast)
-            elsewhere.follow(step)
+            target.follow(step)
             network.compute_sequence()
-            reserved = elsewhere.reserve(step, keep_limit=mem_limit is not None)
+            reserved = target.reserve(step, keep_limit=mem_limit is not None)
             return replace(
                 network.report(),
                 device=devices.name,
@@ -129,11 +125,3 @@ def estimate(
                 recurrent=recurrent_layers(fake, devices.each),
                 reserved=reserved,
             )
-
-
-def _optimizer(given: Optimizer | None, fake: nn.Module, without_memory: FakeCopies) -> torch.optim.Optimizer | None:
-    if given is None:
-        return None
-    if isinstance(given, torch.optim.Optimizer):
-        return without_memory.optimizer(given)
-    return given(fake.parameters())

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,31 +26,16 @@ from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_o
 _aten = torch.ops.aten
 
 
-def _contiguous(args: tuple[Any, ...]) -> torch.memory_format:
-    return torch.contiguous_format
-
-
-def _as_argument(position: int) -> Callable[[tuple[Any, ...]], torch.memory_format]:
-    """Memory format of an argument: channels last or contiguous (`suggest_memory_format`)."""
-
-    def layout(args: tuple[Any, ...]) -> torch.memory_format:
-        given: torch.Tensor = args[position]
-        for dimensions, found in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if given.dim() == dimensions and given.is_contiguous(memory_format=found) and not given.is_contiguous():
-                return found
-        return torch.contiguous_format
-
-    return layout
-
-
-_LAYOUTS: dict[Any, Callable[[tuple[Any, ...]], torch.memory_format]] = {
-    _aten.native_layer_norm_backward.default: _contiguous,
-    _aten._log_softmax_backward_data.default: _contiguous,
-    _aten.native_batch_norm.default: _as_argument(0),
-    _aten.native_batch_norm_backward.default: _as_argument(1),
-    _aten.native_dropout_backward.default: _as_argument(0),  # CUDA only
+_LAYOUTS: dict[Any, int | None] = {
+    _aten.native_layer_norm_backward.default: None,
+    _aten._log_softmax_backward_data.default: None,
+    _aten.native_batch_norm.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
+    _aten.native_dropout_backward.default: 0,  # CUDA only
 }
-"""Layout of the first result, by the operator's arguments."""
+"""Position of the argument that the first result is laid out as: channels last or contiguous
+(`suggest_memory_format`). None: always contiguous.
+"""
 
 _MADE_AS_LARGE = (_aten.col2im.default, _aten.im2col.default)
 """Operators that allocate a result as large as their input and then resize it, so that a smaller result keeps the
@@ -81,10 +66,13 @@ class DeviceFakeMode(FakeTensorMode):
         if func in _MADE_AS_LARGE and result.numel() < args[0].numel():
             with self:
                 return torch.empty(args[0].numel(), dtype=result.dtype).as_strided(result.shape, result.stride())
-        layout = _LAYOUTS.get(func)
-        return result if layout is None else self._laid_out(result, layout(args))
+        return self._laid_out(result, args, _LAYOUTS[func]) if func in _LAYOUTS else result
 
-    def _laid_out(self, result: Any, layout: torch.memory_format) -> Any:
+    def _laid_out(self, result: Any, args: tuple[Any, ...], position: int | None) -> Any:
+        layout, given = torch.contiguous_format, None if position is None else args[position]
+        for dimensions, found in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if given is not None and given.dim() == dimensions and not given.is_contiguous():
+                layout = found if given.is_contiguous(memory_format=found) else layout
         several = isinstance(result, tuple)
         first = result[0] if several else result
         if first is None or first.is_contiguous(memory_format=layout):
@@ -94,6 +82,7 @@ class DeviceFakeMode(FakeTensorMode):
         return (first, *result[1:]) if several else first
 
 
+_REGISTERED = ("_parameters", "_buffers", "_modules")
 _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
 """Modules that initialize tensors; some functions read values."""
 
@@ -111,7 +100,9 @@ class FakeCopies:
     def model(self, model: nn.Module) -> nn.Module:
         """Copy a model onto fake parameters, buffers and other tensors."""
         held = [*model.parameters(), *model.buffers()]
-        held += [leaf for module in model.modules() for leaf in tree_leaves(_others(module)) if _is_tensor(leaf)]
+        for module in model.modules():
+            others = {key: each for key, each in vars(module).items() if key not in _REGISTERED}
+            held += [leaf for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
         # `deepcopy` takes replacements from its memo, so no values are copied.
         found: nn.Module = copy.deepcopy(model, {id(each): self.tensor(each) for each in held})
         return found
@@ -162,8 +153,9 @@ class FakeCopies:
             made = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, tensor.requires_grad)
-        own = {key: value for key, value in vars(tensor).items() if not isinstance(value, torch.Tensor)}
-        made.__dict__.update({key: value for key, value in own.items() if key not in vars(made)})
+        for key, value in vars(tensor).items():
+            if not isinstance(value, torch.Tensor):
+                vars(made).setdefault(key, value)
         return made.requires_grad_(tensor.requires_grad)
 
 
@@ -176,19 +168,6 @@ def construct_on_meta() -> Iterator[None]:
                 for function in [each for each in dir(module) if each.endswith("_") and not each.startswith("_")]:
                     if callable(getattr(module, function)):
                         stack.callback(setattr, module, function, getattr(module, function))
-                        setattr(module, function, _as_it_is)
+                        setattr(module, function, lambda tensor, *args, **kwargs: tensor)
         stack.enter_context(torch.device("meta"))
         yield
-
-
-def _as_it_is(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return tensor
-
-
-def _others(module: nn.Module) -> dict[str, Any]:
-    """Attributes of a module other than parameters, buffers and children."""
-    return {key: value for key, value in vars(module).items() if key not in ("_parameters", "_buffers", "_modules")}
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)

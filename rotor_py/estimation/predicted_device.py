@@ -83,7 +83,6 @@ class PredictedMeter:
         live.begin_peak()
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor, as the other meters do."""
         self._live.hold(tensor)
 
     def __exit__(
@@ -112,9 +111,8 @@ class FakeStorages:
 class PredictedDevice:
     """A simulated device of some `kind` with `memory_bytes` free, of which libraries use `workspace_bytes`.
 
-    It is one of `count` like devices that train one model together.
-
-    `host_bandwidth` holds the bytes a second of copies to the host and back, both directions at once.
+    It is one of `count` like devices that train one model together. `host_bandwidth` holds the bytes a second of copies
+    to the host and back, both directions at once.
 
     `seconds` and `scratch` predict each operator. Tensors are fake ones on the CPU for every kind, since PyTorch runs
     no backward for an absent device. While stages run, `chosen` is entered, which selects the operators of that kind.
@@ -133,17 +131,13 @@ class PredictedDevice:
 
     @property
     def all_names(self) -> str:
-        """Name and count of the devices."""
         return self.name if self.count == 1 else f"{self.count} × {self.name}"
 
     def memory_meter(self, device: torch.device) -> MemoryMeter:
-        """A meter for fake tensors on `device`."""
         return PredictedMeter(LiveBytes({device.type}, self.kind, self.scratch))
 
     def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
-        """A stopwatch for operators on fake tensors; ignores `device`."""
         return PredictedStopwatch(self.seconds)
 
     def operators(self) -> AbstractContextManager[object]:
-        """Select the device's operators within the context."""
         return self.chosen()

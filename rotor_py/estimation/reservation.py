@@ -1,14 +1,78 @@
-"""Predict the bytes that the allocator reserves for a step by its plan, from steps on fake tensors."""
+"""Predict the bytes that the allocator reserves for a step by its plan, from steps traced on fake tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
 
-from rotor_py.data_sheet import Device, Devices, Reservation
-from rotor_py.estimation.caching_allocator import LARGE_SEGMENT, DeviceFullError, Event, most_bytes, replay
-from rotor_py.estimation.followed_step import FollowedStep
+import torch
+
+from rotor_profiling.followed_storages import FollowedStorages
+from rotor_profiling.storage import local
+from rotor_py.data_sheet import WORKSPACES, Device, Devices, Reservation, workspace_bytes
+from rotor_py.estimation.caching_allocator import (
+    LARGE_SEGMENT,
+    Allocate,
+    DeviceFullError,
+    Event,
+    Free,
+    most_bytes,
+    replay,
+)
+from rotor_py.estimation.roofline import Roofline
+from rotor_py.estimation.scratch import scratch_bytes
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_solver import InfeasibleError
+
+
+class FollowedStep(FollowedStorages):
+    """Traces what runs inside it on a simulated `device`: its seconds by a roofline, and its allocator requests.
+
+    Requests are the storages that operators make, until they are freed, and the scratch memory of kernels. Register
+    tensors from before the step with `hold`.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.stream = 0
+        """Stream of the requests: each stream has its own pools."""
+        self.seconds = 0.0
+        self.events: list[Event] = []
+        self._device = device
+        self._roofline = Roofline(device)
+        self._before = 0
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count existing tensors: parameters, optimizer state, batch."""
+        for tensor in tensors:
+            self.follow(local(tensor).untyped_storage())
+
+    def hold_workspace(self) -> None:
+        """Count workspaces that libraries allocate once and keep."""
+        each = workspace_bytes(self._device) // WORKSPACES
+        self.events += [Allocate(f"workspace {number}", each) for number in range(WORKSPACES)]
+
+    def begin(self) -> None:
+        """Begin the step: everything so far existed before it."""
+        self._before = len(self.events)
+
+    def risen(self) -> int:
+        """Peak bytes of the step beyond those at its begin."""
+        return most_bytes(self.events, self._before)
+
+    def taken(self, number: int, size: int) -> None:
+        self.events.append(Allocate(number, size, self.stream))
+
+    def freed(self, number: int) -> None:
+        self.events.append(Free(number))
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        inside = scratch_bytes(func, args, kwargs, out)
+        if inside:
+            inner = ("inside", len(self.events))
+            self.events += [Allocate(inner, inside, self.stream), Free(inner)]
+        self.seconds += self._roofline(func, args, kwargs, out)
 
 
 def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
@@ -21,27 +85,19 @@ def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
 
 def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
     """Peak of reserved bytes; if the device is too small, the memory that suffices, to within a segment."""
-    much = replay(events, expandable=expandable).reserved_bytes
+    much, little = replay(events, expandable=expandable).reserved_bytes, usable
     if much <= usable:
         return much
-    within = _reserved_within(usable, events, expandable=expandable)
-    if within is not None:
-        return within
-    little = usable
+    with suppress(DeviceFullError):
+        return replay(events, expandable=expandable, limit=usable).reserved_bytes
     while much - little > LARGE_SEGMENT:
         middle = (little + much) // 2
-        if _reserved_within(middle, events, expandable=expandable) is None:
-            little = middle
-        else:
+        try:
+            replay(events, expandable=expandable, limit=middle)
             much = middle
+        except DeviceFullError:
+            little = middle
     return much
-
-
-def _reserved_within(limit: int, events: Sequence[Event], *, expandable: bool) -> int | None:
-    try:
-        return replay(events, expandable=expandable, limit=limit).reserved_bytes
-    except DeviceFullError:
-        return None
 
 
 _ROUNDS = 2
@@ -50,25 +106,27 @@ fit.
 """
 
 
-RequestsOf = Callable[[SimulatedStep], Sequence[Event]]
-"""Allocator requests of steps by the plan, preceded by those of existing tensors."""
-
-
 def find_reservation(
-    step: SimulatedStep, devices: Devices, *, keep_limit: bool, requests_of: RequestsOf | None = None
+    step: SimulatedStep,
+    devices: Devices,
+    *,
+    keep_limit: bool,
+    requests_of: Callable[[SimulatedStep], Sequence[Event]] | None = None,
 ) -> Reservation:
-    """Find the reservation of `step` by its network's plan, from `requests_of`, or from two traced steps.
+    """Find the reservation of `step` by its network's plan, from its requests; by default those of two traced steps.
 
     Unless `keep_limit`, lowers the limit and replans while more is reserved than the device has. If no plan fits the
     smaller limit, the last one stays.
     """
     network = step.network
-    found = reservation(step, devices, requests_of)
-    for _ in range(0 if keep_limit else _ROUNDS):
+    for attempt in range(_ROUNDS + 1):
         budget, sequence, limit = network.budget, network.sequence, network.mem_limit
         assert budget is not None
         assert sequence is not None
-        if not found.missing_bytes:
+        requests = followed_by_plan(step, devices.each).events if requests_of is None else requests_of(step)
+        # At least the peak of the plan, which assumes the worst order of backwards.
+        found = reservation_of(requests, devices.each).at_least(budget.peak_bytes(sequence))
+        if keep_limit or attempt == _ROUNDS or not found.missing_bytes:
             break
         # Lower the peak, not the limit: below that, the plan would not change.
         smaller = budget.peak_bytes(sequence) - found.missing_bytes
@@ -80,18 +138,7 @@ def find_reservation(
         except InfeasibleError:  # processes that share the plan may need more than the least limit
             network.mem_limit, network.sequence = limit, sequence
             break
-        found = reservation(step, devices, requests_of)
     return found
-
-
-def reservation(step: SimulatedStep, devices: Devices, requests_of: RequestsOf | None = None) -> Reservation:
-    """Reservation of `step`, at least the peak of the plan, which assumes the worst order of backwards."""
-    budget, sequence = step.network.budget, step.network.sequence
-    assert budget is not None
-    assert sequence is not None
-    requests = followed_by_plan(step, devices.each).events if requests_of is None else requests_of(step)
-    found = reservation_of(requests, devices.each)
-    return found.at_least(budget.peak_bytes(sequence))
 
 
 def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:

@@ -191,10 +191,10 @@ def touched(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    named = zip(func._schema.arguments, args, strict=False)
-    found = [value for one, value in named if one.alias_info is not None and one.alias_info.is_write]
-    found += [kwargs[one.name] for one in func._schema.arguments
-              if one.alias_info is not None and one.alias_info.is_write and one.name in kwargs]  # fmt: skip
+    found = []
+    for number, one in enumerate(func._schema.arguments):
+        if one.alias_info is not None and one.alias_info.is_write:
+            found.append(args[number] if number < len(args) else kwargs.get(one.name))
     return tensors_in(found)
 
 

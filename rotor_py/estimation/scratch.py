@@ -6,6 +6,7 @@ others are the sizes in the code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,11 +59,6 @@ def _flash_sums(call: _Call) -> int:
     if key.shape[1] != heads:
         size += batch * heads * (key.shape[2] * key.shape[3] + value.shape[2] * value.shape[3]) * key.element_size()
     return size
-
-
-def _cudnn_backward(call: _Call) -> int:
-    """cuDNN's workspace (`MHA.cpp` asks its graph for the size). Assumed: as flash attention's accumulators."""
-    return _flash_sums(call)
 
 
 def _efficient_backward(call: _Call) -> int:
@@ -130,9 +126,7 @@ def _sum(call: _Call) -> int:
     leading = dims and len(dims) < given.dim() and dims == list(range(len(dims)))
     if not leading or not given.is_contiguous():
         return 0
-    rows = 1
-    for size in given.shape[: len(dims)]:
-        rows *= size
+    rows = math.prod(given.shape[: len(dims)])
     return _column_sums(rows, given.numel() // max(rows, 1))
 
 
@@ -156,9 +150,7 @@ def _norm_backward(call: _Call) -> int:
     Narrow: fewer warps than half of the multiprocessors; the largest devices have 132 to 148.
     """
     given = tensors_in(call[1])
-    width = 1
-    for size in argument(call[0], call[1], call[2], "normalized_shape"):
-        width *= size
+    width = math.prod(argument(*call[:3], "normalized_shape"))
     rows = given[0].numel() // max(width, 1)
     warps = -(-width // 32)
     if rows <= 64 * 1024 or warps >= 66:
@@ -187,7 +179,7 @@ def _up(size: int, to: int) -> int:
 
 _SCRATCH: dict[Any, Callable[[_Call], int]] = {
     FLASH_BACKWARD: _flash_backward,
-    CUDNN_BACKWARD: _cudnn_backward,
+    CUDNN_BACKWARD: _flash_sums,  # assumed; `MHA.cpp` asks cuDNN's graph for its workspace
     EFFICIENT_BACKWARD: _efficient_backward,
     aten.embedding_dense_backward: _embedding_backward,
     aten.index_put: _index_put,

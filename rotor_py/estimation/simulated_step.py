@@ -18,10 +18,6 @@ from rotor_py.estimation.cuda_autocast import region
 from rotor_py.plan.sample import arguments_of
 
 
-def _nothing_begins(phase: str) -> None:
-    """Ignore phases."""
-
-
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
     """A step of `network` on `value`, whose caller holds the output to its end. Call it to take the step.
@@ -38,7 +34,7 @@ class SimulatedStep:
     fresh_grads: bool = False
     autocast: torch.dtype | None = None
 
-    def __call__(self, begins: Callable[[str], None] = _nothing_begins) -> None:
+    def __call__(self, begins: Callable[[str], None] = lambda phase: None) -> None:
         """Take the step; `begins` is called with the name of each phase."""
         network, budget = self.network, self.network.budget
         arguments, keywords = arguments_of(self.value, network.model)
@@ -54,23 +50,22 @@ class SimulatedStep:
                 last = budget is not None and budget.backward_order == "reverse"
                 values.pop(-1 if last else 0).backward()
         begins("optimizer")
+        self._step_optimizer()
+        begins("end")
+
+    def _step_optimizer(self) -> None:
         if self.optimizer is not None:
             with stepping_as_on_cuda(self.optimizer):
                 self.optimizer.step()
         if self.fresh_grads:
-            network.zero_grad()
-        begins("end")
+            self.network.zero_grad()
 
     def prepare(self) -> None:
         """Make the optimizer's state, and gradients if kept, without a step."""
         for parameter in self.network.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-        if self.optimizer is not None:
-            with stepping_as_on_cuda(self.optimizer):
-                self.optimizer.step()
-        if self.fresh_grads:
-            self.network.zero_grad()
+        self._step_optimizer()
 
     def present(self) -> list[torch.Tensor]:
         """Tensors that exist before the first step."""

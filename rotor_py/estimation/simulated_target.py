@@ -7,7 +7,7 @@ shows the memory of each of any number.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal
@@ -25,6 +25,7 @@ from rotor_profiling.torch_compat import (
 )
 from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
+from rotor_py.estimation.caching_allocator import MIN_BLOCK
 from rotor_py.estimation.communication import Communication
 from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.cuda_operators import cuda_operators
@@ -34,9 +35,6 @@ from rotor_py.estimation.reservation import find_reservation
 from rotor_py.estimation.roofline import Roofline
 from rotor_py.estimation.scratch import scratch_bytes
 from rotor_py.estimation.simulated_step import SimulatedStep
-
-_BLOCK = 512
-"""Block size of the caching allocator (`kMinBlockSize` in torch), also on ROCm."""
 
 _BOTH_WAYS = 0.8
 """Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
@@ -55,7 +53,7 @@ def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
         seconds=Roofline(device),
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
-        storages=FakeStorages(_BLOCK),
+        storages=FakeStorages(MIN_BLOCK),
         chosen=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
     )
 
@@ -64,27 +62,17 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 Sharding = Literal["blocks", "whole"]
 
 
-def shard_whole(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype | None = None) -> None:
-    """Shard the parameters of `model` over `mesh`, gathered all together.
+def shard_parameters(
+    model: nn.Module, mesh: DeviceMesh, sharding: Sharding = "blocks", precision: torch.dtype | None = None
+) -> None:
+    """Shard the parameters of `model` over `mesh`, gathered block by block, or all together if "whole".
 
     With `precision`, parameters are gathered and modules run in this dtype; gradients are reduced in 32 bits.
     """
-    _shard([model], mesh, precision)
-
-
-def shard_blocks(model: nn.Module, mesh: DeviceMesh, precision: torch.dtype | None = None) -> None:
-    """Shard as `shard_whole`, gathered block by block."""
-    _shard([*blocks_of(model), model], mesh, precision)
-
-
-SHARDINGS: dict[Sharding, Callable[..., None]] = {"blocks": shard_blocks, "whole": shard_whole}
-
-
-def _shard(modules: Iterable[nn.Module], mesh: DeviceMesh, precision: torch.dtype | None) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(precision, None if precision is None else torch.float32)
-    for module in modules:
+    for module in (*(blocks_of(model) if sharding == "blocks" else ()), model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
@@ -143,13 +131,14 @@ class SimulatedDevices:
 
     def __init__(self, devices: Devices, *, shard: Shard | None = None, precision: torch.dtype | None = None) -> None:
         self.devices = devices
-        _refuse_what_says_nothing(devices, shard, precision)
-        shard = "blocks" if shard is None else shard
-        self._shard = partial(_sharding(shard), precision=precision) if isinstance(shard, str) else shard
+        _check_sharding(devices, shard, precision)
+        self._shard = (
+            shard if callable(shard) else partial(shard_parameters, sharding=shard or "blocks", precision=precision)
+        )
         self._mesh: DeviceMesh | None = None
         self._communication = Communication(devices.each)
         self._mode = DeviceFakeMode()
-        self.without_memory = FakeCopies(self._mode)
+        self.fakes = FakeCopies(self._mode)
         """makes fake copies of models, samples and optimizers"""
 
     making = staticmethod(construct_on_meta)
@@ -169,7 +158,7 @@ class SimulatedDevices:
 
     def model(self, model: nn.Module) -> nn.Module:
         """A fake copy of a model with this process's shard of the parameters."""
-        found = self.without_memory.model(model)
+        found = self.fakes.model(model)
         if self._mesh is not None:
             with self.measuring():
                 self._shard(found, self._mesh)
@@ -209,34 +198,23 @@ class SimulatedDevices:
             ) from error
 
 
-def _refuse_what_says_nothing(devices: Devices, shard: Shard | None, precision: torch.dtype | None) -> None:
-    if devices.count == 1 and shard is not None:
-        raise InvalidValueError(
-            "shard divides parameters among several devices, and device names one; write device='h100:8'",
-            kind="one_device",
-            name="shard",
-        )
-    if devices.count == 1 and precision is not None:
-        raise InvalidValueError(
-            "precision is for parameters that several devices share, and device names one; write device='h100:8', or "
-            "convert the model",
-            kind="one_device",
-            name="precision",
-        )
+def _check_sharding(devices: Devices, shard: Shard | None, precision: torch.dtype | None) -> None:
+    for name, value in (("shard", shard), ("precision", precision)):
+        if devices.count == 1 and value is not None:
+            raise InvalidValueError(
+                f"{name} is for parameters that several devices share, and device names one; write device='h100:8'",
+                kind="one_device",
+                name=name,
+            )
     if precision is not None and callable(shard):
         raise InvalidValueError(
             "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself",
             kind="excluded_together",
             name="precision",
         )
-
-
-def _sharding(name: str) -> Callable[..., None]:
-    for each, function in SHARDINGS.items():
-        if each == name:
-            return function
-    raise InvalidValueError(
-        f"shard is {name!r}; give {' or '.join(map(repr, SHARDINGS))}, or a function of model and mesh",
-        kind="unknown_value",
-        name="shard",
-    )
+    if not callable(shard) and shard not in (None, "blocks", "whole"):
+        raise InvalidValueError(
+            f"shard is {shard!r}; give 'blocks' or 'whole', or a function of model and mesh",
+            kind="unknown_value",
+            name="shard",
+        )

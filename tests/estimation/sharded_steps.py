@@ -24,7 +24,7 @@ from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
 from rotor_py.estimation.simulated_step import SimulatedStep
-from rotor_py.estimation.simulated_target import shard_blocks, world_of
+from rotor_py.estimation.simulated_target import shard_parameters, world_of
 from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
 from tests.distributed import fsdp_models
@@ -106,7 +106,7 @@ def peaks(step: Callable[[Callable[[str], None]], None]) -> dict[str, int]:
 
 
 def sharded(model: nn.Module, over: DeviceMesh, precision: torch.dtype | None) -> nn.Module:
-    shard_blocks(model, over, precision)
+    shard_parameters(model, over, precision=precision)
     return model.train()
 
 

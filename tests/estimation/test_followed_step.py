@@ -14,7 +14,7 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_py.data_sheet import Device
 from rotor_py.estimation.caching_allocator import Allocate, Event, Free, replay
 from rotor_py.estimation.device_table import find_device
-from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.reservation import FollowedStep
 from tests.estimation.test_roofline import SIMPLE
 
 H100 = find_device("h100")

@@ -15,7 +15,7 @@ from rotor_py.data_sheet import Device
 from rotor_py.estimation import reservation as reserving
 from rotor_py.estimation.caching_allocator import Allocate, Free
 from rotor_py.estimation.device_table import find_device
-from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.reservation import FollowedStep
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.report import Report
 from rotor_py.stage.compression import Packed

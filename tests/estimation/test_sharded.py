@@ -23,9 +23,9 @@ from rotor_py.data_sheet import Reservation
 from rotor_py.estimation.communication import Communication
 from rotor_py.estimation.device_table import find_device, find_devices
 from rotor_py.estimation.fake_tensors import FakeCopies
-from rotor_py.estimation.followed_step import FollowedStep
+from rotor_py.estimation.reservation import FollowedStep
 from rotor_py.estimation.simulated_step import SimulatedStep
-from rotor_py.estimation.simulated_target import blocks_of, shard_blocks, world_of
+from rotor_py.estimation.simulated_target import blocks_of, shard_parameters, world_of
 from rotor_solver import store_all
 from tests.distributed import fsdp_layers
 from tests.distributed.processes import NOT_WHOLE, Processes
@@ -121,7 +121,7 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(4) as mesh, mode:
         model = FakeCopies(mode).model(Blocks(6)).train()
-        shard_blocks(model, mesh)
+        shard_parameters(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         batch = torch.empty(ROWS, WIDTH)
         network = Checkpointable(
