@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rotor_cli.facts import Facts
-from rotor_py.report.facts import NAME, optimizer_step
+from rotor_py.report.numbers import NAME, optimizer_step
 from rotor_py.report.sweep import label
 from rotor_py.validate.steps import TimedOperation
 from rotor_py.validate.verification import Verification

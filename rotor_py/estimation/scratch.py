@@ -150,7 +150,7 @@ def _norm_backward(call: _Call) -> int:
     Narrow: fewer warps than half of the multiprocessors; the largest devices have 132 to 148.
     """
     given = tensors_in(call[1])
-    width = math.prod(argument(*call[:3], "normalized_shape"))
+    width: int = math.prod(argument(*call[:3], "normalized_shape"))
     rows = given[0].numel() // max(width, 1)
     warps = -(-width // 32)
     if rows <= 64 * 1024 or warps >= 66:

@@ -80,7 +80,6 @@ class BatchChoice:
         return tuple(each for each in found if each is not None)
 
     def point(self, batch: int) -> BatchPoint:
-        """The point of a batch. Raises StopIteration if it is not in `points`."""
         return next(point for point in self.points if point.batch == batch)
 
     def _answer(self) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
-from rotor_py.report.facts import ReportFacts
+from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.sweep import Point, Sweep, format_share
 from rotor_py.units import format_bytes, format_seconds
 
@@ -22,8 +22,6 @@ curve is never seen whole.
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A part of a picture's width, in pixels, with its tooltip."""
-
     x: float
     width: float
     title: str
@@ -60,8 +58,6 @@ _APART, _FINEST = 20, 0.02
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point with its tooltip, its letter and the letter's position."""
-
     x: float
     y: float
     title: str
@@ -144,7 +140,6 @@ def _line(corners: list[tuple[float, float]], end: float) -> Iterator[str]:
 
 
 def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[Column]:
-    """Yield the infeasible limits, then from each limit to the next the cost of its plan."""
     yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
     for (point, above), (start, end) in zip(pairwise((*sweep.points, None)), pairwise((*starts, right)), strict=True):
         assert point is not None
@@ -168,7 +163,6 @@ def _named(point: Point, inside: bool) -> str:
 
 
 def _shares(highest: float) -> list[float]:
-    """Round values of the overhead axis whose labels do not overlap."""
     found = [0.0]
     for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
         place = math.log1p(share)
@@ -195,7 +189,6 @@ def _placed(
 
 
 def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None, width: float) -> bool:
-    """Whether a letter fits at this position inside the picture without overlap."""
     x, y = place
     inside = LEFT + 6 <= x <= LEFT + width + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
     clear = wall is None or abs(x - wall) >= 8
@@ -272,7 +265,6 @@ def _powers(least: int, most: int) -> list[int]:
 
 
 def _apart(batches: list[int], x: Callable[[float], float]) -> list[int]:
-    """The largest batch, and the others whose labels do not overlap the next one's."""
     kept = batches[-1:]
     for batch in reversed(batches[:-1]):
         if x(kept[-1]) - x(batch) >= _BATCH_LABEL:

@@ -1,15 +1,21 @@
-"""Predicted peaks and times of a plan, and the kind of storage each stage uses."""
+"""Facts of a plan: predicted peaks and times, storage kinds, stages, the optimizer step, and sentences about them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from rotor_py.data_sheet import Devices, Reservation
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.step_memory import peak_of
+from rotor_py.report.batch_choice import BatchChoice
+from rotor_py.report.provenance import Basis
+from rotor_py.report.sweep import Sweep, format_share
 from rotor_py.stage.compression import Packed
-from rotor_py.stage.low_precision import word_of
+from rotor_py.stage.low_precision import rounded_stages, word_of
 from rotor_py.stage.storage_modes import parted
-from rotor_py.units import format_bytes
+from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
 
 WORDS = {
@@ -21,6 +27,10 @@ WORDS = {
     "input": "its input alone",
 }
 """Words for the kinds of stored memory."""
+
+
+NOISY = 0.10
+"""Report relative spreads of stage times from here on: something else loads the machine."""
 
 
 def kept_kind(stage: Stage, option: int) -> str:
@@ -39,10 +49,10 @@ def kept_kind(stage: Stage, option: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanNumbers:
-    """A measured model, its budget and its plan. `mem_limit`, in bytes, is None if none was set.
+class ReportFacts:
+    """The numbers of a plan, its provenance, and the sentences about both; computed on access.
 
-    Derived numbers are computed on access.
+    `mem_limit`, in bytes, is None if none was set.
     """
 
     title: str
@@ -51,6 +61,18 @@ class PlanNumbers:
     budget: Budget
     measurement: Measurement
     sequence: Sequence
+    sweep: Sweep | None = None
+    """Costs of all limits, if known."""
+    compiled: Iterable[str] | None = None
+    """Names of the compiled stages; None without `compile`."""
+    batches: BatchChoice | None = None
+    """How the batch was chosen, if it was."""
+    predicted_for: Devices | None = None
+    """Simulated devices that the numbers are predicted for; None if measured."""
+    recurrent: tuple[str, ...] = ()
+    """Names of layers whose prediction is not exact."""
+    reserved: Reservation | None = None
+    """Predicted reservation of the allocator, if a step was followed."""
 
     @property
     def fits(self) -> bool:
@@ -108,6 +130,16 @@ class PlanNumbers:
         makespan = self.budget.makespan(self.sequence) / self.budget.forwards
         return makespan / bound - 1 if bound else 0.0
 
+    def quality(self) -> list[tuple[str, str]]:
+        """Distance from the optimum, if bounded, and the spread of noisy measured times, by name."""
+        gap, spread = self.gap, self.measurement.spread
+        found = []
+        if gap is not None:  # at 5e-5, two digits would show nothing
+            found.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
+        if spread >= NOISY:
+            found.append(("times vary by", format_share(spread)))
+        return found
+
     @property
     def before_chain_seconds(self) -> float:
         """Time of the layers before the chain, which are not planned."""
@@ -160,9 +192,181 @@ class PlanNumbers:
                         kept.setdefault(stage, "checkpointed")
                 case ForwardNograd(stage):
                     runs[stage] += 1
-        return [_action(kept.get(stage), count - 1) for stage, count in enumerate(runs)]
+        again = [f"recomputed {count - 1}×" if count > 1 else "" for count in runs]
+        return [", ".join(part for part in (kept.get(at, ""), each) if part) for at, each in enumerate(again)]
+
+    def verdict(self) -> tuple[str, str]:
+        """Whether the plan fits and its price: beginning and rest of one sentence."""
+        if self.mem_limit is None:
+            begin, limit = f"{self.title} is planned", "without a limit"
+        else:
+            begin = f"{self.title} fits" if self.fits else f"{self.title} does not fit"
+            limit = f"in {format_bytes(self.mem_limit)}"
+        plain = self.store_all_bytes
+        if self.overhead == 1.0 and self.peak_bytes == plain:
+            price = "nothing has to be recomputed."
+        else:
+            price = (
+                f"{self.overhead - 1:+.1%} time compared with storing everything, which needs {format_bytes(plain)}."
+            )
+        return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}"
+
+    def peak_reason(self) -> str | None:
+        """Position of the peak in one sentence; None if it is in forward or backward."""
+        running = self.budget.beside_chain(self.sequence) + peak_of(self.chain, self.shown)
+        if self.peak_bytes <= running:
+            return None
+        stepping = self.peak_bytes == self.budget.optimizer_peak_bytes
+        return (
+            f"The peak is {'in the optimizer step' if stepping else 'in the layers before the chain'}: "
+            f"{format_bytes(self.peak_bytes)} there, {format_bytes(running)} in forward and backward. No other plan "
+            "needs less there."
+        )
+
+    def remarks(self) -> tuple[str, ...]:
+        """Sentences that follow the verdict."""
+        compiled = None
+        if self.compiled is not None:
+            number, stages = len(tuple(self.compiled)), len(self.chain)
+            compiled = f"{number} of {stages} stages run compiled."
+            if not number:
+                compiled = (
+                    f"None of {stages} stages runs compiled: none can be, which the log tells, or plain ones are as "
+                    "fast."
+                )
+        chosen = () if self.batches is None else self.batches.sentences()
+        freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
+        words = self.budget.moved_in_words(self.sequence)
+        moved = f"{words[0].upper()}{words[1:]}." if words else None
+        warning = None if self.reserved is None else self.reserved.warning(self.peak_bytes)
+        others = (warning, self.peak_reason(), moved, freed, self.which_forward(), compiled, self.rounded())
+        basis = () if self.basis is None else self.basis.sentences()
+        return (*chosen, *(each for each in others if each is not None), *basis)
+
+    def rounded(self) -> str | None:
+        """The low-precision stages of the plan in one sentence; None if all are exact."""
+        asked = self.measurement.fewer_bits
+        if asked is None:
+            return None
+        stages = len(rounded_stages(self.chain, self.sequence))
+        if not stages:
+            return f"No stage is kept in {asked}: the plan is exact."
+        return (
+            f"{stages} of {len(self.chain)} stages {'is' if stages == 1 else 'are'} kept in {asked} for the backward: "
+            "the forward is exact, and gradients differ from those of plain training."
+        )
+
+    @property
+    def basis(self) -> Basis | None:
+        """Provenance of the numbers; None if measured."""
+        if self.predicted_for is None:
+            return None
+        fixed = self.budget.fixed
+        batch = fixed.batch + self.measurement.input_bytes
+        return Basis(self.predicted_for, fixed, batch, self.measurement, self.recurrent)
+
+    def followed_step(self) -> list[tuple[str, str]]:
+        """Peak and reservation of a followed step, by name; empty if none was followed."""
+        if self.reserved is None:
+            return []
+        return [
+            ("a step (predicted)", format_bytes(self.reserved.step_bytes)),
+            ("reserved (predicted)", format_bytes(self.reserved.reserved_bytes)),
+        ]
+
+    def times(self) -> list[tuple[str, str]]:
+        """Predicted times of a planned and a plain step, by name.
+
+        For a simulated device these are ranges, with the source of the efficiencies.
+        """
+        basis = self.basis
+        said = format_seconds if basis is None else basis.range
+        found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
+        if basis is None:
+            return found
+        return [*found, ("efficiencies" if basis.device.efficiencies.anchor is None else "fitted to", basis.anchor)]
+
+    def which_forward(self) -> str | None:
+        """Which forward in flight is shown, in one sentence; None if all follow one sequence."""
+        found = self.by_forwards()
+        if len(found) == 1:
+            return None
+        name = next(name for name, each in found.items() if each.operations == self.shown.operations)
+        order = "come in reverse" if self.budget.backward_order == "reverse" else "may come in any order"
+        return (
+            f"{self.budget.forwards} forwards are in flight at once, by {len(found)} different sequences; their "
+            f"backwards {order}. Stages and pictures are those of {name}, where the peak is."
+        )
 
 
-def _action(kept: str | None, again: int) -> str:
-    times = f"recomputed {again}×" if again else ""
-    return ", ".join(part for part in (kept, times) if part)
+NAME = "optimizer step"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Memory of the optimizer step in bytes. `fixed` includes the optimizer's state, and gradients if they are kept;
+    `scratch` is temporary.
+    """
+
+    fixed: int
+    input: int
+    output: int
+    gradients: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.input + self.output + self.gradients + self.scratch
+
+
+def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
+    budget, measurement = facts.budget, facts.measurement
+    if budget.step_bytes is None:
+        return None
+    # A training loop holds the whole output to the end of its step, tensors without gradient included.
+    output = budget.forwards * (measurement.stages[-1].activation_bytes + measurement.held_bytes)
+    given = budget.forwards * measurement.input_bytes
+    return OptimizerStep(
+        fixed=budget.fixed.total,
+        input=given,
+        output=output,
+        gradients=budget.stepping_bytes - given - output,
+        scratch=budget.step_bytes,
+    )
+
+
+SECONDS = ("forward", "backward")
+BYTES = ("output", "kept", "scratch")
+HEADINGS = (*SECONDS, *BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """A stage: `seconds` and `bytes` in the order of the headings `SECONDS` and `BYTES`, and its action.
+
+    `kind` is the kind of its saved tensors, a key of `numbers.WORDS`.
+    """
+
+    name: str
+    seconds: tuple[float, float]
+    bytes: tuple[int, int, int]
+    action: str
+    kind: str
+
+
+def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
+    measured = facts.measurement
+    actions, kinds = facts.actions(), facts.kinds()
+    for name, cost, action, kind in zip(measured.names, measured.stages, actions, kinds, strict=True):
+        yield StageRow(
+            name=name,
+            seconds=(cost.forward_seconds, cost.backward_seconds),
+            bytes=(
+                cost.activation_bytes,
+                cost.saved_bytes,
+                # A plan may run the stage in any of these ways, so the table shows the largest.
+                max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes),
+            ),
+            action=action,
+            kind=kind,
+        )

@@ -5,55 +5,31 @@ from __future__ import annotations
 import math
 import platform
 import re
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
 from importlib.metadata import version
 
 import torch
 
-from rotor_py.report import curve_pictures as batch
 from rotor_py.report import curve_pictures as curve
 from rotor_py.report import step_pictures as schedule
 from rotor_py.report.curve_pictures import PHONE, SCREEN
-from rotor_py.report.facts import HEADINGS, ReportFacts, StageRow, stage_rows
+from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
 from rotor_py.report.step_pictures import LEFT, memory_picture
-from rotor_py.report.sweep import Sweep, format_gap, saving, spread_of_times
+from rotor_py.report.sweep import Sweep, saving
 from rotor_py.units import format_bytes, format_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Environment to know before comparing two pages. `device` is in words."""
-
-    made: datetime
-    device: str
-    versions: tuple[tuple[str, str], ...]
-
-    def __str__(self) -> str:
-        versions = ", ".join(f"{name} {number}" for name, number in self.versions)
-        return f"Made on {self.made:%Y-%m-%d at %H:%M %Z} with {versions}, for {self.device}."
-
-
-def origin(device: str, made: datetime | None = None) -> Origin:
-    """The origin of a page made on this machine, now or at `made`; `device` as torch names it: "cuda:0"."""
-    versions = (
-        ("rotor_py", version("rotor-plan")),
-        ("torch", torch.__version__),
-        ("Python", platform.python_version()),
-    )
-    return Origin(datetime.now(timezone.utc) if made is None else made, _described(device), versions)
-
-
-def _described(device: str) -> str:
-    """The device with the name of its GPU or the threads of its CPU."""
+def _origin(device: str, made: datetime) -> str:
+    """Environment to know before comparing two pages; `device` as torch names it: "cuda:0"."""
     if not re.fullmatch(r"(cpu|cuda)(:\d+)?", device):  # a simulated device, with its own name
-        return f"{device}, predicted"
-    if torch.device(device).type == "cuda" and torch.cuda.is_available():
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    if torch.device(device).type == "cpu":
-        return f"{device} ({platform.machine()}, threads: {torch.get_num_threads()})"
-    return device
+        device = f"{device}, predicted"
+    elif torch.device(device).type == "cpu":
+        device = f"{device} ({platform.machine()}, threads: {torch.get_num_threads()})"
+    elif torch.cuda.is_available():
+        device = f"{device} ({torch.cuda.get_device_name(device)})"
+    versions = f"rotor_py {version('rotor-plan')}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"Made on {made:%Y-%m-%d at %H:%M %Z} with {versions}, for {device}."
 
 
 def page(
@@ -88,14 +64,25 @@ def page(
         **_pictures(facts, sweep, SCREEN, math.inf),
         phone=_pictures(facts, sweep, PHONE, PHONE),
         axes=curve,
-        plane=batch,
+        plane=curve,
         saving=saving(sweep),
         left=LEFT,
         cell=schedule,
         headings=("#", "stage", *HEADINGS, "what happens"),
-        stages=[(row.name, _cells(row), row.kind, row.action) for row in stage_rows(facts)],
+        stages=[
+            (
+                row.name,
+                [
+                    *((each, format_seconds(each)) for each in row.seconds),
+                    *((each, format_bytes(each)) for each in row.bytes),
+                ],
+                row.kind,
+                row.action,
+            )
+            for row in stage_rows(facts)
+        ],
         usage=usage,
-        origin=origin(facts.device, made),
+        origin=_origin(facts.device, datetime.now(timezone.utc) if made is None else made),
         sequences=[("" if name == "sequence" else name, str(each)) for name, each in facts.by_forwards().items()],
     )
 
@@ -110,16 +97,15 @@ def _pictures(facts: ReportFacts, sweep: Sweep, room: float, most: float) -> dic
     """Draw in `room` pixels; pictures with a column per operation or stage may grow to `most`."""
     return {
         "curve": curve.curve_picture(facts, sweep, room),
-        "batch": None if facts.batches is None else batch.batch_picture(facts.batches, room),
+        "batch": None if facts.batches is None else curve.batch_picture(facts.batches, room),
         "memory": memory_picture(facts, room, most),
         "schedule": schedule.schedule_picture(facts, most),
     }
 
 
 def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
-    limit = "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)
     found = [
-        ("limit", limit),
+        ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
         ("planned peak", format_bytes(facts.peak_bytes)),
         *facts.followed_step(),
         ("fixed part", format_bytes(facts.budget.fixed.total)),
@@ -131,14 +117,4 @@ def _amounts(facts: ReportFacts) -> list[tuple[str, str]]:
     times = [(names.get(name, name), said) for name, said in facts.times()]
     # If seconds are assumptions, the reliable numbers come first.
     found += [overhead, *times] if facts.basis else [*times, overhead]
-    gap = facts.gap
-    optimum = [] if gap is None else [("from the optimum", format_gap(gap))]
-    return [*found, *optimum, *spread_of_times(facts.measurement.spread)]
-
-
-def _cells(row: StageRow) -> list[tuple[float, str]]:
-    """The numbers of a row: sort key and text."""
-    return [
-        *((seconds, format_seconds(seconds)) for seconds in row.seconds),
-        *((float(size), format_bytes(size)) for size in row.bytes),
-    ]
+    return [*found, *facts.quality()]

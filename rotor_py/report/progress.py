@@ -98,7 +98,6 @@ class Activities:
         return partial(self._tell, verb) if self.shown else _silent
 
     def stop(self) -> None:
-        """Clear the line."""
         with self._lock:
             self.shown = False
             if self._timer is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rotor_py.report.facts import ReportFacts
+from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.page import frame, page
 from rotor_py.report.sweep import Point, Sweep
 from rotor_solver import Persistent, Sequence, frontier, store_all

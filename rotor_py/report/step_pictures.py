@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rotor_py.report.curve_pictures import SCREEN, Column, round_numbers
-from rotor_py.report.facts import OptimizerStep, ReportFacts, optimizer_step
-from rotor_py.report.numbers import WORDS, kept_kind
+from rotor_py.report.numbers import NAME, WORDS, OptimizerStep, ReportFacts, kept_kind, optimizer_step
 from rotor_py.report.sweep import kind, sentence
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Backward, Chain, ForwardEnable, Loss, Moment
 from rotor_solver.moving import Moves, timed_moments, transfers
 
-HEIGHT, LEFT, TOP, RIGHT = 280, 64, 12, 8
+HEIGHT, LEFT, TOP, RIGHT = 280, 64, 20, 8
 _NARROW, _WIDE = 9, 40
 """Preferred least and greatest width of a column, in pixels."""
 _NEAR = 1.5
@@ -57,7 +56,7 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
     sentences = [sentence(moment, names, beside) for moment in found]
     top = beside + max(moment.during for moment in found)
     if step_after is not None:
-        sentences.append(step_after.sentence)
+        sentences.append(f"{NAME}: {format_bytes(step_after.total)} while it runs")
         top = max(top, step_after.total)
     limit = facts.mem_limit
     near = limit is not None and limit <= _NEAR * top
@@ -73,7 +72,7 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
     for layer in layers_of(facts, found, step_after):
         above = [low + size for low, size in zip(below, layer.sizes, strict=True)]
         outline = " ".join(_outline([y(size) for size in below], [y(size) for size in above], step))
-        layers.append(Layer(layer.name, layer.sizes, layer.colour, outline))
+        layers.append(replace(layer, outline=outline))
         below = above
     return MemoryPicture(
         width=LEFT + step * len(sentences) + RIGHT,
@@ -112,7 +111,6 @@ def layers_of(facts: ReportFacts, found: tuple[Moment, ...], step: OptimizerStep
 
 
 def _largest(layers: list[Layer], at: int) -> str:
-    """Name the owners of the most memory in one column."""
     present = sorted((layer for layer in layers if layer.sizes[at]), key=lambda layer: -layer.sizes[at])
     return "most of it " + ", ".join(f"{layer.name} {format_bytes(layer.sizes[at])}" for layer in present[:4])
 
@@ -142,7 +140,7 @@ def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
             yield f"H{end:.1f}"
 
 
-ROW, LEFT, TOP, RIGHT, LANE = 14, 64, 20, 8, 14
+ROW, LANE = 14, 14
 _CELL, _LABEL = 18, 24
 """Pixels: largest width of a stage, and distance between stage numbers."""
 
@@ -234,14 +232,15 @@ def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePict
 
 
 def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: Moves | None = None) -> Iterator[Kept]:
-    """Yield the lifetimes of a stage's input and saved tensors."""
     first, now, way, away = 0, "", "kept", False
     for row, moment in enumerate(found):
         if isinstance(moment.operation, ForwardEnable) and moment.operation.stage == stage:
             way = kept_kind(chain.stages[stage], moment.operation.option)
         if moves is not None:
             away = (away or stage in moves.wait_out[row]) and stage not in moves.fetch[row]
-        kept = _state(moment, stage, "kept" if way == "elsewhere" and not away else way)
+        kept = "input" if moment.inputs.get(stage) else ""
+        if stage + 1 in moment.attached:
+            kept = "kept" if way == "elsewhere" and not away else way
         if kept == now:
             continue
         if now:
@@ -253,7 +252,6 @@ def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: M
 
 
 def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[Copied]:
-    """Yield each copy of the plan, at the operations it overlaps."""
     begins, names = [moment.begin for moment in found], facts.measurement.names
 
     def row(seconds: float) -> float:
@@ -268,9 +266,3 @@ def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[Copied]:
             f"copy {way} of {names[each.stage]}: {format_bytes(each.moved)} in {format_seconds(each.end - each.begin)}"
         )
         yield Copied(0 if each.out else 1, row(each.begin), row(each.end), title)
-
-
-def _state(moment: Moment, stage: int, way: str) -> str:
-    if stage + 1 in moment.attached:
-        return way
-    return "input" if moment.inputs.get(stage) else ""

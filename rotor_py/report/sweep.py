@@ -54,9 +54,6 @@ class Sweep:
 USUAL = 0.10
 """Default overhead in reports."""
 
-NOISY = 0.10
-"""Report relative spreads of stage times from here on: something else loads the machine."""
-
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
     """`Fe_3 layers.3`: operation and stage name; `L loss`."""
@@ -98,16 +95,6 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
         return f"{text} Less is not possible."
     price = format_share(least.overhead - 1)
     return f"{text} The least possible is {limit_text(least.mem_limit)}, at {price} more time."
-
-
-def format_gap(gap: float) -> str:
-    """Distance from the optimum: `0 %` if two digits would show nothing, else `at most 0.12%`."""
-    return "0 %" if gap < 5e-5 else f"at most {gap:.2%}"
-
-
-def spread_of_times(spread: float) -> list[tuple[str, str]]:
-    """Warn of noisy measured times; empty if they were steady."""
-    return [("times vary by", format_share(spread))] if spread >= NOISY else []
 
 
 def format_share(share: float) -> str:

@@ -12,10 +12,9 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rotor_py.report.facts import HEADINGS, ReportFacts, stage_rows
-from rotor_py.report.sweep import format_gap, spread_of_times
+from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
 from rotor_py.units import format_bytes, format_seconds
-from rotor_solver import Operation, Sequence
+from rotor_solver import Operation
 
 # Keep a number and its unit on one line. No-break spaces do not suffice: rich breaks at them.
 
@@ -38,7 +37,6 @@ class Prose:
         return Measurement(max(map(len, _SPACE.split(self.text.plain))), len(self.text))
 
     def _ends(self, width: int) -> Iterator[int]:
-        """Starts of all lines but the first."""
         plain = self.text.plain
         begin = last = 0
         for found in (*_SPACE.finditer(plain), None):
@@ -71,15 +69,14 @@ class StageTable:
         rows = list(stage_rows(facts))
         self.costs_alone = costs_alone
         self.names = [row.name for row in rows]
-        self.actions = ["" if costs_alone else row.action for row in rows]
-        self.styles = ["" if costs_alone else _STYLES[row.kind] for row in rows]
+        self.actions = [Text() if costs_alone else Text(row.action, style=_STYLES[row.kind]) for row in rows]
         self.numbers = [(*map(format_seconds, row.seconds), *map(format_bytes, row.bytes)) for row in rows]
         self.widths = [max(map(len, column)) for column in zip(HEADINGS, *self.numbers, strict=True)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         # Numbers never break; the name and the action share the remaining width and may break.
         room = options.max_width - sum(self.widths) - len(_GAP) * (len(HEADINGS) + 1)
-        action = max((len(word) for text in ("happens", *self.actions) for word in text.split()), default=0)
+        action = max(len(word) for text in ("happens", *map(str, self.actions)) for word in text.split())
         piece = max(len(part) for name in ("stage", *self.names) for part in _PIECE.findall(name))
         if piece + action <= room:
             name = min(max(map(len, ("stage", *self.names))), room - action)
@@ -93,15 +90,14 @@ class StageTable:
         for heading in HEADINGS:
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("" if self.costs_alone else "what happens", max_width=action)
-        for text, numbers, happens in zip(self.names, self.numbers, self._happenings(), strict=True):
+        for text, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
             table.add_row(Text("\n".join(broken(text, name))), *numbers, happens)
         return table
 
     def _blocks(self, width: int) -> Iterator[Text]:
-        """Name and action of a stage, with its numbers on a line below."""
         yield Text("stage" if self.costs_alone else "stage, and what happens", style="bold")
         yield Text(self._columns(HEADINGS), style="bold", no_wrap=True)
-        for name, numbers, happens in zip(self.names, self.numbers, self._happenings(), strict=True):
+        for name, numbers, happens in zip(self.names, self.numbers, self.actions, strict=True):
             *above, last = broken(name, width)
             yield from map(Text, above)
             if len(last) + len(_GAP) + len(happens) <= width:
@@ -110,10 +106,6 @@ class StageTable:
                 yield Text(last)
                 yield happens
             yield Text(self._columns(numbers), no_wrap=True)
-
-    def _happenings(self) -> Iterator[Text]:
-        for action, style in zip(self.actions, self.styles, strict=True):
-            yield Text(action, style=style)
 
     def _columns(self, cells: Iterable[str]) -> str:
         return _GAP + _GAP.join(f"{cell:>{width}}" for cell, width in zip(cells, self.widths, strict=True))
@@ -144,26 +136,20 @@ def plain_text(facts: ReportFacts, width: int | None = None) -> str:
 
 
 def parts(facts: ReportFacts) -> list[RenderableType]:
-    """The whole report, part by part."""
-    sequences = [sequence(each, name) for name, each in facts.by_forwards().items()]
-    remarks = map(Prose, facts.remarks())
-    return [Prose(verdict(facts)), *remarks, "", amounts(facts), "", StageTable(facts), "", *sequences]
-
-
-def verdict(facts: ReportFacts) -> Text:
-    """One sentence: whether the plan fits, and its price."""
     begin, rest = facts.verdict()
-    return Text.assemble((begin, "bold green" if facts.fits else "bold red"), rest)
+    verdict = Prose(Text.assemble((begin, "bold green" if facts.fits else "bold red"), rest))
+    sequences = [
+        Text.assemble((f"{name}  ", "bold"), ", ".join(folded(each))) for name, each in facts.by_forwards().items()
+    ]
+    return [verdict, *map(Prose, facts.remarks()), "", _amounts(facts), "", StageTable(facts), "", *sequences]
 
 
-def amounts(facts: ReportFacts) -> Table:
-    """The memory and time lines."""
+def _amounts(facts: ReportFacts) -> Table:
     table = Table.grid(padding=(0, 2))
-    least = facts.budget.least_bytes()
     memory = (
         ("limit", "none" if facts.mem_limit is None else format_bytes(facts.mem_limit)),
         ("fixed", format_bytes(facts.budget.fixed.total)),
-        ("least possible", format_bytes(least)),
+        ("least possible", format_bytes(facts.budget.least_bytes())),
         ("store-all", format_bytes(facts.store_all_bytes)),
         ("planned", format_bytes(facts.peak_bytes)),
         *facts.followed_step(),
@@ -171,10 +157,7 @@ def amounts(facts: ReportFacts) -> Table:
     overhead = ("overhead", f"{facts.overhead - 1:+.1%}")
     # If seconds are assumptions, the reliable numbers come first.
     time = [overhead, *facts.times()] if facts.basis else [*facts.times()[::-1], overhead]
-    gap = facts.gap
-    if gap is not None:
-        time.append(("from the optimum", format_gap(gap)))
-    time += spread_of_times(facts.measurement.spread)
+    time += facts.quality()
     table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
     table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
     table.add_row(Text("fixed", style="bold"), Prose(facts.budget.parts() or "nothing"))
@@ -190,27 +173,20 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> Text:
     return text
 
 
-def sequence(operations: Sequence, name: str = "sequence") -> Text:
-    """The sequence in short notation; runs of one kind are folded."""
-    text = Text(f"{name}  ", style="bold")
-    text.append(", ".join(folded(operations)), style="not bold")
-    return text
-
-
 def folded(operations: Iterable[Operation]) -> Iterator[str]:
     """Fold `Fe_3, Fe_4, Fe_5` to `Fe_3…5`."""
     run: list[Operation] = []
-    for operation in operations:
-        if run and not _continues(run, operation):
-            yield _fold(run)
+    for operation in (*operations, None):
+        if run and (operation is None or not _continues(run, operation)):
+            # Folding two saves nothing.
+            folds = len(run) > 2
+            yield f"{run[0]}…{str(run[-1]).rpartition('_')[2]}" if folds else ", ".join(map(str, run))
             run = []
-        run.append(operation)
-    if run:
-        yield _fold(run)
+        if operation is not None:
+            run.append(operation)
 
 
 def _continues(run: list[Operation], operation: Operation) -> bool:
-    """Whether `operation` continues `run`: same kind, adjacent stage."""
     last = run[-1]
     if type(operation) is not type(last) or not hasattr(operation, "stage") or not hasattr(last, "stage"):
         return False
@@ -219,9 +195,3 @@ def _continues(run: list[Operation], operation: Operation) -> bool:
         return False
     step = operation.stage - last.stage
     return step in (1, -1) and (len(run) < 2 or step == last.stage - getattr(run[-2], "stage", 0))
-
-
-def _fold(run: list[Operation]) -> str:
-    if len(run) < 3:  # folding two saves nothing
-        return ", ".join(map(str, run))
-    return f"{run[0]}…{str(run[-1]).rpartition('_')[2]}"

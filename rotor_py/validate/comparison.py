@@ -13,7 +13,7 @@ from rotor_py.by_hand.strategy import ByLevel
 from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
-from rotor_py.report.facts import ReportFacts
+from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.report import sweep_of
 from rotor_py.report.sweep import Sweep
 from rotor_py.stage.compression import Packed

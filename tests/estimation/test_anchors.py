@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from rotor_py.estimation.device_table import find_device
-from rotor_py.report import facts
+from rotor_py.report import provenance
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -25,8 +25,8 @@ def test_the_range_of_seconds_is_wider_than_the_typical_error_on_the_page() -> N
     rows = page.partition("<!-- anchors-cpu -->")[2].partition("<!-- /anchors-cpu -->")[0].splitlines()
     errors = [int(found[1]) for row in rows if (found := re.search(r"\| (\d+)% \|$", row))]
     assert (min(errors), max(errors)) == (7, 17)
-    assert "7 to 17 %" in inspect.getsource(facts)
-    assert 1 + 1.4 * max(errors) / 100 < facts._ANCHORED < facts._GUESSED
+    assert "7 to 17 %" in inspect.getsource(provenance)
+    assert 1 + 1.4 * max(errors) / 100 < provenance._ANCHORED < provenance._GUESSED
 
 
 def test_no_row_is_judged_by_efficiencies_that_were_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

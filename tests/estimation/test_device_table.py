@@ -10,8 +10,7 @@ import torch
 
 from rotor_py.data_sheet import UNANCHORED
 from rotor_py.estimation import device_table as table
-from rotor_py.estimation.device_table import device_names
-from rotor_py.estimation.device_table import device_from_file, find_device
+from rotor_py.estimation.device_table import device_from_file, device_names, find_device
 from tests.fields import raises
 
 if sys.version_info >= (3, 11):

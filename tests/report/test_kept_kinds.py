@@ -13,8 +13,7 @@ from rotor_cli.facts import Facts
 from rotor_cli.trace import BACK, OUT, PREDICTED, trace
 from rotor_py import Report
 from rotor_py.report.curve_pictures import PHONE
-from rotor_py.report.facts import stage_rows
-from rotor_py.report.numbers import WORDS
+from rotor_py.report.numbers import WORDS, stage_rows
 from rotor_py.report.page import page
 from rotor_py.report.report import sweep_of
 from rotor_py.report.step_pictures import schedule_picture

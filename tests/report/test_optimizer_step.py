@@ -13,7 +13,7 @@ from torch import nn
 from rotor_cli.facts import Facts
 from rotor_cli.trace import OPTIMIZER, PREDICTED, WHILE, trace
 from rotor_py import Checkpointable, Report, format_bytes, simulate, store_all
-from rotor_py.report.facts import optimizer_step
+from rotor_py.report.numbers import optimizer_step
 from rotor_py.report.page import page
 from rotor_py.report.report import sweep_of
 from rotor_py.report.step_pictures import HEIGHT, TOP, layers_of, memory_picture

@@ -16,7 +16,8 @@ from torch import nn
 from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable, Report, format_bytes, store_all
 from rotor_py.measure.rounds import StageTimes
-from rotor_py.report.sweep import NOISY, format_share
+from rotor_py.report.numbers import NOISY
+from rotor_py.report.sweep import format_share
 from tests.fields import raises
 
 
