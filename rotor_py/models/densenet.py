@@ -21,8 +21,6 @@ from rotor_py.models.named_chain import NamedChain
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["DenseLayer", "DenseNet", "densenet121", "densenet161", "densenet169", "densenet201"]
-
 
 class DenseNetOptions(TypedDict, total=False):
     """Keywords of `DenseNet` common to all depths."""
@@ -89,7 +87,13 @@ class DenseNet(NamedChain):
         )
         for number, count in enumerate(block_config, start=1):
             if number > 1:
-                self.features.add_module(f"transition{number - 1}", _transition(channels, channels // 2))
+                transition = OrderedDict[str, nn.Module](
+                    norm=nn.BatchNorm2d(channels),
+                    relu=nn.ReLU(inplace=True),
+                    conv=nn.Conv2d(channels, channels // 2, 1, bias=False),
+                    pool=nn.AvgPool2d(2),
+                )
+                self.features.add_module(f"transition{number - 1}", nn.Sequential(transition))
                 channels //= 2
             block = nn.Sequential()
             for position in range(1, count + 1):
@@ -106,18 +110,6 @@ class DenseNet(NamedChain):
                 nn.init.kaiming_normal_(module.weight)
         nn.init.zeros_(self.classifier.bias)
         self.register_load_state_dict_pre_hook(_rename_old_keys)  # type: ignore[no-untyped-call]
-
-
-def _transition(channels: int, outplanes: int) -> nn.Sequential:
-    """A transition between blocks: fewer channels, and a pooling by two."""
-    return nn.Sequential(
-        OrderedDict(
-            norm=nn.BatchNorm2d(channels),
-            relu=nn.ReLU(inplace=True),
-            conv=nn.Conv2d(channels, outplanes, 1, bias=False),
-            pool=nn.AvgPool2d(2),
-        )
-    )
 
 
 def _rename_old_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -20,8 +20,6 @@ from rotor_py.models.named_chain import NamedChain
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Inception3", "inception_v3"]
-
 
 class InceptionOptions(TypedDict, total=False):
     """Keywords of `Inception3`."""
@@ -44,20 +42,11 @@ def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int
     )
 
 
-class InceptionBlock(nn.Module):
-    """Branches side by side, whose outputs are concatenated."""
-
-    # Branches run in torchvision's order: the backward sums their gradients in reverse, and another order would round
-    # differently.
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat(self.branches(x), 1)
-
-    def branches(self, x: Tensor) -> list[Tensor]:
-        raise NotImplementedError
+# Blocks concatenate their branches, which run in torchvision's order: the backward sums their gradients in reverse, and
+# another order would round differently.
 
 
-class InceptionA(InceptionBlock):
+class InceptionA(nn.Module):
     """Branches with one 5 x 5 and with two 3 x 3 convolutions."""
 
     def __init__(self, inplanes: int, pool_features: int) -> None:
@@ -70,16 +59,17 @@ class InceptionA(InceptionBlock):
         self.branch3x3dbl_3 = convolution(96, 96, 3, padding=1)
         self.branch_pool = convolution(inplanes, pool_features, 1)
 
-    def branches(self, x: Tensor) -> list[Tensor]:
-        return [
+    def forward(self, x: Tensor) -> Tensor:
+        branches = [
             self.branch1x1(x),
             self.branch5x5_2(self.branch5x5_1(x)),
             self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
             self.branch_pool(_average(x)),
         ]
+        return torch.cat(branches, 1)
 
 
-class InceptionB(InceptionBlock):
+class InceptionB(nn.Module):
     """Halves the size of the maps after branches of 3 x 3 convolutions."""
 
     def __init__(self, inplanes: int) -> None:
@@ -89,15 +79,16 @@ class InceptionB(InceptionBlock):
         self.branch3x3dbl_2 = convolution(64, 96, 3, padding=1)
         self.branch3x3dbl_3 = convolution(96, 96, 3, stride=2)
 
-    def branches(self, x: Tensor) -> list[Tensor]:
-        return [
+    def forward(self, x: Tensor) -> Tensor:
+        branches = [
             self.branch3x3(x),
             self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
             F.max_pool2d(x, 3, stride=2),
         ]
+        return torch.cat(branches, 1)
 
 
-class InceptionC(InceptionBlock):
+class InceptionC(nn.Module):
     """Branches of 7 x 7 convolutions, factored into 1 x 7 and 7 x 1."""
 
     def __init__(self, inplanes: int, channels_7x7: int) -> None:
@@ -116,15 +107,15 @@ class InceptionC(InceptionBlock):
         self.branch7x7dbl_5 = convolution(width, 192, **row)
         self.branch_pool = convolution(inplanes, 192, 1)
 
-    def branches(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         one = self.branch1x1(x)
         single = self.branch7x7_3(self.branch7x7_2(self.branch7x7_1(x)))
         double = self.branch7x7dbl_3(self.branch7x7dbl_2(self.branch7x7dbl_1(x)))
         double = self.branch7x7dbl_5(self.branch7x7dbl_4(double))
-        return [one, single, double, self.branch_pool(_average(x))]
+        return torch.cat([one, single, double, self.branch_pool(_average(x))], 1)
 
 
-class InceptionD(InceptionBlock):
+class InceptionD(nn.Module):
     """Halves the size of the maps after branches of 3 x 3 and 7 x 7 convolutions."""
 
     def __init__(self, inplanes: int) -> None:
@@ -136,13 +127,13 @@ class InceptionD(InceptionBlock):
         self.branch7x7x3_3 = convolution(192, 192, (7, 1), padding=(3, 0))
         self.branch7x7x3_4 = convolution(192, 192, 3, stride=2)
 
-    def branches(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         three = self.branch3x3_2(self.branch3x3_1(x))
         seven = self.branch7x7x3_3(self.branch7x7x3_2(self.branch7x7x3_1(x)))
-        return [three, self.branch7x7x3_4(seven), F.max_pool2d(x, 3, stride=2)]
+        return torch.cat([three, self.branch7x7x3_4(seven), F.max_pool2d(x, 3, stride=2)], 1)
 
 
-class InceptionE(InceptionBlock):
+class InceptionE(nn.Module):
     """Branches that end in 1 x 3 and 3 x 1 convolutions side by side."""
 
     def __init__(self, inplanes: int) -> None:
@@ -157,13 +148,13 @@ class InceptionE(InceptionBlock):
         self.branch3x3dbl_3b = convolution(384, 384, (3, 1), padding=(1, 0))
         self.branch_pool = convolution(inplanes, 192, 1)
 
-    def branches(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor) -> Tensor:
         one = self.branch1x1(x)
         single = self.branch3x3_1(x)
         singles = [self.branch3x3_2a(single), self.branch3x3_2b(single)]
         double = self.branch3x3dbl_2(self.branch3x3dbl_1(x))
         doubles = [self.branch3x3dbl_3a(double), self.branch3x3dbl_3b(double)]
-        return [one, *singles, *doubles, self.branch_pool(_average(x))]
+        return torch.cat([one, *singles, *doubles, self.branch_pool(_average(x))], 1)
 
 
 def _average(x: Tensor) -> Tensor:

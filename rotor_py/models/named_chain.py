@@ -1,10 +1,13 @@
-"""The base class of all networks."""
+"""The base class of all networks, and checks and initial weights that they share."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from torch import nn
+
+from rotor_py.errors import InvalidValueError
 
 
 class NamedChain(nn.Sequential):
@@ -15,3 +18,20 @@ class NamedChain(nn.Sequential):
         if isinstance(idx, slice):
             return nn.Sequential(OrderedDict(list(self._modules.items())[idx]))
         return super().__getitem__(idx)
+
+    def initialise_convolutions(self) -> None:
+        """Draw the weights of all convolutions as He et al. do."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+def check_length(name: str, given: Sequence[object], length: int, meaning: str) -> None:
+    """Raise ValueError unless the argument `name` has `length` elements."""
+    if len(given) != length:
+        raise InvalidValueError(
+            f"{name} has {len(given)} elements; give {length}, {meaning}",
+            kind="wrong_length",
+            name=name,
+            got=len(given),
+        )

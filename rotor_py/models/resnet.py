@@ -18,26 +18,10 @@ from typing import TYPE_CHECKING, TypedDict
 from torch import Tensor, nn
 
 from rotor_py.errors import InvalidValueError
-from rotor_py.models.named_chain import NamedChain
+from rotor_py.models.named_chain import NamedChain, check_length
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-__all__ = [
-    "BasicBlock",
-    "Bottleneck",
-    "PreActBottleneck",
-    "PreActResNet",
-    "ResNet",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "resnet200",
-    "resnet1001",
-]
 
 
 Norm = Callable[[int], nn.Module]
@@ -57,9 +41,10 @@ class ResNetOptions(TypedDict, total=False):
 class ResidualBlock(nn.Module):
     """`relu(branch(x) + shortcut(x))`, where the shortcut is the identity or `downsample`."""
 
-    expansion: int
     relu: nn.ReLU
     downsample: nn.Module | None
+    last_norm: str
+    """Name of the normalisation that ends the branch."""
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.branch(x)
@@ -69,16 +54,11 @@ class ResidualBlock(nn.Module):
     def branch(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
-    @property
-    def last_norm(self) -> nn.Module:
-        """The normalisation that ends the branch."""
-        raise NotImplementedError
-
 
 class BasicBlock(ResidualBlock):
     """Two 3 x 3 convolutions. Raises ValueError for groups, another width or a dilation, as torchvision does."""
 
-    expansion = 1
+    expansion, last_norm = 1, "bn2"
 
     def __init__(
         self,
@@ -110,15 +90,11 @@ class BasicBlock(ResidualBlock):
         out = self.relu(self.bn1(self.conv1(x)))
         return self.bn2(self.conv2(out))  # type: ignore[no-any-return]  # calling a module returns Any
 
-    @property
-    def last_norm(self) -> nn.Module:
-        return self.bn2
-
 
 class Bottleneck(ResidualBlock):
     """A 3 x 3 convolution between two 1 x 1 convolutions that narrow and widen."""
 
-    expansion = 4
+    expansion, last_norm = 4, "bn3"
 
     def __init__(
         self,
@@ -150,10 +126,6 @@ class Bottleneck(ResidualBlock):
         out = self.relu(self.bn2(self.conv2(out)))
         return self.bn3(self.conv3(out))  # type: ignore[no-any-return]  # calling a module returns Any
 
-    @property
-    def last_norm(self) -> nn.Module:
-        return self.bn3
-
 
 class ResNet(NamedChain):
     """A stem, four groups of `layers[0] … layers[3]` blocks, and a linear classifier.
@@ -180,20 +152,8 @@ class ResNet(NamedChain):
     ) -> None:
         super().__init__()
         dilate = (False, False, False) if replace_stride_with_dilation is None else replace_stride_with_dilation
-        if len(dilate) != 3:
-            raise InvalidValueError(
-                f"replace_stride_with_dilation has {len(dilate)} elements; give 3, one for each group after the first",
-                kind="wrong_length",
-                name="replace_stride_with_dilation",
-                got=len(dilate),
-            )
-        if len(layers) != 4:
-            raise InvalidValueError(
-                f"layers has {len(layers)} elements; give 4, the numbers of blocks in the four groups",
-                kind="wrong_length",
-                name="layers",
-                got=len(layers),
-            )
+        check_length("replace_stride_with_dilation", dilate, 3, "one for each group after the first")
+        check_length("layers", layers, 4, "the numbers of blocks in the four groups")
         norm = norm_layer or nn.BatchNorm2d
         self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
         self.bn1 = norm(64)
@@ -218,15 +178,11 @@ class ResNet(NamedChain):
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, num_classes)
-        self._initialise(zero_init_residual)
-
-    def _initialise(self, zero_init_residual: bool) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            # A branch that ends in zeros adds nothing to its shortcut.
-            elif zero_init_residual and isinstance(module, ResidualBlock):
-                scale = module.last_norm.weight
+        self.initialise_convolutions()
+        # A branch that ends in zeros adds nothing to its shortcut.
+        for module in self.modules() if zero_init_residual else ():
+            if isinstance(module, ResidualBlock):
+                scale = getattr(module, module.last_norm).weight
                 if isinstance(scale, nn.Parameter):
                     nn.init.zeros_(scale)
 
@@ -301,13 +257,7 @@ class PreActResNet(NamedChain):
 
     def __init__(self, layers: Sequence[int], num_classes: int = 10) -> None:
         super().__init__()
-        if len(layers) != 3:
-            raise InvalidValueError(
-                f"layers has {len(layers)} elements; give 3, the numbers of blocks in the three groups",
-                kind="wrong_length",
-                name="layers",
-                got=len(layers),
-            )
+        check_length("layers", layers, 3, "the numbers of blocks in the three groups")
         channels = 16
         self.conv1 = nn.Conv2d(3, channels, 3, padding=1, bias=False)
         for group, count in enumerate(layers):
@@ -322,9 +272,7 @@ class PreActResNet(NamedChain):
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.flatten = nn.Flatten()
         self.fc = nn.Linear(channels, num_classes)
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.initialise_convolutions()
         nn.init.zeros_(self.fc.bias)
 
 

@@ -16,8 +16,6 @@ from rotor_py.models.named_chain import NamedChain
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["VGG", "vgg11", "vgg11_bn", "vgg13", "vgg13_bn", "vgg16", "vgg16_bn", "vgg19", "vgg19_bn"]
-
 WIDTHS = (64, 128, 256, 512, 512)  # channels of the five groups of convolutions
 VGG11 = (1, 1, 2, 2, 2)  # convolutions in each group
 VGG13 = (2, 2, 2, 2, 2)
@@ -56,16 +54,12 @@ class VGG(NamedChain):
             nn.Linear(4096, num_classes),
         )
         if init_weights:
-            self._initialise()
-
-    def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.01)
-            if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+            self.initialise_convolutions()
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.01)
+                if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
 
 def _features(counts: Sequence[int], *, batch_norm: bool) -> nn.Sequential:
