@@ -151,7 +151,6 @@ class _StorageSizes:
 
 @contextmanager
 def _watched(segments: nn.ModuleList) -> Iterator[tuple[_StorageSizes, _StorageSizes]]:
-    """Yield the memory of the segments' inputs, and of these with the outputs of all modules."""
     kept, made = _StorageSizes(), _StorageSizes()
 
     def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -171,8 +170,6 @@ def _watched(segments: nn.ModuleList) -> Iterator[tuple[_StorageSizes, _StorageS
 
 
 class _FunctionSegment(nn.Module):
-    """A function as a module, so that all segments are modules."""
-
     def __init__(self, function: Segment) -> None:
         super().__init__()
         self.function = function

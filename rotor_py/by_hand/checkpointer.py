@@ -7,6 +7,7 @@ it exactly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,14 +85,9 @@ class ActivationCheckpointer:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = CheckpointConfig() if config is None else config
-        self._store = _KeptOutputs(self.config.kept_dtype)
-        self._input = _KeptOutputs()
-        """The network's input, owned by the caller and never rounded."""
-        self._seen: dict[int, int] = {}
-        """Bytes of the output of each layer that was run or saved."""
-        self._surroundings: dict[int, Surroundings] = {}
-        self._wanted: set[int] = set()
+        self._stored_layers: set[int] = set()
         """Layers whose output is stored when they run."""
+        self.clear()
 
     def is_checkpoint_layer(self, layer_idx: int) -> bool:
         """Whether this layer's output is a checkpoint.
@@ -132,7 +128,10 @@ class ActivationCheckpointer:
         """Release everything."""
         self._store = _KeptOutputs(self.config.kept_dtype)
         self._input = _KeptOutputs()
-        self._seen, self._surroundings = {}, {}
+        """The network's input, owned by the caller and never rounded."""
+        self._seen: dict[int, int] = {}
+        """Bytes of the output of each layer that was run or saved."""
+        self._surroundings: dict[int, Surroundings] = {}
 
     @property
     def num_checkpoints(self) -> int:
@@ -150,7 +149,9 @@ class ActivationCheckpointer:
         # Not below zero: a stored view counts all of its storage.
         return max(0, sum(self._seen.values()) - self.memory_stored_bytes)
 
-    def checkpointed_forward(self, input: Any, layers: Sequence[Any], forward_fn: Forward = _call) -> Any:
+    def checkpointed_forward(
+        self, input: Any, layers: Sequence[Any], forward_fn: Forward = lambda layer, value: layer(value)
+    ) -> Any:
         """Run `layers` in order from `input`, store checkpoints, and return the last output.
 
         Stores the first `max_checkpoints` at most. With gradients enabled, the backward recomputes the layers between
@@ -160,7 +161,7 @@ class ActivationCheckpointer:
         """
         self.clear()
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
-        self._wanted = set(kept)
+        self._stored_layers = set(kept)
         self._input.keep(_INPUT, input)
         run = [_Layer(layer, forward_fn, self, index) for index, layer in enumerate(layers)]
         owned = [p for layer in run for p in layer.parameters()]
@@ -175,7 +176,9 @@ class ActivationCheckpointer:
             each.checkpointer = None
         return value
 
-    def recompute_from_checkpoint(self, target_layer: int, layers: Sequence[Any], forward_fn: Forward = _call) -> Any:
+    def recompute_from_checkpoint(
+        self, target_layer: int, layers: Sequence[Any], forward_fn: Forward = lambda layer, value: layer(value)
+    ) -> Any:
         """The output of `target_layer`, stored or recomputed from the nearest checkpoint before it, or from the input.
 
         Equals the forward's output bit for bit if it starts from full precision. Raises ValueError for a missing layer,
@@ -195,11 +198,8 @@ class ActivationCheckpointer:
             self._input.refuse_overwritten(_INPUT)
         value = self._input[_INPUT] if start == _INPUT else self.get(start)
         for index in range(start + 1, target_layer + 1):
-            found = self._surroundings.get(index)
-            if found is None:  # the caller ran it and saved checkpoints: its forward state is unknown
-                value = forward_fn(layers[index], value)
-                continue
-            with found.restored(layers[index], graph=torch.is_grad_enabled()):
+            found = self._surroundings.get(index)  # None if the caller ran it and saved checkpoints
+            with found.restored(layers[index], graph=torch.is_grad_enabled()) if found else nullcontext():
                 value = forward_fn(layers[index], value)
         return value
 
@@ -209,7 +209,7 @@ class ActivationCheckpointer:
         # The executor stores the inputs of all segments but the last. That one is stored as it runs, since the backward
         # would recompute it at once; its input is recorded here as other outputs are.
         shared = [start - 1 for start in starts[1:-1]]
-        self._wanted -= {*shared}
+        self._stored_layers -= {*shared}
         store = ActivationStore(self.config.kept_dtype)
         runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
         enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
@@ -223,9 +223,9 @@ class ActivationCheckpointer:
         """Record the first run of a layer."""
         self._surroundings[layer_idx] = surroundings
         # A view of the input, or the input overwritten in place, is no new memory.
-        new = storages(tensors_in(output)).keys() - storages(tensors_in(value)).keys()
-        self._seen[layer_idx] = sum(size for at, size in storages(tensors_in(output)).items() if at in new)
-        if layer_idx in self._wanted:
+        old = storages(tensors_in(value))
+        self._seen[layer_idx] = sum(size for at, size in storages(tensors_in(output)).items() if at not in old)
+        if layer_idx in self._stored_layers:
             self._store.keep(layer_idx, output)
 
 
@@ -264,17 +264,14 @@ class _KeptOutputs(ActivationStore):
         self._versions: dict[int, list[int]] = {}
 
     def keep(self, index: int, value: Any) -> None:
-        """Store the output of a layer, replacing an earlier one."""
         super().keep(index, value)
         self._versions[index] = self._versions_now(index)
 
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:
-        """Share the value that `other` stores at the index `there`."""
         super().adopt(index, other, there)
         self._versions[index] = self._versions_now(index)
 
     def refuse_overwritten(self, index: int) -> None:
-        """Raise RuntimeError if the output of a layer was modified since it was stored."""
         if self._versions_now(index) != self._versions[index]:
             what = "the network's input" if index == _INPUT else f"the kept output of layer {index}"
             raise InvalidStateError(
@@ -285,5 +282,4 @@ class _KeptOutputs(ActivationStore):
             )
 
     def _versions_now(self, index: int) -> list[int]:
-        """Autograd's version counter of each tensor."""
         return [tensor._version for tensor in self.held_tensors(index)]

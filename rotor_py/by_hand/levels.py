@@ -120,17 +120,18 @@ def _assigned(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
         return AssignedLevel(0, f"{kind} does nothing") if empty else AssignedLevel(1, f"{kind} is a single layer")
     found = _of_list(name, module, inner) if _is_list(module) else _of_block(name, module, inner)
     # The model itself gets no level, unless it is just an encoder.
-    if not name and not (found.level == 5 and _whole(name, module)):
+    if not name and not (found.level == 5 and _is_named(_WHOLE, name, module)):
         return AssignedLevel(0, f"{kind} is the whole model")
     return found
 
 
 def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
     """The level of a list of modules by the parts that it repeats."""
-    highest = max(level for _, level in inner)
+    highest, weights = max(level for _, level in inner), _weights(module)
     kind, count = Counter(type(each).__name__ for each, level in inner if level == highest).most_common(1)[0]
+    unlike = AssignedLevel(0, f"{type(module).__name__} is a list of unlike parts")
     runs = isinstance(module, nn.Sequential)  # a ModuleList does not tell whether its parts run in a row
-    if _whole(name, module) and _weights(module) > 1:
+    if _is_named(_WHOLE, name, module) and weights > 1:
         return AssignedLevel(5, f"{_called(name, module)} is a whole one by its name")
     if highest >= 4:
         return _holding(module, highest)
@@ -138,38 +139,40 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
         # A list with a single block belongs to a model of depth one.
         if count > 1 or (count == 1 and len(inner) == 1):
             return AssignedLevel(4, f"{count} × {kind} in a row are a group")
-        return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else _unlike(module)
-    weights = _weights(module)
+        return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else unlike
     if weights <= 1:
-        return AssignedLevel(1, "one layer and what belongs to it") if runs else _unlike(module)
+        return AssignedLevel(1, "one layer and what belongs to it") if runs else unlike
     if weights >= _GROUP:
         return AssignedLevel(4, f"{weights} single layers in a row are a group")
-    return AssignedLevel(2, f"{weights} single layers are a small block") if runs else _unlike(module)
+    return AssignedLevel(2, f"{weights} single layers are a small block") if runs else unlike
 
 
 def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
     """The level of a module with its own forward."""
-    highest, called = max(level for _, level in inner), _called(name, module)
+    highest, called, weights = max(level for _, level in inner), _called(name, module), _weights(module)
     if len(inner) == 1 and highest == 5:
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
     if highest >= 4:
         # A numbered stage of a Swin or a ConvNeXt: a downsampling and a group.
         stage = name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1 and highest == 4
-        return AssignedLevel(4, f"{called}, one of several, holds a group") if stage else _holding(module, highest)
+        if stage:
+            return AssignedLevel(4, f"{called}, one of several, holds a group")
+        return _holding(module, highest)
     # Before counting its contents: an attention with a Sequential would count as a layer.
-    if highest <= 2 and _named_small(name, module):
+    if highest <= 2 and _is_named(_SMALL, name, module):
         return AssignedLevel(2, f"{called} is a small block by its name")
+    blocks = [each for each, level in inner if level in (2, 3)]
     # One block has all the weights: the rest is norms and dropout around it.
-    alone = [each for each, level in inner if level in (2, 3) and _weights(each) == _weights(module)]
-    if len(alone) == 1:
-        return AssignedLevel(highest, f"{called} is {type(alone[0]).__name__} and what belongs to it")
-    blocks = [type(each).__name__ for each, level in inner if level in (2, 3)]
+    whole = [each for each in blocks if _weights(each) == weights]
+    if len(whole) == 1:
+        return AssignedLevel(highest, f"{called} is {type(whole[0]).__name__} and what belongs to it")
     if blocks or _holds_blocks(inner):
-        return AssignedLevel(3, f"{called} holds blocks: {', '.join(dict.fromkeys(blocks)) or 'a list of them'}")
-    if _whole(name, module) and _weights(module) > 1:
-        return AssignedLevel(5, f"{called} is a whole one by its name")
-    if _weights(module) <= 1:
+        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in blocks))
+        return AssignedLevel(3, f"{called} holds blocks: {kinds or 'a list of them'}")
+    if weights <= 1:
         return AssignedLevel(1, f"{called} is one layer and what belongs to it")
+    if _is_named(_WHOLE, name, module):
+        return AssignedLevel(5, f"{called} is a whole one by its name")
     return AssignedLevel(2, f"{called} holds single layers")
 
 
@@ -178,10 +181,6 @@ def _holding(module: nn.Module, highest: int) -> AssignedLevel:
     if highest == 4:
         return AssignedLevel(5, f"{kind} holds groups of layers")
     return AssignedLevel(0, f"{kind} holds whole encoders or decoders")
-
-
-def _unlike(module: nn.Module) -> AssignedLevel:
-    return AssignedLevel(0, f"{type(module).__name__} is a list of unlike parts")
 
 
 def _is_list(module: nn.Module) -> bool:
@@ -194,12 +193,8 @@ def _holds_blocks(inner: list[tuple[nn.Module, int]]) -> bool:
     return any(len(each._modules) > 0 and not _is_list(each) for child in lists for each in child.modules())
 
 
-def _named_small(name: str, module: nn.Module) -> bool:
-    return bool(_SMALL.search(type(module).__name__) or _SMALL.fullmatch(name.rpartition(".")[2]))
-
-
-def _whole(name: str, module: nn.Module) -> bool:
-    return bool(_WHOLE.search(type(module).__name__) or _WHOLE.fullmatch(name.rpartition(".")[2]))
+def _is_named(pattern: re.Pattern[str], name: str, module: nn.Module) -> bool:
+    return bool(pattern.search(type(module).__name__) or pattern.fullmatch(name.rpartition(".")[2]))
 
 
 def _called(name: str, module: nn.Module) -> str:

@@ -43,10 +43,9 @@ class ByHand:
             )
         if self.level is not None:
             checked_level(self.level)
-        if self.every_n_layers is not None:
-            whole_number(self.every_n_layers, "every_n_layers")
-        if self.max_checkpoints is not None:
-            whole_number(self.max_checkpoints, "max_checkpoints")
+        for name in ("every_n_layers", "max_checkpoints"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name)
 
     @classmethod
     def asked_for(cls, level: int | None, every_n_layers: int | None, max_checkpoints: int | None) -> ByHand | None:
@@ -124,12 +123,10 @@ class ByLevel:
         """
         groups = self.groups([stage.name for stage in chain])
         forwards = fastest_forwards(chain)
-        sequence = recompute_segments(forwards, groups, self.name)
-        peak = simulate(chain, sequence).peak
+        found = [recompute_segments(forwards, groups, self.name)]
         if groups and groups[-1].stop == len(chain):
-            stored = recompute_segments(forwards, groups[:-1], self.name)
-            if (needed := simulate(chain, stored).peak) <= peak:
-                sequence, peak = stored, needed
+            found.insert(0, recompute_segments(forwards, groups[:-1], self.name))
+        peak, sequence = min(((simulate(chain, each).peak, each) for each in found), key=lambda pair: pair[0])
         if peak > mem_limit:
             message = f"level {self.level} needs {peak} bytes; the limit is {mem_limit}"
             raise InfeasibleError(message, min_bytes=peak, mem_limit=mem_limit, kind="strategy_over_limit")
@@ -139,8 +136,7 @@ class ByLevel:
         """The stages of each module of the level, as ranges of positions."""
         units = self.units(names)
         # Neighbours only: a module that runs twice, with others in between, is two groups.
-        positions = groupby(range(len(names)), key=lambda position: units[position])
-        found = [(unit, list(group)) for unit, group in positions]
+        found = [(unit, list(group)) for unit, group in groupby(range(len(names)), key=units.__getitem__)]
         return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]
 
     def units(self, names: list[str]) -> list[str | None]:
@@ -153,11 +149,10 @@ class ByLevel:
         return [None] * len(names)
 
     def _unit(self, stage: str, level: int) -> str | None:
-        for path in _paths(stage):
+        for path in (part.partition("#")[0] for part in stage.split(JOINT)):  # modules that it is named after
             parts = path.split(".") if path else []
-            inside = [".".join(parts[:count]) for count in range(len(parts) + 1)]
-            for prefix in inside:
-                if self.levels.get(prefix) == level:
+            for count in range(len(parts) + 1):
+                if self.levels.get(prefix := ".".join(parts[:count])) == level:
                     return prefix
             # The stage is a larger, uncut module: no single layer can be recomputed, so all of it is.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
@@ -169,18 +164,11 @@ class ByLevel:
         result = list(units)
         for position in range(1, len(units)):
             unit, before = units[position], units[position - 1]
-            if unit is not None and before is not None and unit in self.weightless and _beside(unit, before):
+            if unit is None or before is None or unit not in self.weightless:
+                continue
+            if unit.rpartition(".")[0] == before.rpartition(".")[0]:
                 result[position] = result[position - 1]
         return result
-
-
-def _paths(stage: str) -> list[str]:
-    """The modules that a stage is named after."""
-    return [part.partition("#")[0] for part in stage.split(JOINT)]
-
-
-def _beside(one: str, other: str) -> bool:
-    return one.rpartition(".")[0] == other.rpartition(".")[0]
 
 
 def whole_number(value: object, what: str) -> int:
