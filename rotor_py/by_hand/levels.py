@@ -126,7 +126,6 @@ def _assigned(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
 
 
 def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
-    """The level of a list of modules by the parts that it repeats."""
     highest, weights = max(level for _, level in inner), _weights(module)
     kind, count = Counter(type(each).__name__ for each, level in inner if level == highest).most_common(1)[0]
     unlike = AssignedLevel(0, f"{type(module).__name__} is a list of unlike parts")
@@ -148,7 +147,6 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
 
 
 def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
-    """The level of a module with its own forward."""
     highest, called, weights = max(level for _, level in inner), _called(name, module), _weights(module)
     if len(inner) == 1 and highest == 5:
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")

@@ -61,7 +61,6 @@ class ByHand:
         return ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
 
     def algorithm(self, model: nn.Module) -> Algorithm:
-        """The algorithm that makes the sequence for the measured stages of `model`."""
         if self.level:  # level 0 checkpoints nothing
             return ByLevel.of(model, self.level)
         if self.every_n_layers and self.max_checkpoints != 0:

@@ -58,7 +58,6 @@ class Block:
     next: Block | None = None
 
     def split(self, size: int) -> Block:
-        """Cut the block after `size` bytes; return the rest."""
         rest = Block(
             self.address + size, self.size - size, self.pool, mapped=self.mapped, previous=self, next=self.next
         )
@@ -120,8 +119,6 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Free `key`."""
-
     key: Hashable
 
 
@@ -202,7 +199,6 @@ class CachingAllocator:
 
     @property
     def peak(self) -> Reserved:
-        """Peaks so far."""
         return Reserved(self._peak_allocated, self._peak_reserved)
 
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
@@ -280,7 +276,6 @@ class CachingAllocator:
         return self._new_block(pool, whole, mapped=True) if self._reserve(whole) else None
 
     def _new_block(self, pool: Pool, size: int, *, mapped: bool) -> Block:
-        """A block at new addresses."""
         block = Block(self._next_address, size, pool, mapped=mapped)
         self._next_address += -(-size // LARGE_SEGMENT) * LARGE_SEGMENT
         pool.add(block)

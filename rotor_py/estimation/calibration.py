@@ -118,7 +118,6 @@ def calibrate(
 
 
 def _products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> list[float]:
-    """Operations a second of each matrix product; empty if the device lacks it."""
     found = []
     for rows, inner, columns in sizes.matrices:
         try:
@@ -165,7 +164,6 @@ def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
 
 
 def _rounded(number: float) -> float:
-    """Round to three digits: runs differ in the third."""
     return float(f"{number:.3g}")
 
 
@@ -195,7 +193,6 @@ _HEAD = """\
 
 
 def as_toml(key: str, device: Device) -> str:
-    """The file of a device under the name `key`."""
     cells: dict[str, object] = {
         "name": device.name,
         "vendor": device.vendor,

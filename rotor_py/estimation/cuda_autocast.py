@@ -122,7 +122,6 @@ def _replace_kernels(library: torch.library.Library) -> None:
 
 
 def _operator(name: str) -> torch_compat.OpOverload | None:
-    """The ATen operator `name`; None if this torch lacks it."""
     packet, _, overload = name.partition(".")
     found: torch_compat.OpOverload | None = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
     return found

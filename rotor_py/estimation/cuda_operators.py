@@ -45,7 +45,6 @@ class Attention:
     enable_gqa: bool = False
 
     def on(self, compute_capability: tuple[int, int]) -> torch.Tensor:
-        """The result by the kernel of a device with this compute capability."""
         given: list[Any] = [self.query, self.key, self.value]
         scale, backend = self.scale, self.backend(compute_capability)
         if backend == "math":

@@ -66,7 +66,6 @@ def split_count(text: str) -> tuple[str, int]:
 
 @cache
 def device_names() -> tuple[str, ...]:
-    """The names of the table, in order."""
     return tuple(name for name in tables_in(_TABLE) if name != _SOURCES)
 
 

@@ -98,7 +98,6 @@ class FakeCopies:
         """originals, kept alive so that their ids stay unique"""
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Copy a model onto fake parameters, buffers and other tensors."""
         held = [*model.parameters(), *model.buffers()]
         for module in model.modules():
             others = {key: each for key, each in vars(module).items() if key not in _REGISTERED}
@@ -108,7 +107,6 @@ class FakeCopies:
         return found
 
     def value(self, value: Any) -> Any:
-        """Convert the tensors of a nested structure to fake ones."""
         return tree_map_only(torch.Tensor, self.tensor, value)
 
     def optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

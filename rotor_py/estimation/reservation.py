@@ -76,7 +76,6 @@ class FollowedStep(FollowedStorages):
 
 
 def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
-    """Reserved bytes on `device` for these requests."""
     usable = device.usable_bytes
     plain, expandable = (_reserved(events, usable, expandable=each) for each in (False, True))
     gives_back = plain <= usable < replay(events).reserved_bytes

@@ -87,7 +87,6 @@ class Work:
     tf32: bool = False
 
     def seconds(self, device: Device) -> float:
-        """Seconds on `device`."""
         if not self.operations and not self.bytes:
             return 0.0
         streaming = self.bytes / (device.bandwidth * device.efficiencies.streaming)
@@ -118,7 +117,6 @@ class Roofline:
 def work_of(
     func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, tf32: bool | None = None
 ) -> Work:
-    """The work of a call, from its arguments and its result."""
     packet = func.overloadpacket
     convolves = packet in _CONVOLUTIONS
     if tf32 is None:

@@ -170,7 +170,6 @@ class SimulatedDevices:
             self._communication.find_room(step)
 
     def reserve(self, step: SimulatedStep, *, keep_limit: bool) -> Reservation:
-        """Reservation of a `step` by its plan; see `find_reservation`."""
         if self._mesh is None:
             return find_reservation(step, self.devices, keep_limit=keep_limit)
         found = find_reservation(step, self.devices, keep_limit=keep_limit, requests_of=self._communication.requests)
