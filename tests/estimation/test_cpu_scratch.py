@@ -57,47 +57,28 @@ def measured(func: Any, args: tuple[Any, ...]) -> int:
     return meter.phases[""].peak - sum(each.untyped_storage().nbytes() for each in tensors_in(out))
 
 
-DEPTHWISE = [
-    {"images": (2, 64, 16, 16), "out": 64, "kernel": kernel, "groups": 64, "last": last, "backward": backward}
-    for kernel in (3, 7)
-    for last in (True, False)
-    for backward in (True, False)
-]
-OTHERS = [
-    {"images": (2, 24, 16, 16), "out": 24, "kernel": 5, "groups": 24, "last": True, "backward": True},
-    {"images": (2, 64, 16, 16), "out": 64, "kernel": 3, "groups": 64, "dilation": 2, "last": True, "backward": True},
-    {"images": (2, 64, 16, 16), "out": 64, "kernel": 7, "groups": 64, "stride": 2, "last": True, "backward": True},
-    *(
-        {"images": (4, 64, rows, 8), "out": 64, "kernel": 3, "groups": 64, "last": True, "backward": True}
-        for rows in (1, 2, 3)
-    ),
-    {"images": (4, 64, 3, 8), "out": 64, "kernel": 3, "groups": 64, "stride": 2, "last": True, "backward": True},
-    {"images": (4, 64, 4, 8), "out": 64, "kernel": 3, "groups": 64, "stride": 2, "last": True, "backward": True},
-    # Products of matrices: small images with large kernels, and with strides.
-    *({"images": (4, 288, 2, 2), "out": 288, "kernel": kernel, "groups": 288, "backward": True} for kernel in (3, 5)),
-    {"images": (4, 48, 19, 19), "out": 48, "kernel": 5, "groups": 48, "stride": 2, "backward": True},
-    {"images": (4, 40, 8, 8), "out": 40, "kernel": 5, "groups": 40, "backward": True},
-    {"images": (8, 32, 16, 16), "out": 32, "kernel": 3},
-    {"images": (8, 40, 16, 16), "out": 72, "kernel": 3, "backward": True},
-    {"images": (8, 3, 32, 32), "out": 16, "kernel": 7, "stride": 2, "backward": True},
-    {"images": (8, 48, 8, 8), "out": 96, "kernel": 2, "stride": 2, "last": True, "backward": True},
-    {"images": (8, 32, 16, 16), "out": 32, "kernel": 1, "backward": True},
-    {"images": (4, 64, 400), "out": 64, "kernel": 3},
-    {"images": (4, 12, 16, 16), "out": 12, "kernel": 3},
-    {"images": (4, 12, 16, 16), "out": 12, "kernel": 3, "stride": 2, "backward": True},
-    {"images": (8, 8, 16, 16), "out": 16, "kernel": 3, "backward": True},
-    {"images": (8, 64, 24, 24), "out": 128, "kernel": 3, "stride": 2, "backward": True},
-    {"images": (4, 64, 16, 16), "out": 128, "kernel": 1, "stride": 2},
-    {"images": (4, 64, 16, 16), "out": 128, "kernel": 1, "stride": 2, "backward": True},
-    {"images": (4, 32, 16, 16), "out": 32, "kernel": 3, "groups": 4},
-    {"images": (1, 48, 16, 16), "out": 48, "kernel": 3},
-    {"images": (4, 64, 16, 16), "out": 32, "kernel": 2, "stride": 2, "transposed": True, "backward": True},
+# Images, output channels, kernel, and what `call` takes by name.
+CONVOLUTIONS: list[tuple[tuple[int, ...], int, int, dict[str, Any]]] = [
+    ((2, 64, 16, 16), 64, 3, {"groups": 64, "last": True, "backward": True}),
+    ((2, 64, 16, 16), 64, 7, {"groups": 64}),
+    ((2, 64, 16, 16), 64, 7, {"groups": 64, "stride": 2, "last": True, "backward": True}),
+    ((4, 64, 3, 8), 64, 3, {"groups": 64, "stride": 2, "last": True, "backward": True}),
+    ((4, 288, 2, 2), 288, 5, {"groups": 288, "backward": True}),  # products of matrices: small images, large kernels
+    ((8, 40, 16, 16), 72, 3, {"backward": True}),
+    ((8, 3, 32, 32), 16, 7, {"stride": 2, "backward": True}),
+    ((8, 48, 8, 8), 96, 2, {"stride": 2, "last": True, "backward": True}),
+    ((4, 64, 400), 64, 3, {}),
+    ((4, 64, 16, 16), 128, 1, {"stride": 2, "backward": True}),
+    ((4, 32, 16, 16), 32, 3, {"groups": 4}),
+    ((4, 64, 16, 16), 32, 2, {"stride": 2, "transposed": True, "backward": True}),
 ]
 
 
-@pytest.mark.parametrize("given", [*DEPTHWISE, *OTHERS], ids=str)
-def test_a_call_takes_what_the_rules_say(given: dict[str, Any]) -> None:
-    func, args = call(**given)
+@pytest.mark.parametrize(("images", "out", "kernel", "given"), CONVOLUTIONS, ids=str)
+def test_a_convolution_takes_what_the_rules_say(
+    images: tuple[int, ...], out: int, kernel: int, given: dict[str, Any]
+) -> None:
+    func, args = call(images, out, kernel, **given)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in args]
         predicted = cpu_scratch_bytes(func, fake, {}, func(*fake))
@@ -113,36 +94,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("layouts", [("last", "last"), ("first", "first"), ("last", "first")], ids=str)
-@pytest.mark.parametrize("wanted", [True, False])
-def test_a_batch_norm_makes_the_gradient_of_its_input_twice_where_both_lie_alike(
-    layouts: tuple[str, str], wanted: bool
-) -> None:
+@pytest.mark.parametrize("layouts", [("last", "last"), ("last", "first")], ids=str)
+def test_a_batch_norm_makes_the_gradient_of_its_input_twice_where_both_lie_alike(layouts: tuple[str, str]) -> None:
     formats = {"last": torch.channels_last, "first": torch.contiguous_format}
     value, gradient = (torch.randn(4, 32, 16, 16).contiguous(memory_format=formats[each]) for each in layouts)
     row = torch.ones(32)
+    args = (gradient, value, row, row, row, row, row, True, 1e-5, [True, True, True])
+    expected = value.numel() * 4 if layouts[0] == layouts[1] else 0
     func = aten.native_batch_norm_backward.default
-    args = (gradient, value, row, row, row, row, row, True, 1e-5, [wanted, True, True])
-    expected = value.numel() * 4 if wanted and layouts[0] == layouts[1] else 0
     assert cpu_scratch_bytes(func, args, {}, None) == expected
     assert expected == pytest.approx(measured(func, args), rel=0.01, abs=1024)
-
-
-LYING = {"as wanted": (8, 128, 32), "otherwise": (8, 32, 128)}
-
-
-@pytest.mark.parametrize("layouts", [(a, b) for a in LYING for b in LYING], ids=str)
-def test_a_layer_norm_copies_what_lies_otherwise(layouts: tuple[str, str]) -> None:
-    value, gradient = (
-        torch.randn(LYING[each]) if each == "as wanted" else torch.randn(LYING[each]).transpose(1, 2)
-        for each in layouts
-    )
-    row, sums = torch.ones(32), torch.ones(8, 128, 1)
-    for func, args in (
-        (aten.native_layer_norm.default, (value, [32], row, row, 1e-5)),
-        (aten.native_layer_norm_backward.default, (gradient, value, [32], sums, sums, row, row, [True] * 3)),
-    ):
-        assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), abs=64)
 
 
 def test_what_lies_otherwise_is_copied() -> None:
@@ -157,7 +118,6 @@ def test_what_lies_otherwise_is_copied() -> None:
             (aten.embedding.default, (torch.randn(8, 16), lying(row.expand(8, 512)))),
             (aten.embedding_dense_backward.default, (torch.randn(8, 512, 4), lying(row.expand(8, 512)), 8, -1, False)),
             (aten.im2col.default, (image, [3, 3], [1, 1], [1, 1], [1, 1])),
-            (aten.im2col.default, (image, [2, 2], [1, 1], [0, 0], [4, 4])),
             (aten._softmax.default, (value, -1, False)),
             (aten._safe_softmax.default, (turned.contiguous(), -1)),
             (aten.max_pool2d_with_indices_backward.default, (image, torch.randn(4, 8, 32, 32), *pool, places)),
@@ -168,14 +128,6 @@ def test_what_lies_otherwise_is_copied() -> None:
             assert predicted == pytest.approx(measured(func, args), abs=64), func
 
 
-def test_a_product_of_matrices_instead_of_a_convolution_copies_gradients_that_lie_otherwise() -> None:
-    func, args = call((4, 32, 16, 16), 24, 1, backward=True)
-    turned = (args[0].transpose(2, 3).contiguous().transpose(2, 3), *args[1:])
-    expected = args[0].numel() * 4
-    assert cpu_scratch_bytes(func, turned, {}, None) - cpu_scratch_bytes(func, args, {}, None) == expected
-    assert measured(func, turned) - measured(func, args) == pytest.approx(expected, abs=64)
-
-
 @pytest.mark.parametrize("dims", [(1,), (1, 2)], ids=str)
 def test_rolling_two_dimensions_makes_a_copy_in_between(dims: tuple[int, ...]) -> None:
     args = (torch.randn(4, 16, 16, 8), [3] * len(dims), [*dims])
@@ -183,7 +135,7 @@ def test_rolling_two_dimensions_makes_a_copy_in_between(dims: tuple[int, ...]) -
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("lengths", [(65, 65), (200, 40), (800, 800), (20, 600)], ids=str)
+@pytest.mark.parametrize("lengths", [(65, 65), (200, 40)], ids=str)
 def test_attention_holds_blocks_of_scores(lengths: tuple[int, int], backward: bool) -> None:
     query, key, value = (
         torch.randn(2, length, 4, 16).transpose(1, 2) for length in (lengths[0], lengths[1], lengths[1])
@@ -197,14 +149,6 @@ def test_attention_holds_blocks_of_scores(lengths: tuple[int, int], backward: bo
     if backward:
         args = (args[0].contiguous(), *args[1:])
         assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), rel=0.01)
-
-
-def test_images_that_lie_otherwise_are_copied() -> None:
-    func, args = call((4, 32, 16, 16), 32, 3)
-    images = args[0].transpose(2, 3).contiguous().transpose(2, 3)
-    more = cpu_scratch_bytes(func, (images, *args[1:]), {}, args[0]) - cpu_scratch_bytes(func, args, {}, args[0])
-    assert more == images.numel() * 4
-    assert measured(func, (images, *args[1:])) - measured(func, args) == pytest.approx(more, rel=0.01)
 
 
 def test_what_is_no_convolution_of_32_bits_takes_nothing_that_is_known_of() -> None:

@@ -5,27 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from rotor_py.estimation.caching_allocator import Allocate, Free, Reserved, replay
-from rotor_py.estimation.device_table import find_device
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu
-import report
 from gpu_parts import packing, rows, tables
 from gpu_parts.device_like import device_like
 from gpu_parts.order import by_priority
 from gpu_parts.setting import Setting
 from gpu_parts.short_table import short_table
-from gpu_parts.steps import SkippedError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # compilers warn of themselves
 
@@ -71,24 +66,6 @@ def test_a_plan_at_the_peak_of_another_way_and_what_was_estimated(tmp_path: Path
     assert "Measured on: CPU" in short
 
 
-def test_the_short_table_has_the_models_of_which_all_is_there() -> None:
-    assert short_table({"part4": {"size": {"status": "done", "batch": 2}, "plain": {"status": "failed"}}}) == ""
-
-
-def test_put_replaces_only_the_text_between_its_marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- gpu one -->\nold\n<!-- /gpu one -->\nafter\n")
-    monkeypatch.setattr(report, "PAGES", (page,))
-    report.put("gpu other", "new")
-    assert "old" in page.read_text()
-    report.put("gpu one", "new")
-    assert page.read_text() == "before\n<!-- gpu one -->\nnew\n<!-- /gpu one -->\nafter\n"
-    measured = [each.stem for each in (ROOT / "benchmarks" / "results").glob("gpu-*.json")]
-    tables = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert all(f"<!-- {name.replace('-', ' ', 1)} -->" in tables for name in measured)
-    assert "<!-- gpu-short " in (ROOT / "README.md").read_text()
-
-
 def options(work: Path, **changes: Any) -> argparse.Namespace:
     told = {"tiny": True, "no_traces": True, "again": False, "in_process": True, "seconds": 60.0, "part": PART}
     return argparse.Namespace(out=work, work=work, **{**told, **changes})
@@ -124,32 +101,6 @@ def test_a_failure_costs_one_row_and_what_is_there_is_not_run_again(tmp_path: Pa
     assert ran == ["bad", "good", "needs"]
     run_part(options(tmp_path, again=True))
     assert ran == ["bad", "good", "needs", "bad", "needs"]
-
-
-@pytest.mark.parametrize(
-    ("code", "says"), [(-9, "its process ended with -9"), (None, "it took more than 60 s")], ids=["killed", "too long"]
-)
-def test_a_process_that_ends_without_a_word_is_a_failed_row(tmp_path: Path, monkeypatch, code, says) -> None:
-    monkeypatch.setattr(gpu, "bounded", lambda command, seconds: ("the last words", code))
-    found = gpu.run_apart(PART, "plain", options(tmp_path), 60.0)
-    assert (found["status"], found["error"], found["output"]) == ("failed", says, "the last words")
-
-
-def test_a_call_leaves_what_it_has_no_time_for(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(rows, "parts", lambda tiny: {PART: {"one": lambda setting: {}, "two": lambda setting: {}}})
-    assert run_part(options(tmp_path, seconds=0.0)) == [(PART, "one"), (PART, "two")]
-    assert not list(tmp_path.glob("part*/*.json"))
-
-
-@pytest.mark.parametrize("wanted", [(gpu.TESTS, "profiling.test_memory"), (PART, "plain")])
-@pytest.mark.parametrize(("seconds", "kept"), [(100.0, False), (500.0, True)])
-def test_a_row_at_the_end_of_a_call_is_left_and_one_that_had_all_its_time_has_failed(
-    tmp_path: Path, monkeypatch, wanted: tuple[int, str], seconds: float, kept: bool
-) -> None:
-    monkeypatch.setattr(gpu, "bounded", lambda command, seconds: ("half", None))
-    left = gpu.run_rows([wanted], options(tmp_path, in_process=False, seconds=seconds))
-    assert left == ([] if kept else [wanted])
-    assert len(list(tmp_path.glob("part*/*.json"))) == kept
 
 
 def test_what_shows_most_comes_first() -> None:
@@ -188,38 +139,6 @@ def test_results_are_few_files_that_another_machine_goes_on_from(tmp_path: Path)
     packing.pack(elsewhere, out, "the tables")
     packing.unpack(out, tmp_path / "third")
     assert (tmp_path / "third" / "part4" / "plain.trace.json.gz").read_bytes() == b"plain" * 3
-
-
-def test_what_is_there_is_newer_than_what_was_packed(tmp_path: Path) -> None:
-    work, out = tmp_path / "work", tmp_path / "out"
-    gpu.written(work / "part4" / "plain.json", {"status": "failed"})
-    packing.pack(work, out, "")
-    gpu.written(work / "part4" / "plain.json", {"status": "done"})
-    packing.unpack(out, work)
-    assert packing.rows_in(work) == {"part4": {"plain": {"status": "done"}}}
-
-
-def test_traces_are_packed_as_long_as_there_is_room_and_the_others_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(packing, "_ROOM", 10_000)
-    for name in "abcdefghi":
-        trace(tmp_path / "work", name, 4000)
-    trace(tmp_path / "work", "z", 20_000)
-    packing.pack(tmp_path / "work", tmp_path / "out", "")
-    sizes = [each.stat().st_size for each in (tmp_path / "out").glob("traces-*.tar")]
-    assert len(sizes) == 4
-    assert max(sizes) < 10_000 + 2**14  # a tar file ends with up to so many zeros
-    left = json.loads((tmp_path / "out" / "summary.json").read_text())["traces_left_out"]
-    assert len(left) == 10 - 4
-    assert left[-1] == "part4/z.trace.json.gz"
-
-
-def test_the_calibration_stands_beside_the_table() -> None:
-    known = find_device("h100")
-    row = {"status": "done", "measured": asdict(replace(known, bandwidth=3e12)), "table": asdict(known), "toml": "[a]"}
-    text = tables.calibrated(row)
-    assert f"| bandwidth | 3e+12 | {known.bandwidth:.4g} |" in text
-    assert tables.calibrated({**row, "table": None})
-    assert tables.calibrated({"status": "skipped"}) == ""
 
 
 def test_commands_are_stopped_when_their_time_is_over() -> None:
@@ -274,17 +193,6 @@ def test_a_device_is_found_by_what_it_calls_itself(reported: str, memory: float,
     assert (device.name if device else None) == found
 
 
-def test_a_chain_alone_is_checkpointed_in_sequence() -> None:
-    with pytest.raises(SkippedError, match=r"no nn\.Sequential"):
-        rows.by_way(rows.cases(tiny=True)["GPT-2 medium"], "checkpoint_sequential",
-                    FixedSize(Path(), torch.device("cpu"), tiny=True, traces=False))  # fmt: skip
-
-
-class FixedSize(Setting):
-    def result(self, row: str) -> dict[str, Any]:
-        return {"batch": 2}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [3, 4, 5, 6])
 def test_the_whole_rehearsal_runs(tmp_path: Path, part: int) -> None:
@@ -301,9 +209,3 @@ def test_tests_and_rows_in_processes_of_their_own(tmp_path: Path) -> None:
     assert gpu.run_tests("profiling.test_storage", options(tmp_path), 120.0)["status"] == "done"
     found = gpu.run_apart(PART, "size", options(tmp_path), 120.0)
     assert (found["status"], found["batch"]) == ("done", 2)
-
-
-def test_a_folder_of_something_else_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text("{}")
-    with pytest.raises(SystemExit, match="none of this script's; give another --out"):
-        packing.unpack(tmp_path, tmp_path / "rows")
