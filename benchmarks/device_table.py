@@ -10,8 +10,7 @@ import argparse
 
 from report import put
 
-from rotor_py.estimation.device_table import device_names
-from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.device_table import device_names, find_device
 
 
 def table() -> str:

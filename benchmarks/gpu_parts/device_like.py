@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rotor_py.data_sheet import Device
-from rotor_py.estimation.device_table import device_names
-from rotor_py.estimation.device_table import find_device
+from rotor_py.estimation.device_table import device_names, find_device
 
 
 def device_like(reported: str, memory_bytes: int) -> Device | None:

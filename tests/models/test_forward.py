@@ -168,21 +168,17 @@ def renormalised(x: Tensor) -> Tensor:
     return torch.cat((red, green, blue), 1)
 
 
-@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
-def test_resnet(block):
-    assert_same_step(models.ResNet(block, (2, 1, 1, 1), num_classes=5), resnet_forward, size=32)
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("block", "options"),
     [
-        {"groups": 4, "width_per_group": 8},
-        {"replace_stride_with_dilation": (False, True, True)},
-        {"norm_layer": lambda channels: nn.GroupNorm(4, channels)},
+        (BasicBlock, {}),
+        (Bottleneck, {"groups": 4, "width_per_group": 8}),
+        (Bottleneck, {"replace_stride_with_dilation": (False, True, True)}),
+        (Bottleneck, {"norm_layer": lambda channels: nn.GroupNorm(4, channels)}),
     ],
 )
-def test_resnet_with_options(options):
-    assert_same_step(models.ResNet(Bottleneck, (1, 1, 2, 1), num_classes=5, **options), resnet_forward, size=32)
+def test_resnet(block, options):
+    assert_same_step(models.ResNet(block, (2, 1, 2, 1), num_classes=5, **options), resnet_forward, size=32)
 
 
 def test_preact_resnet():

@@ -16,44 +16,6 @@ from rotor_py import models
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "torchvision.json").read_text())
 
-PUBLISHED_PARAMETERS = {
-    "densenet121": 7_978_856,
-    "densenet161": 28_681_000,
-    "densenet169": 14_149_480,
-    "densenet201": 20_013_928,
-    "inception_v3": 23_834_568,
-    "resnet18": 11_689_512,
-    "resnet34": 21_797_672,
-    "resnet50": 25_557_032,
-    "resnet101": 44_549_160,
-    "resnet152": 60_192_808,
-    "vgg11_bn": 132_868_840,
-    "vgg13_bn": 133_053_736,
-    "vgg16": 138_357_544,
-    "vgg16_bn": 138_365_992,
-    "vgg19_bn": 143_678_248,
-}
-
-WELL_KNOWN_ENTRIES = [
-    ("resnet18", "conv1.weight", (64, 3, 7, 7)),
-    ("resnet18", "layer2.0.downsample.0.weight", (128, 64, 1, 1)),
-    ("resnet50", "layer1.0.downsample.1.running_mean", (256,)),
-    ("resnet50", "layer4.2.bn3.num_batches_tracked", ()),
-    ("resnet50", "fc.weight", (1000, 2048)),
-    ("vgg16", "features.28.weight", (512, 512, 3, 3)),
-    ("vgg16_bn", "features.41.running_var", (512,)),
-    ("vgg16_bn", "classifier.0.weight", (4096, 25088)),
-    ("densenet121", "features.conv0.weight", (64, 3, 7, 7)),
-    ("densenet121", "features.denseblock1.denselayer2.norm1.weight", (96,)),
-    ("densenet121", "features.transition3.conv.weight", (512, 1024, 1, 1)),
-    ("densenet121", "features.norm5.bias", (1024,)),
-    ("densenet121", "classifier.weight", (1000, 1024)),
-    ("inception_v3", "Conv2d_1a_3x3.conv.weight", (32, 3, 3, 3)),
-    ("inception_v3", "Mixed_6c.branch7x7dbl_2.conv.weight", (160, 160, 7, 1)),
-    ("inception_v3", "Mixed_7c.branch3x3dbl_3b.bn.weight", (384,)),
-    ("inception_v3", "fc.bias", (1000,)),
-]
-
 
 def number_of_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
@@ -65,21 +27,12 @@ def test_state_dict_is_torchvisions(network, name):
     lines = "\n".join(f"{key} {tuple(value.shape)}" for key, value in state.items())
     assert len(state) == RECORDED[name]["entries"]
     assert hashlib.sha256(lines.encode()).hexdigest() == RECORDED[name]["sha256"]
-
-
-@pytest.mark.parametrize(("name", "count"), PUBLISHED_PARAMETERS.items())
-def test_number_of_parameters_is_the_published_one(network, name, count):
-    assert number_of_parameters(network(name)) == count == RECORDED[name]["parameters"]
+    assert number_of_parameters(network(name)) == RECORDED[name]["parameters"]
 
 
 @pytest.mark.parametrize("name", [name for name in models.__all__ if name.islower()])
 def test_docstring_gives_the_number_of_parameters(network, name):
     assert f"{number_of_parameters(network(name)):,} parameters" in getattr(models, name).__doc__
-
-
-@pytest.mark.parametrize(("name", "key", "shape"), WELL_KNOWN_ENTRIES)
-def test_well_known_entry(network, name, key, shape):
-    assert network(name).state_dict()[key].shape == shape
 
 
 def test_resnet1001_has_as_many_layers_as_its_name_says(network):

@@ -14,26 +14,12 @@ pytest.importorskip("torchvision")
 
 from torchvision.models import densenet, inception, resnet, vgg
 
-NAMES = [name for name in models.__all__ if name.islower() and not name.startswith("resnet1001")]
-
 
 def theirs(name: str) -> nn.Module:
-    if name == "resnet200":
-        return resnet.ResNet(resnet.Bottleneck, [3, 24, 36, 3])
     if name == "inception_v3":
         return inception.inception_v3(aux_logits=False, init_weights=True)
     module = {"r": resnet, "v": vgg, "d": densenet}[name[0]]
     return getattr(module, name)()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_state_dicts_have_the_same_entries_in_the_same_order(network, name):
-    with torch.device("meta"):
-        other = theirs(name)
-    described = [
-        [(key, value.shape, value.dtype) for key, value in m.state_dict().items()] for m in (network(name), other)
-    ]
-    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "densenet121", "inception_v3", "vgg11_bn"])
@@ -53,12 +39,6 @@ def test_the_same_seed_gives_the_same_weights_and_the_same_step(name):
     assert torch.equal(*outputs)
     gradients = dict(other.named_parameters())
     assert all(torch.equal(p.grad, gradients[key].grad) for key, p in ours.named_parameters())
-
-
-def test_a_checkpoint_with_the_auxiliary_classifier_loads():
-    with torch.device("meta"):
-        ours, other = models.inception_v3(), inception.inception_v3(init_weights=False)
-    ours.load_state_dict(other.state_dict(), strict=True, assign=True)
 
 
 @pytest.mark.parametrize("name", ["ResNet", "VGG", "DenseNet"])

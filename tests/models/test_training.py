@@ -107,37 +107,31 @@ def test_the_measured_peak_is_inside_the_limit_and_as_predicted(name: str) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("name", NAMES)
-def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_training(name: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
+def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_training(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        make, shape = NETWORKS[name]
-        torch.manual_seed(0)
-        network, batch = make().to(device), torch.randn((8, *shape[1:]), device=device)
-        plain = copy.deepcopy(network).cpu()
-        planned = Checkpointable(network, loss=square, fresh_grads=True)
-        planned.measure(batch)
-        assert planned.budget is not None
-        planned.compute_sequence(between(planned, 0.4))
-        limit = between(planned, 0.4)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    make, shape = NETWORKS[name]
+    torch.manual_seed(0)
+    network, batch = make().to(device), torch.randn((8, *shape[1:]), device=device)
+    plain = copy.deepcopy(network).cpu()
+    planned = Checkpointable(network, loss=square, fresh_grads=True)
+    planned.measure(batch)
+    limit = between(planned, 0.4)
+    planned.compute_sequence(limit)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(1)
         for _ in range(2):
-            planned.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)
             torch.cuda.reset_peak_memory_stats(device)
-            square(planned(batch)).backward()
-            assert torch.cuda.max_memory_allocated(device) <= limit
-        gradients = [p.grad.cpu() for p in planned.parameters() if p.grad is not None]
-        del planned, network
-        plain = plain.to(device)
-        torch.manual_seed(1)
-        for _ in range(2):
-            plain.zero_grad(set_to_none=True)
-            square(plain(batch)).backward()
-        expected = [p.grad.cpu() for p in plain.parameters() if p.grad is not None]
-        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-    finally:
-        torch.use_deterministic_algorithms(False)
+            square(model(batch)).backward()
+            assert model is not planned or torch.cuda.max_memory_allocated(device) <= limit
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    found = gradients(planned)
+    assert all(map(torch.equal, found, gradients(plain.to(device))))
