@@ -40,30 +40,26 @@ def forwards(sequence: Sequence) -> list[int]:
 @pytest.mark.parametrize("options", BY_HAND, ids=str)
 def test_strategies_train_as_plain_training_and_peak_as_predicted(options: dict[str, int]) -> None:
     planned = checkpointed(staged(), rows(), **options)
-    assert planned.sequence is not None
     assert_plain_training(planned, rows())
-    assert_peak_as_predicted(planned, rows())
+    peak = assert_peak_as_predicted(planned, rows())
+    stored = planned.budget.peak_bytes(store_all(planned.chain)) - planned.budget.fixed.optimizer
+    assert peak < 0.7 * stored or options != {"level": 2}
 
 
 def test_each_level_recomputes_its_modules_and_stores_what_lies_outside() -> None:
     network = staged()
-    runs = {level: forwards(checkpointed(network, rows(), level=level).sequence) for level in range(6)}
+    found = {level: checkpointed(network, rows(), level=level).sequence for level in range(6)}
+    runs = {level: forwards(sequence) for level, sequence in found.items()}
     # stem, its activation, the four blocks, head
     assert runs[0] == [1, 1, 1, 1, 1, 1, 1]
     assert runs[1] == [2, 2, 2, 2, 2, 2, 1]
     assert runs[2] == [1, 1, 2, 2, 2, 2, 1]
     assert runs[3] == runs[2]  # there are no parts of level 3
     assert runs[5] == runs[4] == runs[2]
-    begin = {level: str(checkpointed(network, rows(), level=level).sequence) for level in (1, 2, 4)}
+    begin = {level: str(sequence) for level, sequence in found.items()}
     assert begin[4].startswith("Fe_0, Fe_1, CF_2, Fn_3, CF_4, Fn_5, Fe_6, L, B_6, Fe_4, Fe_5, B_5, B_4, Fe_2")
     assert begin[2].startswith("Fe_0, Fe_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L, B_6, Fe_5, B_5, Fe_4, B_4")
     assert begin[1].startswith("CF_0, Fn_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L, B_6, Fe_5, B_5, Fe_4, B_4")
-    assert str(checkpointed(network, rows(), level=2).sequence).startswith(
-        "Fe_0, Fe_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L"
-    )
-    assert str(checkpointed(network, rows(), level=1).sequence).startswith(
-        "CF_0, Fn_1, CF_2, CF_3, CF_4, CF_5, Fe_6, L"
-    )
 
 
 def test_a_group_before_the_loss_is_stored_as_it_runs_unless_the_loss_needs_the_room() -> None:
@@ -73,11 +69,6 @@ def test_a_group_before_the_loss_is_stored_as_it_runs_unless_the_loss_needs_the_
     assert forwards(large.sequence) == [1, 1, 2, 2, 2, 2]
     assert_plain_training(large, rows())
     assert_peak_as_predicted(large, rows())
-
-
-def test_blocks_that_are_recomputed_take_less_memory_than_storing_everything() -> None:
-    peaks = [assert_peak_as_predicted(checkpointed(staged(), rows(), level=level), rows()) for level in (0, 2)]
-    assert peaks[1] < 0.7 * peaks[0]
 
 
 def test_a_resnet_is_recomputed_by_its_blocks_or_stages() -> None:
@@ -168,6 +159,8 @@ def test_memory_says_by_stage_what_is_kept_when_the_loss_runs() -> None:
     held = simulate(chain, planned.sequence).after[loss - 1]
     assert memory.kept_bytes + memory.input_bytes == held
     assert memory.share_saved == memory.not_kept_bytes / (memory.kept_bytes + memory.not_kept_bytes) > 0.5
+    with raises(ValueError, "not_measured"):
+        Checkpointable(staged(), level=2).memory()
     stored = checkpointed(staged(), rows(), level=0).memory()
     assert (stored.not_kept_bytes, stored.share_saved) == (0, 0.0)
 
@@ -178,27 +171,18 @@ def test_memory_agrees_with_the_simulator_for_any_sequence(kind: Any, released: 
     rng = random.Random(3)
     for _ in range(40):
         length = rng.randint(1, 7)
-        activation = [rng.randint(4, 20) for _ in range(length + 1)]
+        sizes = [rng.randint(4, 20) for _ in range(length + 1)]
         chain = Chain.from_arrays(
-            forward_time=[1] * length,
-            backward_time=[1] * (length + 1),
-            activation=activation,
-            saved=[size + rng.randint(0, 40) for size in activation[1:]],
-            forward_temp=[0] * length,
-            backward_temp=[0] * (length + 1),
-            input_released=[rng.randint(0, size) for size in activation[:-1]] if released else None,
-            output_released=[rng.randint(0, size) for size in activation[1:]] if released else None,
-        )
+            [1] * length, [1] * (length + 1), sizes, [size + rng.randint(0, 40) for size in sizes[1:]],
+            [0] * length, [0] * (length + 1),
+            input_released=[rng.randint(0, size) for size in sizes[:-1]] if released else None,
+            output_released=[rng.randint(0, size) for size in sizes[1:]] if released else None,
+        )  # fmt: skip
         sequence = kind(length, rng)
         memory = plan_memory(chain, sequence)
         before = simulate(chain, sequence).after[list(sequence).index(Loss()) - 1]
         assert memory.kept_bytes + memory.input_bytes == before
         assert 0 <= memory.share_saved <= 1
-
-
-def test_memory_before_measuring_says_so() -> None:
-    with raises(ValueError, "not_measured"):
-        Checkpointable(staged(), level=2).memory()
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:

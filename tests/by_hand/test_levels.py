@@ -32,15 +32,15 @@ class Counted(nn.Module):
         return self.inner(value) * scale
 
 
-@pytest.mark.parametrize("fn_level", range(6))
-@pytest.mark.parametrize("training_level", range(6))
+@pytest.mark.parametrize(("fn_level", "training_level"), [(0, 5), (1, 0), (3, 2), (3, 3), (2, 5)])
 def test_a_function_is_run_again_if_the_training_level_reaches_its_own(fn_level: int, training_level: int) -> None:
     block, run = Counted(), ActivationCheckpointing(fn_level, training_level)
     run(block, torch.ones(4, 48), scale=2.0).sum().backward()
-    assert block.runs == (2 if 0 < fn_level <= training_level else 1)
+    again = 0 < fn_level <= training_level
+    assert block.runs == 1 + again
     run.eval()
     run(block, torch.ones(4, 48)).sum().backward()
-    assert block.runs == (3 if 0 < fn_level <= training_level else 2)
+    assert block.runs == 2 + again
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -118,14 +118,7 @@ def test_stages_of_one_module_form_a_group() -> None:
     assert ByLevel(3, levels).groups(names) == [range(1, 4), range(4, 5)]
     assert ByLevel(4, levels).groups(names) == [range(1, 5)]
     assert ByLevel(2, levels).groups(names) == [range(1, 2)]
-    assert ByLevel(1, levels, frozenset({"c"})).groups(names) == [
-        range(1),
-        range(1, 2),
-        range(2, 3),
-        range(3, 4),
-        range(4, 5),
-        range(5, 6),
-    ]
+    assert ByLevel(1, levels, frozenset({"c"})).groups(names) == [range(at, at + 1) for at in range(6)]
     assert ByLevel(1, levels, frozenset({"c"})).groups(["b", "c", "a.0.x.p"]) == [range(2), range(2, 3)]
     assert ByLevel(5, levels).groups(names) == [range(7)]
 
