@@ -23,8 +23,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from rotor_py.batch_size.measured_batches import MeasuredBatches
-from rotor_py.batch_size.predicted_batches import Followed, PredictedBatches
+from rotor_py.batch_size.measured_batches import MeasuredBatches, PredictedBatches
 from rotor_py.batch_size.search import Curve, Largest, Rate, largest
 from rotor_py.batch_size.step_costs import interpolated
 from rotor_py.checkpointable import Checkpointable
@@ -87,7 +86,6 @@ def choose_batch(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> PlannedBatch:
-    """Choose the largest or the best batch, as `aim` says; arguments and errors as for `largest_batch`."""
     step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress}
     step |= options
     among: dict[str, Any] = dict(zip(_AMONG, (multiple, effective_batch, most), strict=True))
@@ -116,7 +114,7 @@ def choose_batch(
 
 def choose_elsewhere(
     aim: Aim,
-    followed: Followed,
+    devices: SimulatedDevices,
     autocast: torch.dtype | None,
     model: nn.Module,
     sample_of: Callable[[int], Any],
@@ -133,7 +131,7 @@ def choose_elsewhere(
     fresh_grads = options.get("fresh_grads", False)
     _refuse_others(options)
     options = {"loss": None, "optimizer": None, "fresh_grads": fresh_grads, "progress": None, **options, "cache": False}
-    batches = PredictedBatches(followed, autocast, model, sample_of, mem_limit, **options)
+    batches = PredictedBatches(devices, autocast, model, sample_of, mem_limit, **options)
     slots = options.get("mem_slots", 500)
     keeping = mem_limit is not None if keep_limit is None else keep_limit
     found = _chosen(aim, batches, slots, fresh_grads=fresh_grads, **among)
@@ -260,7 +258,6 @@ def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> Infeasi
 
 
 def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_grads: bool) -> Sequence[int]:
-    """Candidate batches in increasing order. Raises ValueError if none remain."""
     for name, number in (("multiple", multiple), ("effective_batch", effective_batch), ("most", most)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InvalidValueError(

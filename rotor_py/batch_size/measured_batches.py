@@ -1,4 +1,4 @@
-"""Measure batches of a model on demand, and take real steps of them."""
+"""Measure batches of a model on demand and take real steps of them, or predict them on fake tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from torch import nn
 
 from rotor_profiling import bytes_like, tensors_in
 from rotor_profiling.backends import stopwatch
+from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.timing import seconds_of, several_processes
 from rotor_py.batch_size.step_costs import StepCosts, agreed_costs
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.distributed.processes import processes, size_of
 from rotor_py.errors import UnsupportedModelError, record_fields
+from rotor_py.estimation.cuda_autocast import region
+from rotor_py.estimation.simulated_step import SimulatedStep
+from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import available_bytes, limit_bytes
 from rotor_py.plan.agreement import slowest
 from rotor_py.validate.steps import TrainingStep, left_alone, put_back
@@ -74,7 +78,6 @@ class MeasuredBatches:
         return self.costs[batch]
 
     def trains_on(self, batch: int) -> bool:
-        """Measure a batch. Return False if it is a single sample that the model refuses."""
         try:
             self.of(batch)
         except Exception:  # the user's model may raise anything
@@ -85,7 +88,6 @@ class MeasuredBatches:
         return True
 
     def network(self, batch: int) -> Checkpointable:
-        """The model, measured on this batch."""
         self.of(batch)
         return self._networks[batch]
 
@@ -122,7 +124,6 @@ class MeasuredBatches:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether CUDA's allocator rounds sizes. Needs a measured batch."""
         return self._any.device.type == "cuda"
 
     def agreed(self, number: float) -> float:
@@ -163,7 +164,6 @@ class MeasuredBatches:
 
     @contextmanager
     def _stepping(self, batch: int) -> Iterator[TrainingStep]:
-        """Real steps of a batch that leave no trace and keep the plan."""
         network = self.network(batch)
         step = TrainingStep(
             network.model,
@@ -174,12 +174,8 @@ class MeasuredBatches:
             fresh_grads=self._fresh_grads,
             forwards=network.forwards_in_flight,
         )
-        watch, network.watch = network.watch, False
-        try:
-            with left_alone(network, self._optimizer):
-                yield step
-        finally:
-            network.watch = watch
+        with left_alone(network, self._optimizer):
+            yield step
 
     @property
     def _any(self) -> Checkpointable:
@@ -221,3 +217,72 @@ class MeasuredBatches:
                     kind="sample_ignores_batch",
                     batch=batch,
                 )
+
+
+class PredictedBatches(MeasuredBatches):
+    """Costs of steps of a model on fake tensors by batch, computed within `measuring`.
+
+    Other arguments are those of `MeasuredBatches`. Steps run under `autocast` if it is a dtype.
+    """
+
+    predicted: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        devices: SimulatedDevices,
+        autocast: torch.dtype | None,
+        model: nn.Module,
+        sample_of: Callable[[int], Any],
+        mem_limit: float | str | None,
+        **step: Any,
+    ) -> None:
+        super().__init__(model, sample_of, mem_limit, **step)
+        self._devices, self._autocast = devices, autocast
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Seconds of the optimizer step. Needs a measured batch."""
+        optimizer, step = self._optimizer, self._step(self._any, next(iter(self.costs)))
+        if optimizer is None:
+            return 0.0
+        with step.state_restored():
+            for parameter in step.network.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            with stepping_as_on_cuda(optimizer):
+                optimizer.step()  # the first step makes the state
+                with stopwatch(self._any.device) as watch:
+                    watch.start()
+                    optimizer.step()
+                    watch.lap()
+                    return watch.stop()[0]
+
+    @property
+    def on_cuda(self) -> bool:
+        return True
+
+    def step_peak(self, batch: int) -> None:
+        """None: no real step can be taken, so the prediction decides."""
+
+    def missing_bytes(self, batch: int, mem_limit: int) -> int:
+        """Bytes missing on the device for the reservation of a batch by its plan within `mem_limit` bytes."""
+        network = self.network(batch)
+        network.compute_sequence(mem_limit)
+        found = self._devices.reserve(self._step(network, batch), keep_limit=True)
+        return 0 if found is None else found.missing_bytes
+
+    def lower_limit(self, mem_limit: int) -> None:
+        self._limit = mem_limit
+
+    def _measure(self, network: Checkpointable, batch: int, sample: Any) -> None:
+        with region(self._autocast):
+            super()._measure(network, batch, sample)
+        self._devices.follow(self._step(network, batch))
+
+    def _step(self, network: Checkpointable, batch: int) -> SimulatedStep:
+        sample = self._sample_of(batch)
+        return SimulatedStep(network, sample, self._loss, self._optimizer, self._fresh_grads, self._autocast)
+
+    @property
+    def _group(self) -> None:
+        return None

@@ -115,13 +115,10 @@ def _bound(known: dict[int, int], batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Throughput of a step: `optimizer_seconds` are divided by its samples, or by the effective batch."""
-
     optimizer_seconds: float = 0.0
     effective_batch: int | None = None
 
     def per_sample(self, seconds: float, batch: int) -> float:
-        """Seconds per sample, if forward, loss and backward of a batch take `seconds`."""
         return seconds / batch + self.optimizer_seconds / (self.effective_batch or batch)
 
 
@@ -137,7 +134,6 @@ class Curve:
     """Seconds of forward, loss and backward by the fastest plan, by batch; infinite if none fits."""
 
     def seconds(self, batch: int) -> float:
-        """Seconds of forward, loss and backward by the fastest plan for a batch; infinite if none fits."""
         if batch not in self.planned:
             costs = interpolated(self.measured, batch)
             sequence = None if costs is None else costs.plan(self.mem_limit, self.slots)
@@ -146,7 +142,6 @@ class Curve:
         return self.planned[batch]
 
     def per_sample(self, batch: int) -> float:
-        """Seconds per sample; infinite if no plan fits."""
         return self.rate.per_sample(self.seconds(batch), batch)
 
     def best(self, candidates: Sequence[int]) -> int:

@@ -44,17 +44,14 @@ class StepCosts:
 
     @property
     def least_bytes(self) -> int:
-        """Least limit with a plan."""
         return self.budget.least_bytes()
 
     @property
     def stored_bytes(self) -> int:
-        """Peak of a step that stores everything."""
         return self.budget.peak_bytes(store_all(self.chain))
 
     @property
     def stored_seconds(self) -> float:
-        """Seconds of forward, loss and backward that store everything."""
         return self.seconds_of(store_all(self.chain))
 
     def seconds_of(self, sequence: Sequence) -> float:
@@ -156,7 +153,6 @@ def _on_line(low: Costs, high: Costs, way: _Way) -> Costs:
 
 
 def _pairs(low: tuple[Any, ...], high: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-    """Items of both that match."""
     if not all(isinstance(each, Option) for each in (*low, *high)):
         return list(zip(low, high, strict=False))
     by_name = {option.name: option for option in high}

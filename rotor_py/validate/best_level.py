@@ -111,7 +111,6 @@ def best_level(
 
 
 def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
-    """Train steps by `sequence`, which stays the plan."""
     assert planned.budget is not None
     planned.sequence = sequence
     with left_alone(planned):
@@ -127,7 +126,6 @@ def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingSte
 
 
 def _sum(output: Any) -> torch.Tensor:
-    """A loss that needs next to no memory, as `Checkpointable` assumes by default."""
     tensors = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     losses = [tensor for tensor in tensors if tensor.dim() == 0] or tensors
     return torch.stack([tensor.sum() for tensor in losses]).sum()

@@ -63,7 +63,6 @@ def one_way_each(measurement: Measurement, slots: int, link: Link | None = None)
 
 
 def _positions(measurement: Measurement, ways: set[str]) -> tuple[tuple[int, ...], ...]:
-    """Options of each stage that store it whole or by one of `ways`."""
     return tuple(
         (0, *(option for option, name in enumerate(names, 1) if name in ways)) for names in measurement.way_names
     )
@@ -79,7 +78,6 @@ class OneWay:
     link: Link | None = None
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """A sequence for `chain` within `mem_limit` bytes. Raises InfeasibleError if there is none."""
         stages = tuple(
             replace(stage, options=tuple(stage.options[option] for option in options))
             for stage, options in zip(chain, self.options, strict=True)
@@ -147,10 +145,6 @@ def compare(
 def compare_at_limit(
     facts: ReportFacts, model: nn.Module, slots: int = 500, progress: Progress | None = None
 ) -> tuple[ComparedStrategy, ...]:
-    """Compare from known `facts`. The modules of `model` decide which levels there are.
-
-    Raises ValueError if the plan has no limit.
-    """
     limit = facts.mem_limit
     if limit is None:
         raise InvalidValueError(
@@ -168,13 +162,11 @@ def compare_at_limit(
 
 
 def with_verified(compared: Iterable[ComparedStrategy], found: Iterable[Verification]) -> tuple[ComparedStrategy, ...]:
-    """Attach measurements: `found` has a result for each strategy that fits, in order."""
     measured = iter(found)
     return tuple(replace(each, verified=next(measured)) if each.fits else each for each in compared)
 
 
 def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, Algorithm]:
-    """The strategies by name, for a model whose stages have these names."""
     return {
         **_levels(model, [*names]),
         EVERY: Periodic(),
@@ -220,7 +212,6 @@ def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
 
 
 def leanest(budget: Budget, algorithm: Algorithm) -> Sequence:
-    """The plan of `algorithm` at its least feasible limit."""
     try:
         return algorithm.solve(budget.chain, 0)  # the error carries the least limit
     except InfeasibleError as error:

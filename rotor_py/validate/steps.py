@@ -5,19 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rotor_profiling import Phase, RandomState, leaves_of, measured_peak, measured_phases, tensors_in
+from rotor_profiling import RandomState, leaves_of, measured_peak, measured_phases, tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.torch_compat import tree_flatten, tree_map_only, tree_unflatten
+from rotor_py.checkpointable import Checkpointable
 from rotor_py.plan.sample import arguments_of
 from rotor_py.stage.error_context import BACKWARD, watched
-from rotor_py.transparent import Transparent, in_training
+from rotor_py.transparent import in_training
 from rotor_solver import Backward, Loss, Operation, Sequence
 
 
@@ -37,8 +38,7 @@ class TimedOperation:
     after: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(NamedTuple):
     doing: str
     name: str
     begins: bool
@@ -79,11 +79,17 @@ def measured_operations(
 
     phases = measured_phases(with_marks, present, device)
     bounds = [moment - times[0] for moment in times[1:]]
-    return tuple(_ran(_begins(events, sequence, names), bounds, [phases[str(at)] for at in range(len(events))]))
+    begins = list(_begins(events, sequence, names))
+    ends = [*(at for at, _, _ in begins[1:]), len(events)]
+    operations = []
+    for (at, operation, again), end in zip(begins, ends, strict=True):
+        within = [phases[str(each)] for each in range(at, end)]
+        during, seconds = max(phase.peak for phase in within), bounds[end] - bounds[at]
+        operations.append(TimedOperation(operation, again, bounds[at], seconds, during, within[-1].end))
+    return tuple(operations)
 
 
 def _events(step: Callable[[], object], also: Callable[[], None]) -> list[_Event]:
-    """Events while `step` runs; `also` is called at each."""
     found: list[_Event] = []
 
     def note(doing: str, name: str, begins: bool) -> None:
@@ -119,32 +125,23 @@ def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Itera
             yield at, Loss(), False
 
 
-def _ran(
-    begins: Iterable[tuple[int, Operation, bool]], bounds: list[float], phases: list[Phase]
-) -> Iterator[TimedOperation]:
-    found = list(begins)
-    ends = [*(at for at, _, _ in found[1:]), len(phases)]
-    for (at, operation, again), end in zip(found, ends, strict=True):
-        during = max(phase.peak for phase in phases[at:end])
-        yield TimedOperation(operation, again, bounds[at], bounds[end] - bounds[at], during, phases[end - 1].end)
-
-
 @contextmanager
-def left_alone(network: Transparent, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+def left_alone(network: Checkpointable, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Enter training mode without gradients; restore modes, gradients and the optimizer's state afterwards.
 
-    Each measurement restores parameters and buffers itself: see `TrainingStep`.
+    Keeps the plan even if a step exceeds the limit. Each measurement restores parameters and buffers itself: see
+    `TrainingStep`.
     """
     gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
-    with in_training(network), torch.enable_grad(), ExitStack() as stack:
-        if optimizer is not None:
-            stack.enter_context(same_state(optimizer))
+    watch, network.watch = network.watch, False
+    with in_training(network), torch.enable_grad(), nullcontext() if optimizer is None else same_state(optimizer):
         # The first step would accumulate into them.
         for parameter, _ in gradients:
             parameter.grad = None
         try:
             yield
         finally:
+            network.watch = watch
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 
@@ -233,7 +230,6 @@ class TrainingStep:
                 yield measured_peak(lambda: self._train(network), self._present(), self.device)
 
     def results(self) -> list[torch.Tensor]:
-        """The current gradients, or parameters, and buffers."""
         if self.in_backward:
             return [*self.model.parameters(), *self.model.buffers()]
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
@@ -245,18 +241,18 @@ class TrainingStep:
         Includes the optimizer step if some networks step in the backward. Otherwise it is the same for all plans.
         """
         times = []
+        synchronize = torch.get_device_module(self.device).synchronize
         with self._same_state(), self._restored():
             for _ in range(TIMED_STEPS):
                 self._clear()
-                self._synchronize()
+                synchronize(self.device)
                 begin = time.perf_counter()
                 self._timed(network)
-                self._synchronize()
+                synchronize(self.device)
                 times.append(time.perf_counter() - begin)
         return statistics.median(times)
 
     def operations(self, network: Network, sequence: Sequence, names: list[str]) -> tuple[TimedOperation, ...]:
-        """Operations of a step of one forward by `sequence` in stages called `names`, without the optimizer step."""
         with self._same_state(), self._restored():
             self._clear()
             return measured_operations(
@@ -281,7 +277,6 @@ class TrainingStep:
         del held  # not before: a training loop holds output and loss to the end of its step, so they count
 
     def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
-        """Outputs and inputs of all forwards, and the loss."""
         held = []
         for number in range(self.forwards if forwards is None else forwards):
             # Each forward gets its own batch, such as another view of the same images.
@@ -301,9 +296,6 @@ class TrainingStep:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         held = [*self.model.parameters(), *gradients, *self.model.buffers()]
         return [*held, *tensors_in(entries), *tensors_in(self.sample)]
-
-    def _synchronize(self) -> None:
-        torch.get_device_module(self.device).synchronize(self.device)
 
     def _same_state(self) -> AbstractContextManager[None]:
         """Restore the optimizer's state if parameters are compared: the next step has to begin with the same."""

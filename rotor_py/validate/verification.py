@@ -80,7 +80,6 @@ class Outcome:
 
 
 def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
-    """Take steps of `network`: one for its peak and results, and timed ones."""
     with step.taken(network) as peak:
         results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
     return Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
@@ -92,15 +91,13 @@ def difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float
         return float("inf")
     worst = 0.0
     for a, b in zip(found, expected, strict=True):
-        if torch.equal(a, b) or (a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and _same(a, b)):
+        if torch.equal(a, b) or (
+            a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+        ):
             continue
         distance = (a.double() - b.double()).abs().max().item()
         worst = max(worst, distance if distance == distance else float("inf"))  # NaN on one side only
     return worst
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +134,6 @@ def rounded_beside(found: Outcome, plain: Outcome, noise: float, word: str) -> R
 
 
 def word_of_plan(network: Checkpointable) -> str | None:
-    """The low-precision format of the plan; None if it stores everything exactly."""
     assert network.chain is not None
     assert network.sequence is not None
     assert network.inspection_values is not None
@@ -245,11 +241,11 @@ def verify(
         in_backward=in_backward is not None,
     )
 
-    def tell(done: int, what: str) -> None:
+    def tell(done: int, name: str) -> None:
         if progress is not None:
-            progress(done, 3 + len(others), what)
+            progress(done, 3 + len(others), name)
 
-    with left_alone(network, optimizer), _not_watched(network):
+    with left_alone(network, optimizer):
         tell(0, "a step with the plan")
         with_plan = measure_outcome(step, network)
         word = word_of_plan(network)
@@ -261,7 +257,11 @@ def verify(
             tell(2, "a plain step again")
             # A captured graph may round differently from the model's code, which is no error of the plan. So the second
             # plain step runs the graph, and the difference counts as noise.
-            second = _as_captured(network.model) if network.captured else network.model
+            second: Network = network.model
+            if network.captured:
+                from rotor_py.capture.captured_forward import run_as_captured  # importing TorchDynamo takes long
+
+                second = run_as_captured(network.model)
             noise, plain = difference(measure_outcome(step, second).results, found.results), found
         eager: float | None = None
         if network.compiled:
@@ -285,28 +285,12 @@ def verify(
     return tuple(results)
 
 
-def _as_captured(model: nn.Module) -> Callable[..., Any]:
-    from rotor_py.capture.captured_forward import run_as_captured  # importing TorchDynamo takes half as long as torch
-
-    return run_as_captured(model)
-
-
 def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | None) -> Verification:
     if plain is None:
         return Verification(found.peak_bytes, found.seconds, None, None, None, loss=found.loss)
     compared = (difference(found.results, plain.results), plain.peak_bytes, plain.seconds, noise)
     rounded = None if word is None else rounded_beside(found, plain, noise, word)
     return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss, rounded=rounded)
-
-
-@contextmanager
-def _not_watched(network: Checkpointable) -> Iterator[None]:
-    """Keep the plan even if a step exceeds the limit."""
-    watch, network.watch = network.watch, False
-    try:
-        yield
-    finally:
-        network.watch = watch
 
 
 @contextmanager
