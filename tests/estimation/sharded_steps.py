@@ -140,7 +140,8 @@ def planned_step(
             model, mem_limit="1GB", loss=loss, optimizer=optimizer, fresh_grads=True, cache=False, watch=False
         )
         network.measure(value)
-        step, communication = SimulatedStep(network, value, loss, optimizer, fresh_grads=True), _communication()
+        step = SimulatedStep(network, value, loss, optimizer, fresh_grads=True)
+        communication = Communication(find_device("h100"))
         communication.find_room(step)
         assert network.budget is not None
         least, most = network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))
@@ -158,38 +159,30 @@ def planned_step(
         return PlannedStep(str(sequence), network.budget.peak_bytes(sequence), fixed.total - fixed.communication, found)
 
 
-def _communication() -> Communication:
-    return Communication(find_device("h100"))
-
-
 def real_peaks(
     rank: int,
     kind: str,
     precision: torch.dtype | None,
-    path: Path | None = None,
+    path: Path,
     enough: dict[str, int] | None = None,
 ) -> dict[str, int]:
-    """In one of several processes: peaks of a step, by the plan at `path` or a plain one, each the least of several.
+    """In one of several processes: peaks of a step by the plan at `path`, each the least of several.
 
     No more steps are taken once all processes have seen none that are above those that are `enough`.
     """
     plain, value = CASES[kind]()
     model = sharded(plain, mesh(), precision)
-    if path is not None:
-        model = Checkpointable(model, plan=path, loss=loss, fresh_grads=True, watch=False)
+    model = Checkpointable(model, plan=path, loss=loss, fresh_grads=True, watch=False)
     # The profiler misses a free if a thread of the backend is the last to let go of what was sent, which on a busy
     # machine happens in every other step.
     least = peaks(plain_step(model, value))
     for _ in range(19):
-        if on_all_ranks(enough is not None and _are_inside(least, enough)):
+        # Phases but for a few numbers, the largest of them as it is.
+        inside = enough is not None and max(least.values()) <= max(enough.values())
+        if on_all_ranks(inside and all(least[name] <= 1.001 * enough[name] for name in enough or ())):
             break
         least = {name: min(least[name], peak) for name, peak in peaks(plain_step(model, value)).items()}
     return least
-
-
-def _are_inside(found: dict[str, int], enough: dict[str, int]) -> bool:
-    """Phases but for a few numbers, the largest of them as it is."""
-    return max(found.values()) <= max(enough.values()) and all(found[name] <= 1.001 * enough[name] for name in enough)
 
 
 def followed_prediction(

@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py.data_sheet import Device
-from rotor_py.estimation.caching_allocator import Allocate, Event, Free, replay
+from rotor_py.estimation.caching_allocator import Allocate, Event, Free
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.reservation import FollowedStep
-from tests.estimation.test_roofline import SIMPLE
 
 H100 = find_device("h100")
 
@@ -114,23 +113,3 @@ def test_storages_that_are_emptied_give_their_bytes_back_until_they_are_filled_a
         assert held(step.events)[1] == 4000
     original: Callable[..., object] = torch.UntypedStorage.resize_
     assert "resized" not in getattr(original, "__name__", "")
-
-
-def test_seconds_are_those_of_the_roofline() -> None:
-    def product() -> None:
-        torch.empty(100, 100) @ torch.empty(100, 100)
-
-    with FakeTensorMode():
-        assert followed(product, SIMPLE).seconds == pytest.approx(2e6 * 1e-9)
-
-
-def test_more_is_reserved_than_allocated_and_less_of_that_with_expandable_segments() -> None:
-    def growing() -> None:
-        for size in range(20, 200, 10):
-            torch.empty(size, 2**20, dtype=torch.uint8)
-
-    with FakeTensorMode():
-        events = followed(growing, H100).events
-    plain, expandable = replay(events), replay(events, expandable=True)
-    assert plain.allocated_bytes == expandable.allocated_bytes == 190 * 2**20
-    assert plain.reserved_bytes > 4 * expandable.reserved_bytes

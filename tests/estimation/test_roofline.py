@@ -73,7 +73,7 @@ def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (lambda: new(10).view(2, 5).t()[0].detach(), 0, 0),
         (lambda: new(2, 6).split(3, 1), 0, 0),
         (lambda: new(1, 4).expand(1000, 4).sum(), 0, 4 * (4 + 1)),  # an expanded row is one row
-        (lambda: new(3).mul(new(3)) if False else torch.mul(*[new(3)] * 2), 0, 4 * 6),  # given twice, read once
+        (lambda: torch.mul(*[new(3)] * 2), 0, 4 * 6),  # given twice, read once
         (lambda: torch.embedding(new(1000, 4), new(3, dtype=torch.long)), 0, 2 * 4 * 12 + 3 * 8),  # three rows of it
         (lambda: torch._foreach_add_([new(10), new(5)], 1.0), 0, 4 * 30),
         (lambda: new(3).device, 0, 0),
@@ -109,10 +109,7 @@ def test_attention_counts_what_pytorch_counts_and_half_of_it_under_a_causal_mask
     expected = counter.get_total_flops()
     assert sums(math)[0] == sums(attention(4, 4))[0] == expected
     assert sums(attention(4, 4, is_causal=True))[0] == expected // 2
-
-
-def test_attention_with_fewer_heads_of_keys_computes_as_much() -> None:
-    assert sums(attention(4, 1))[0] == sums(attention(4, 4))[0] > 0
+    assert sums(attention(4, 1))[0] == expected, "fewer heads of keys are no less work"
 
 
 def test_an_lstm_computes_its_products_and_twice_as_many_backward() -> None:
@@ -154,15 +151,10 @@ def test_half_precision_has_its_rate_though_a_sum_is_wider() -> None:
     assert seconds(SIMPLE, run) == pytest.approx(10 * 256 * 256 * 64 / 4e9)
 
 
-def test_efficiencies_stretch_what_they_are_of() -> None:
+def test_efficiencies_stretch_what_they_are_of_and_nothing_is_faster_than_a_launch() -> None:
     slow = replace(SIMPLE, efficiencies=Efficiencies(0.5, 1.0, 1.0, 1.0, 0.25))
-    product = lambda: new(100, 100) @ new(100, 100)  # noqa: E731
-    addition = lambda: new(100) + new(100)  # noqa: E731
-    assert seconds(slow, product, tf32=False) == pytest.approx(2 * seconds(SIMPLE, product, tf32=False))
-    assert seconds(slow, addition) == pytest.approx(4 * seconds(SIMPLE, addition))
-
-
-def test_nothing_is_faster_than_a_launch_and_views_are_none() -> None:
+    for run, factor in ((lambda: new(100, 100) @ new(100, 100), 2), (lambda: new(100) + new(100), 4)):
+        assert seconds(slow, run, tf32=False) == pytest.approx(factor * seconds(SIMPLE, run, tf32=False))
     device = replace(SIMPLE, launch_seconds=1e-3)
     assert seconds(device, lambda: new(2) + new(2)) == 1e-3
     assert seconds(device, lambda: new(2).view(2, 1)) == 0.0

@@ -13,17 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.backends import using
 from rotor_py import Checkpointable, InfeasibleError, Plan, UnsupportedModelError, estimate
-from rotor_py.capture import captured_forward
-from rotor_py.data_sheet import Reservation
 from rotor_py.estimation.communication import Communication
-from rotor_py.estimation.device_table import find_device, find_devices
+from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.fake_tensors import FakeCopies
-from rotor_py.estimation.reservation import FollowedStep
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import blocks_of, shard_parameters, world_of
 from rotor_solver import store_all
@@ -33,7 +30,6 @@ from tests.estimation import sharded_steps
 from tests.estimation.sharded_steps import ON_THE_CPU, ROWS, WIDTH, Blocks
 from tests.fields import raises
 
-repeated = FollowedStep.repeated
 BLOCK = 512
 
 
@@ -47,18 +43,6 @@ def processes_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
             return alive.enter_context(Processes(count, tmp_path_factory.mktemp("processes") / "meeting"))
 
         yield started
-
-
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_peaks_are_those_of_real_processes(count: int, processes_of: Callable[[int], Processes]) -> None:
-    for precision in (None, torch.bfloat16):
-        mode = FakeTensorMode()
-        with using(ON_THE_CPU), world_of(count) as mesh, mode:
-            model = sharded_steps.sharded(FakeCopies(mode).model(Blocks()), mesh, precision)
-            predicted = sharded_steps.peaks(sharded_steps.plain_step(model, {"value": torch.randn(ROWS, WIDTH)}))
-        real = processes_of(count).run(sharded_steps.real_peaks, "blocks", precision, None, predicted)
-        for phase in ("forward", "backward"):
-            assert predicted[phase] == pytest.approx(max(each[phase] for each in real), rel=0.005), (precision, phase)
 
 
 @pytest.mark.parametrize(
@@ -146,20 +130,6 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
         assert found.fixed.communication < bound / 2, "the bound is loose, and a step shows more"
 
 
-@pytest.mark.slow
-def test_without_a_step_inside_its_room_the_room_is_the_upper_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every plan may take more than the one before: what was seen last is then no promise."""
-    batch = torch.empty(ROWS, WIDTH)
-
-    def communication() -> int:
-        report = estimate(Blocks, batch, "h100:4", optimizer=torch.optim.AdamW, loss=torch.mean, fresh_grads=True)
-        return report.budget.fixed.communication
-
-    seen = communication()
-    monkeypatch.setattr("rotor_py.estimation.communication._SLACK", (0.0,))  # no step fits into no room at all
-    assert communication() > 1.5 * seen > 0
-
-
 def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the one that `--max-overhead` chooses, in the room of another plan."""
 
@@ -173,25 +143,6 @@ def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatc
     report = estimate(Blocks, torch.empty(ROWS, WIDTH), "h100:4", mem_limit="71MB", **options)
     assert report.budget.fixed.communication > 0
     assert report.peak_bytes == report.mem_limit > 71_000_000
-
-
-@pytest.mark.parametrize(
-    "fresh",
-    [pytest.param(True, id="fresh gradients"), pytest.param(False, id="kept gradients", marks=pytest.mark.slow)],
-)
-def test_a_second_step_requests_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
-    def reserved() -> Reservation | None:
-        batch = torch.empty(ROWS, WIDTH)
-        return estimate(
-            Blocks, batch, "h100:4", optimizer=torch.optim.AdamW, loss=torch.mean, fresh_grads=fresh
-        ).reserved
-
-    asked = []
-    monkeypatch.setattr(FollowedStep, "repeated", lambda step: asked.append(step) or repeated(step))  # type: ignore[func-returns-value]  # a list's append
-    once = reserved()
-    assert asked
-    monkeypatch.setattr(FollowedStep, "repeats", False)
-    assert reserved() == once
 
 
 def test_what_divides_the_parameters_may_be_the_users_own() -> None:
@@ -209,23 +160,25 @@ def test_what_divides_the_parameters_may_be_the_users_own() -> None:
     by_blocks = estimate(Blocks(), batch, "h100:2", loss=torch.mean)
     assert report.peak_bytes > by_blocks.peak_bytes
     assert estimate(Blocks(), batch, "h100:2", loss=torch.mean, shard="whole").peak_bytes == report.peak_bytes
-    with raises(ValueError, "unknown_value", name="shard"):
-        estimate(Blocks(), batch, "h100:2", shard="layers")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("device", ["h100", "h100:1", find_device("h100")], ids=["h100", "h100:1", "a Device"])
-def test_what_divides_parameters_is_refused_for_one_device(device: Any) -> None:
-    batch = torch.randn(ROWS, WIDTH)
-    for shard in ("blocks", "whole", lambda model, mesh: None):
-        with raises(ValueError, "one_device", name="shard"):
-            estimate(Blocks, batch, device, shard=shard)
-    with raises(ValueError, "one_device", name="precision"):
-        estimate(Blocks, batch, device, precision=torch.bfloat16)
-
-
-def test_a_precision_beside_the_users_own_function_is_refused() -> None:
-    with raises(ValueError, "excluded_together", name="precision"):
-        estimate(Blocks, torch.randn(ROWS, WIDTH), "h100:2", shard=lambda model, mesh: None, precision=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("device", "options", "kind", "name"),
+    [
+        ("h100", {"shard": "blocks"}, "one_device", "shard"),
+        ("h100:1", {"shard": lambda model, mesh: None}, "one_device", "shard"),
+        (find_device("h100"), {"precision": torch.bfloat16}, "one_device", "precision"),
+        ("h100:2", {"shard": "layers"}, "unknown_value", "shard"),
+        ("h100:2", {"shard": lambda *_: None, "precision": torch.bfloat16}, "excluded_together", "precision"),
+        *((f"h100:{count}", {}, "not_a_count", f"h100:{count}") for count in ("0", "-1", "", "two", "1.5")),
+    ],
+    ids=str,
+)
+def test_options_of_sharding_that_say_nothing_are_refused(
+    device: Any, options: dict[str, Any], kind: str, name: str
+) -> None:
+    with raises(ValueError, kind, name=name):
+        estimate(Blocks, torch.empty(ROWS, WIDTH), device, **options)
 
 
 def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> None:
@@ -248,22 +201,13 @@ def test_layers_of_a_chain_have_parts_unless_they_save_something_else_when_they_
     assert in_part == [False, True, True, True, False]
 
 
-def test_a_limit_that_no_plan_fits_says_what_is_least() -> None:
+def test_a_limit_that_no_plan_fits_says_what_is_least_and_a_process_group_is_refused() -> None:
     with pytest.raises(InfeasibleError) as caught:
         estimate(Blocks, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean, mem_limit="1MB")
     assert caught.value.min_bytes > 10**6
     assert not dist.is_initialized()
-
-
-def test_a_process_that_is_one_of_several_is_refused() -> None:
     with world_of(2), raises(UnsupportedModelError, "has_process_group"):
         estimate(Blocks, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean)
-
-
-@pytest.mark.parametrize("text", ["h100:0", "h100:-1", "h100:", "h100:two", "h100:1.5"])
-def test_a_number_of_devices_that_is_none_is_refused(text: str) -> None:
-    with raises(ValueError, "not_a_count"):
-        find_devices(text)
 
 
 def test_blocks_are_the_outermost_of_a_list_that_are_alike() -> None:
@@ -281,36 +225,3 @@ def test_blocks_are_the_outermost_of_a_list_that_are_alike() -> None:
     model = Model()
     assert list(blocks_of(model)) == list(model.inner.layers)[:2]
     assert list(blocks_of(nn.Linear(2, 2))) == []
-
-
-class Heads(nn.Module):
-    """Shapes follow from a number that a module holds, as the width of a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.width = WIDTH // 4
-        self.into, self.back = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        heads = self.into(value).view(value.shape[0], -1, self.width)
-        out: torch.Tensor = value + self.back(heads.tanh().flatten(1))
-        return out
-
-
-def test_numbers_of_sharded_modules_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With symbols for them, tracing takes seconds a layer."""
-    traced: list[fx.GraphModule] = []
-    backend = captured_forward._backend
-
-    def noted(graph_module: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        traced.append(graph_module)
-        return backend(graph_module, example_inputs)
-
-    monkeypatch.setattr(captured_forward, "_backend", noted)
-    model = Blocks()
-    model.blocks = nn.ModuleList(Heads() for _ in range(3))
-    estimate(model, torch.randn(ROWS, WIDTH), "h100:2", loss=torch.mean)
-    values = [node.meta["example_value"] for graph in traced for node in graph.graph.nodes if node.op == "placeholder"]
-    symbols = [value for value in values if isinstance(value, torch.SymInt)]
-    assert traced
-    assert len(symbols) <= 2  # rows and columns of the batch
