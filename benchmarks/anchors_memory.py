@@ -91,7 +91,7 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
     device = find_device("h100")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
-    step = FollowedStep(device)
+    step = FollowedStep()
     with FakeTensorMode(allow_non_fake_inputs=True), gathering_apart(step):
         model = Llama(layers)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -100,7 +100,7 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
         fully_shard(model, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         tokens = torch.zeros(2, length, dtype=torch.long)
-        step.hold_workspace()
+        step.hold_workspace(device)
         step.hold([*model.parameters(), tokens])
         with step:
             for _ in range(2):

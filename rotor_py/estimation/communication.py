@@ -122,8 +122,8 @@ class Communication:
         network, plan = step.network, step.network.sequence
         assert plan is not None
         if self._last is None or self._last[0] is not network or self._last[1] != plan:
-            followed = FollowedStep(self._device)
-            followed.hold_workspace()
+            followed = FollowedStep()
+            followed.hold_workspace(self._device)
             followed.hold(step.present())
             followed.begin()
             with step.state_restored(), gathering_apart(followed), followed:

@@ -20,27 +20,22 @@ from rotor_py.estimation.caching_allocator import (
     most_bytes,
     replay,
 )
-from rotor_py.estimation.roofline import Roofline
 from rotor_py.estimation.scratch import scratch_bytes
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_solver import InfeasibleError
 
 
 class FollowedStep(FollowedStorages):
-    """Traces what runs inside it on a simulated `device`: its seconds by a roofline, and its allocator requests.
+    """Traces the allocator requests of what runs inside it: storages until they are freed, and scratch of kernels.
 
-    Requests are the storages that operators make, until they are freed, and the scratch memory of kernels. Register
-    tensors from before the step with `hold`.
+    Register tensors from before the step with `hold`.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stream = 0
         """Stream of the requests: each stream has its own pools."""
-        self.seconds = 0.0
         self.events: list[Event] = []
-        self._device = device
-        self._roofline = Roofline(device)
         self._before = 0
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -48,9 +43,9 @@ class FollowedStep(FollowedStorages):
         for tensor in tensors:
             self.follow(local(tensor).untyped_storage())
 
-    def hold_workspace(self) -> None:
-        """Count workspaces that libraries allocate once and keep."""
-        each = workspace_bytes(self._device) // WORKSPACES
+    def hold_workspace(self, device: Device) -> None:
+        """Count workspaces that libraries on `device` allocate once and keep."""
+        each = workspace_bytes(device) // WORKSPACES
         self.events += [Allocate(f"workspace {number}", each) for number in range(WORKSPACES)]
 
     def begin(self) -> None:
@@ -72,7 +67,6 @@ class FollowedStep(FollowedStorages):
         if inside:
             inner = ("inside", len(self.events))
             self.events += [Allocate(inner, inside, self.stream), Free(inner)]
-        self.seconds += self._roofline(func, args, kwargs, out)
 
 
 def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
@@ -145,11 +139,11 @@ def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
 
     The state lies where activations were, which fragments the memory of the second step.
     """
-    followed = FollowedStep(device)
+    followed = FollowedStep()
     with step.state_restored():
         step()  # the first step by a plan differs: it captures the model, for example
     with step.state_restored():
-        followed.hold_workspace()
+        followed.hold_workspace(device)
         followed.hold(step.present())
         with followed:
             step()

@@ -116,17 +116,6 @@ class Block(nn.Module):
         return value + self.narrow(made)
 
 
-class Autocast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = blocks()
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", HALF):
-            made: torch.Tensor = self.blocks(value)
-        return made
-
-
 def blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(3)))
 
@@ -143,15 +132,6 @@ def test_stages_keep_what_is_cast() -> None:
     # attention gives, and the same in 16 bits for the product is one tensor.
     expected = whole + statistics + half + 3 * half + half + per_row + weights
     assert report.measurement.stages[1].saved_bytes == pytest.approx(expected, abs=2048)  # biases, and a random state
-
-
-@pytest.mark.slow
-def test_a_region_inside_the_model_is_one_of_cuda() -> None:
-    inside = estimate(Autocast, torch.empty(2, 256, 64), "a100-80", loss=torch.mean)
-    around = estimate(blocks, torch.empty(2, 256, 64), "a100-80", loss=torch.mean, autocast=HALF)
-    plain = estimate(blocks, torch.empty(2, 256, 64), "a100-80", loss=torch.mean)
-    assert inside.store_all_bytes == pytest.approx(around.store_all_bytes, rel=0.02)
-    assert around.store_all_bytes < plain.store_all_bytes - 2**20
 
 
 def test_a_chain_of_the_cpu_under_autocast_is_the_measured_one_where_both_cast_alike() -> None:

@@ -32,7 +32,7 @@ def rounded(tensors: Any) -> int:
     return sum(-(-each.numel() * each.element_size() // BLOCK) * BLOCK for each in tensors)
 
 
-def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda() -> None:
+def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda_also_of_a_model_made_by_a_function() -> None:
     model, batch = blocks(), torch.randn(64, 256)
     report = estimate(model, batch, "a100-80", optimizer=torch.optim.AdamW, loss=torch.mean)
     parameters = rounded(model.parameters())
@@ -41,6 +41,8 @@ def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda() -> None:
     assert report.budget.fixed.optimizer == 2 * parameters
     assert report.measurement.input_bytes == 64 * 256 * 4
     assert report.device == find_device("a100-80").name
+    made = estimate(blocks, batch, "a100-80", optimizer=torch.optim.AdamW, loss=torch.mean)
+    assert (made.budget, made.measurement.stages) == (report.budget, report.measurement.stages)
     assert report.fits
     assert report.mem_limit == int(0.9 * find_device("a100-80").usable_bytes)
 
@@ -60,15 +62,6 @@ def test_a_model_its_optimizer_and_the_process_are_left_as_they_are() -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_a_function_that_makes_the_model_gives_the_same_report() -> None:
-    batch = torch.randn(64, 256)
-    made, given = (
-        estimate(model, batch, "l4", optimizer=torch.optim.AdamW, loss=torch.mean) for model in (blocks, blocks())
-    )
-    assert made.budget == given.budget
-    assert made.measurement.stages == given.measurement.stages
-
-
 def test_seconds_are_those_of_the_device() -> None:
     slow, fast = (estimate(blocks, torch.randn(4096, 256), name, loss=torch.mean) for name in ("l4", "h100"))
     assert slow.store_all_seconds > 2 * fast.store_all_seconds > 0
@@ -79,7 +72,10 @@ def test_a_calibrated_cpu_runs_the_operators_of_the_cpu() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
     report = estimate(model, torch.empty(512, 64), cpu, loss=torch.mean)
     assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 4)  # its mask has the numbers' width
-    said, of_a_gpu = (" ".join(str(each).split()) for each in (report, estimate(model, torch.empty(512, 64), "l4")))
+    amd, nvidia = (estimate(model, torch.empty(512, 64), name, loss=torch.mean) for name in ("mi300x", "l4"))
+    for each in (amd, nvidia):
+        assert each.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 1)
+    said, of_a_gpu = (" ".join(str(each).split()) for each in (report, nvidia))
     assert "attention by the CPU's kernel, and batches without padding" in said
     for words in ("cuBLAS", "driver's context"):
         assert words in of_a_gpu
@@ -137,13 +133,6 @@ class First(nn.Module):
         return value[0]
 
 
-def test_a_dropout_keeps_one_byte_for_each_number_on_devices_of_amd_as_well() -> None:
-    for name in ("h100", "mi300x"):
-        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
-        report = estimate(model, torch.empty(512, 64), name, loss=torch.mean)
-        assert report.measurement.stages[1].saved_bytes == 512 * 64 * (4 + 1), name
-
-
 def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> None:
     def made() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2**17, 2**17, dtype=torch.bfloat16) for _ in range(2)))  # 69 GB
@@ -156,18 +145,9 @@ def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> Non
 def test_where_nothing_fits_the_least_limit_is_said() -> None:
     with pytest.raises(InfeasibleError) as raised:
         estimate(blocks, torch.randn(64, 256), optimizer=torch.optim.AdamW, loss=torch.mean, mem_limit="20MB")
-    found = raised.value.min_bytes
-    assert (
-        estimate(blocks, torch.randn(64, 256), optimizer=torch.optim.AdamW, loss=torch.mean, mem_limit=found).peak_bytes
-        == found
-    )
-
-
-def test_what_cannot_be_planned_is_refused_in_one_sentence() -> None:
-    with raises(ValueError, "unknown_device", name="h1000"):
-        estimate(blocks, torch.randn(2, 256), "h1000")
-    with raises(UnsupportedModelError, "not_a_module"):
-        estimate(lambda: 3, torch.randn(2, 256))  # type: ignore[arg-type, return-value]
+    least = raised.value.min_bytes
+    report = estimate(blocks, torch.randn(64, 256), optimizer=torch.optim.AdamW, loss=torch.mean, mem_limit=least)
+    assert report.peak_bytes == least
 
 
 class Reads(nn.Linear):
@@ -176,7 +156,11 @@ class Reads(nn.Linear):
         return made * 2 if made.sum().item() > 0 else made
 
 
-def test_a_model_that_reads_values_is_refused_and_the_stage_is_named() -> None:
+def test_what_cannot_be_planned_is_refused() -> None:
+    with raises(ValueError, "unknown_device", name="h1000"):
+        estimate(blocks, torch.randn(2, 256), "h1000")
+    with raises(UnsupportedModelError, "not_a_module"):
+        estimate(lambda: 3, torch.randn(2, 256))  # type: ignore[arg-type, return-value]
     with raises(UnsupportedModelError, "depends_on_values"):
         estimate(nn.Sequential(nn.Linear(4, 4), Reads(4, 4)), torch.randn(2, 4), loss=torch.mean)
 
@@ -200,16 +184,8 @@ def test_afterwards_models_are_measured_again() -> None:
 def eight_billion() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-    )
+    sizes = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+    config = LlamaConfig(num_attention_heads=32, num_key_value_heads=8, rope_theta=500_000.0, **sizes)
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
 

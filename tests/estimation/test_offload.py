@@ -13,7 +13,7 @@ from torch import nn
 from rotor_py import Checkpointable, UnsupportedModelError, estimate
 from rotor_py.data_sheet import Device
 from rotor_py.estimation import reservation as reserving
-from rotor_py.estimation.caching_allocator import Allocate, Free
+from rotor_py.estimation.caching_allocator import Allocate, CachingAllocator, most_bytes
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.reservation import FollowedStep
 from rotor_py.estimation.simulated_step import SimulatedStep
@@ -97,17 +97,13 @@ def test_a_plan_that_moves_is_faster_and_its_step_is_inside_the_limit(monkeypatc
 
     def noted(step: SimulatedStep, device: Device) -> FollowedStep:
         found = followed(step, device)
-        sizes, held, peak, ends = dict[object, int](), 0, 0, list[int]()
+        allocator = CachingAllocator()
         for event in found.events:
-            match event:
-                case Allocate(key, size):
-                    sizes[key] = size
-                    held += size
-                    peak = max(peak, held)
-                case Free(key):
-                    held -= sizes.pop(key)
-            ends.append(held)
-        peaks.append((peak, held))
+            if isinstance(event, Allocate):
+                allocator.allocate(event.key, event.size)
+            else:
+                allocator.free(event.key)
+        peaks.append((most_bytes(found.events), allocator.allocated_bytes))
         return found
 
     monkeypatch.setattr(reserving, "followed_by_plan", noted)

@@ -96,15 +96,6 @@ def test_a_step_that_is_followed_allocates_what_the_plan_says(share: float) -> N
     assert followed == pytest.approx(predicted, rel=0.001)
 
 
-@pytest.mark.slow
-def test_so_does_a_step_of_a_model_that_has_been_captured() -> None:
-    import ecosystem
-
-    with planned(*ecosystem.MODELS["Llama"](), share=0.0) as step:
-        followed, predicted = peaks(step)
-    assert followed == pytest.approx(predicted, rel=0.001)
-
-
 def test_what_was_followed_leaves_nothing_and_several_tensors_are_stepped_at_once() -> None:
     with planned(Residual(), torch.empty(64, 256), torch.mean, 1.0) as step:
         followed, predicted = peaks(step)
@@ -175,7 +166,6 @@ def test_the_default_limit_leaves_what_fragmentation_needs() -> None:
     assert given.peak_bytes <= given.mem_limit
     assert given.reserved.missing_bytes > 0
     assert default.reserved.missing_bytes == 0
-    assert default.mem_limit is not None
     assert default.peak_bytes <= default.mem_limit < given.mem_limit
     assert default.reserved.reserved_bytes <= 700 * MiB
     assert default.overhead > given.overhead > 1
@@ -194,19 +184,16 @@ def test_a_limit_of_the_users_is_kept_and_warned_of() -> None:
     assert "reserved (predicted)" in str(roomy).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def growing() -> list[Event]:
-    """Tensors of 100, 120, ... MiB, each of which needs a segment of its own."""
-    return [event for size in range(100, 200, 20) for event in (Allocate(size, size * MiB), Free(size))]
-
-
 def test_what_fits_by_giving_segments_back_is_told_of() -> None:
-    found = reservation_of(growing(), with_memory(250 * MiB))
+    # Tensors of 100, 120, ... MiB, each of which needs a segment of its own.
+    growing = [event for size in range(100, 200, 20) for event in (Allocate(size, size * MiB), Free(size))]
+    found = reservation_of(growing, with_memory(250 * MiB))
     assert found.gives_back
     assert found.missing_bytes == 0
     warning = found.warning(180 * MiB)
     assert warning is not None
     assert "takes time that is not counted" in warning
-    plenty = reservation_of(growing(), with_memory(800 * MiB))
+    plenty = reservation_of(growing, with_memory(800 * MiB))
     assert (plenty.reserved_bytes, plenty.gives_back, plenty.warning(180 * MiB)) == (700 * MiB, False, None)
 
 

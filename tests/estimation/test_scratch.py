@@ -62,14 +62,9 @@ def test_the_backward_of_flash_attention_sums_queries_in_32_bits_by_blocks_of_12
     assert largest(flash(4, 4, 128, 32)) == 4 * 128 * 4 * (32 + 1)
     assert largest(flash(4, 4, 100, 24)) == 4 * 128 * 4 * (32 + 1)
     assert largest(flash(1, 1, 128, 200)) == 128 * 4 * (256 + 1)
-
-
-def test_with_fewer_heads_of_keys_theirs_are_made_for_every_head() -> None:
-    assert largest(flash(4, 1, 128, 32)) == largest(flash(4, 4, 128, 32)) + 2 * 4 * 128 * 32 * 2
-
-
-def test_where_each_head_is_for_itself_its_output_and_the_gradient_of_that_are_copied() -> None:
-    assert largest(flash(4, 4, 128, 32, apart=True)) == largest(flash(4, 4, 128, 32)) + 2 * 4 * 128 * 32 * 2
+    # With fewer heads of keys, theirs are made for every head; an output of heads apart is copied with its gradient.
+    for run in (flash(4, 1, 128, 32), flash(4, 4, 128, 32, apart=True)):
+        assert largest(run) == largest(flash(4, 4, 128, 32)) + 2 * 4 * 128 * 32 * 2
 
 
 def embedding(tokens: int, rows: int, width: int = 64) -> Callable[[], object]:
@@ -123,13 +118,7 @@ def summed(rows: int, width: int) -> Callable[[], object]:
 
 @pytest.mark.parametrize(
     ("rows", "width", "measured"),
-    [
-        (4096, 1024, 33_556_992),
-        (1024, 1024, 8_391_168),
-        (2048, 512, 8_390_144),
-        (1024, 512, 4_195_840),
-        (4096, 256, 8_389_632),
-    ],
+    [(4096, 1024, 33_556_992), (1024, 1024, 8_391_168), (2048, 512, 8_390_144), (4096, 256, 8_389_632)],
 )
 def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold(rows: int, width: int, measured: int) -> None:
     """With torch 2.11; the sum itself is counted there."""
@@ -137,14 +126,11 @@ def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold(rows: int, width: in
 
 
 def test_sums_of_few_rows_and_along_rows_hold_nothing() -> None:
+    assert largest(lambda: (torch.empty(8, 8) @ torch.empty(8, 8)).relu().softmax(-1)) == 0
     assert largest(summed(512, 2048)) == 0
     assert largest(lambda: torch.empty(4096, 1024).sum(1)) == 0
     assert largest(lambda: torch.empty(1024, 4096).t().sum(0)) == 0
     assert largest(lambda: torch.empty(1024, 4096).sum()) == largest(lambda: torch.empty(1024, 4096).sum((0, 1))) == 0
-
-
-def test_operators_that_hold_nothing_inside_have_none() -> None:
-    assert largest(lambda: (torch.empty(8, 8) @ torch.empty(8, 8)).relu().softmax(-1)) == 0
 
 
 def test_convolutions_whose_channels_are_last_need_no_copies() -> None:

@@ -46,25 +46,33 @@ def processes_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"),
+    ("kind", "count", "precision", "share"),
     [
-        ("blocks", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in [("blocks", 4), ("llama", 2), ("llama", 4)]),
+        ("blocks", 2, torch.bfloat16, 0.5),
+        *(
+            pytest.param(*each, *how, marks=pytest.mark.slow)
+            for each in [("blocks", 4), ("llama", 2), ("llama", 4)]
+            for how in [(None, 0.0), (torch.bfloat16, 0.5)]
+        ),
     ],
 )
 def test_peaks_of_planned_steps_are_those_of_real_processes(
-    kind: str, count: int, tmp_path: Path, processes_of: Callable[[int], Processes]
+    kind: str,
+    count: int,
+    precision: torch.dtype | None,
+    share: float,
+    tmp_path: Path,
+    processes_of: Callable[[int], Processes],
 ) -> None:
     """Half way down, where layers are run again that gather their parameters anew, and the least plan."""
     path = tmp_path / "plan.json"
-    for precision, share in ((None, 0.0), (torch.bfloat16, 0.5)):
-        plan = sharded_steps.planned_step(kind, count, precision, share, path)
-        real = processes_of(count).run(sharded_steps.real_peaks, kind, precision, path, plan.peaks)
-        assert re.search(NOT_WHOLE, plan.sequence)
-        for phase in ("forward", "backward"):
-            measured = max(each[phase] for each in real)
-            assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), (precision, phase)
-            assert plan.present + measured <= plan.promised
+    plan = sharded_steps.planned_step(kind, count, precision, share, path)
+    real = processes_of(count).run(sharded_steps.real_peaks, kind, precision, path, plan.peaks)
+    assert re.search(NOT_WHOLE, plan.sequence)
+    for phase in ("forward", "backward"):
+        measured = max(each[phase] for each in real)
+        assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), phase
+        assert plan.present + measured <= plan.promised
 
 
 def test_a_predicted_plan_is_measured_by_all_processes_where_its_first_step_takes_something_else(
@@ -100,7 +108,7 @@ def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
     assert alone.budget.fixed.parameters > 7 * fixed.parameters
 
 
-@pytest.mark.parametrize("share", [0.1, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
+@pytest.mark.parametrize("share", [0.1, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.5, 1.0))])
 def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(4) as mesh, mode:
@@ -155,11 +163,11 @@ def test_what_divides_the_parameters_may_be_the_users_own() -> None:
         fully_shard(model, mesh=mesh)
 
     batch = torch.randn(ROWS, WIDTH)
-    report = estimate(Blocks(), batch, "h100:2", loss=torch.mean, shard=whole)
+    report = estimate(Blocks(2), batch, "h100:2", loss=torch.mean, shard=whole)
     assert len(calls) == 1
-    by_blocks = estimate(Blocks(), batch, "h100:2", loss=torch.mean)
+    by_blocks = estimate(Blocks(2), batch, "h100:2", loss=torch.mean)
     assert report.peak_bytes > by_blocks.peak_bytes
-    assert estimate(Blocks(), batch, "h100:2", loss=torch.mean, shard="whole").peak_bytes == report.peak_bytes
+    assert estimate(Blocks(2), batch, "h100:2", loss=torch.mean, shard="whole").peak_bytes == report.peak_bytes
 
 
 @pytest.mark.parametrize(

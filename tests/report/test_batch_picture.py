@@ -36,6 +36,11 @@ def test_points_are_at_the_logarithm_of_their_batch_and_higher_where_more_sample
     assert picture.line.count("L") == 3
     assert picture.stored.count("L") == 1
     assert [text for _, text in picture.batches] == ["2", "4", "8", "16", "32"]
+    assert sum(column.width for column in picture.columns) == pytest.approx(WIDTH)
+    said = [column.title for column in picture.columns]
+    assert said[0] == "batch 2: 10.0 samples a second, storing everything 10.0"
+    assert said[2] == "batch 8: 22.0 samples a second, storing everything does not fit (predicted)"
+    assert batch_picture(replace(CHOICE, points=POINTS[-1:])) is None
 
 
 def test_a_phone_has_the_numbers_of_fewer_batches_and_always_the_largest() -> None:
@@ -48,19 +53,6 @@ def test_a_phone_has_the_numbers_of_fewer_batches_and_always_the_largest() -> No
     assert phone.batches[-1][1] == "4096"
     assert len(phone.batches) > 3
     assert all(after - before >= 32 for (before, _), (after, _) in pairwise(phone.batches))
-
-
-def test_every_place_says_what_its_batch_is_worth() -> None:
-    picture = batch_picture(CHOICE)
-    assert picture is not None
-    assert sum(column.width for column in picture.columns) == pytest.approx(WIDTH)
-    said = [column.title for column in picture.columns]
-    assert said[0] == "batch 2: 10.0 samples a second, storing everything 10.0"
-    assert said[2] == "batch 8: 22.0 samples a second, storing everything does not fit (predicted)"
-
-
-def test_a_single_batch_has_no_picture() -> None:
-    assert batch_picture(replace(CHOICE, points=POINTS[-1:])) is None
 
 
 def test_a_page_has_the_picture_and_the_sentences_if_the_batch_was_chosen(report: Report, tmp_path) -> None:

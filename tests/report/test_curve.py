@@ -86,9 +86,6 @@ def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Rep
     assert saving(sweep_of(report)) in text
     known = Sweep(0, 2 * report.peak_bytes, (*STEPS[:2], replace(STEPS[2], mem_limit=2 * report.peak_bytes)))
     assert saving(known) in written(replace(report, sweep=known))
-
-
-def test_where_there_is_nothing_to_choose_the_page_says_so_without_a_picture(report: Report) -> None:
     text = page(report, Sweep(0, 1000, STEPS[2:]))
     assert "No plan needs less than storing everything: 1.00 kB." in text
     assert 'id="curve"' not in text
@@ -113,22 +110,13 @@ def test_numbers_on_an_axis_are_round(low: float, high: float, numbers: list[flo
     assert round_numbers(low, high, 6) == pytest.approx(numbers)
 
 
-def test_letters_stand_apart(report: Report) -> None:
-    crowd = tuple(Point(f"s{k}", 1000, 1e-3, 1.0, NONE) for k in range(12))
-    picture = curve_picture(report, Sweep(0, 1000, STEPS, crowd))
-    assert picture is not None
-    places = [(mark.letter_x, mark.letter_y) for mark in picture.marks]
-    assert len(places) == 12
-    for at, (x, y) in enumerate(places):
-        assert all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in places[:at])
-
-
-def test_letters_stand_beside_the_plan_and_its_limit(report: Report) -> None:
-    swept = sweep_of(report)
+def test_letters_stand_apart_and_beside_the_plan_and_its_limit(report: Report) -> None:
     plan = Point("twin", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
-    picture = curve_picture(report, replace(swept, strategies=(plan,) * 6))
+    picture = curve_picture(report, replace(sweep_of(report), strategies=(plan,) * 6))
     assert picture is not None
     assert picture.limit_x is not None
-    for mark in picture.marks:
-        assert abs(mark.letter_x - picture.limit_x) >= 8
-        assert abs(mark.letter_x - picture.plan.x) >= 10 or abs(mark.letter_y - picture.plan.y) >= 13
+    places = [(picture.plan.x, picture.plan.y), *((mark.letter_x, mark.letter_y) for mark in picture.marks)]
+    assert len(places) == 7
+    for at, (x, y) in enumerate(places):
+        assert at == 0 or abs(x - picture.limit_x) >= 8
+        assert all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in places[:at])

@@ -12,6 +12,7 @@ import torch
 
 import rotor_py
 from rotor_py import Report
+from rotor_py.report.numbers import WORDS
 from rotor_py.report.page import page
 from rotor_py.report.report import sweep_of
 from tests.report.conftest import EVIL
@@ -94,12 +95,7 @@ def test_the_page_says_how_to_use_it_and_where_it_comes_from(report: Report) -> 
     assert "model = Checkpointable(model, &#34;&lt;2&gt;&#34;)" in text
     end = Elements(text).texts["footer"][0]
     assert end.startswith("Made on 2031-02-03 at 04:05 UTC with ")
-    for part in (
-        rotor_py.__version__,
-        f"torch {torch.__version__}",
-        f"Python {platform.python_version()}",
-        "for cpu (",
-    ):
+    for part in (rotor_py.__version__, f"torch {torch.__version__}", platform.python_version(), "for cpu ("):
         assert part in end
     assert "Use it" not in page(report, known)
     assert f"Made on {datetime.now(timezone.utc):%Y-}" in page(report, known)
@@ -130,8 +126,27 @@ def test_wide_things_scroll_in_their_own_box_and_colours_follow_the_reader(text:
     assert 'name="viewport" content="width=device-width' in text
 
 
-def test_colours_used_are_defined_for_light_and_dark(text: str) -> None:
-    light, _, dark = text.partition("@media (prefers-color-scheme: dark)")
-    used = set(re.findall(r"var\((--\w+)\)", text))
-    assert used <= set(re.findall(r"(--\w+):", light))
-    assert used <= set(re.findall(r"(--\w+):", dark.partition("}\n}")[0]))
+def test_colours_used_are_defined_for_light_and_dark_and_can_be_told_from_their_ground(
+    text: str, mixed: Report, report: Report
+) -> None:
+    whole = page(mixed, sweep_of(report))
+    for written in (text, whole):
+        light, _, dark = written.partition("@media (prefers-color-scheme: dark)")
+        used = set(re.findall(r"var\((--\w+)\)", written))
+        for style in (light, dark.partition("}\n}")[0]):
+            colours = dict(re.findall(r"(--\w+): (#\w+)", style))
+            assert used <= set(re.findall(r"(--\w+):", style))
+            for kind in ("part", "packed", "rounded", "elsewhere", "out", "returned"):
+                assert contrast(colours[f"--{kind}"], colours["--panel"]) >= 3, kind
+            assert len({colours[f"--{kind}"] for kind in WORDS}) == len(WORDS)
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((brightness(one), brightness(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def brightness(colour: str) -> float:
+    values = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
