@@ -48,8 +48,6 @@ def assert_plain_training(planned: Checkpointable, batch: Any) -> None:
 
 def assert_peak_as_predicted(planned: Checkpointable, batch: Any) -> int:
     """The measured peak of a step, which is at most 2 % below the predicted one, and not above."""
-    assert planned.budget is not None
-    assert planned.sequence is not None
     # The state of an optimizer that has trained the model counts, but is not there in this step.
     predicted = planned.budget.peak_bytes(planned.sequence) - planned.budget.fixed.optimizer
     measured = step_peak(planned, batch, fresh_grads=True)

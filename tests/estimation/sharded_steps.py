@@ -143,7 +143,6 @@ def planned_step(
         step = SimulatedStep(network, value, loss, optimizer, fresh_grads=True)
         communication = Communication(find_device("h100"))
         communication.find_room(step)
-        assert network.budget is not None
         least, most = network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))
         network.mem_limit = int(least + share * (most - least))
         while True:  # a plan for less gathers more, and has a larger least limit

@@ -45,7 +45,6 @@ def test_the_lists_are_those_that_this_torch_has_for_cuda() -> None:
         ("PROMOTE", WIDEST),
     ):
         found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", HEADER.read_text())
-        assert found is not None
         listed = {".".join(each.split(", ")) for each in re.findall(r"_\(([\w, ]+)\)", found[1])}
         # cuDNN's own convolutions are registered beside the list.
         assert {name for name in names if not name.startswith("cudnn")} == listed, macro

@@ -94,61 +94,40 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("layouts", [("last", "last"), ("last", "first")], ids=str)
-def test_a_batch_norm_makes_the_gradient_of_its_input_twice_where_both_lie_alike(layouts: tuple[str, str]) -> None:
-    formats = {"last": torch.channels_last, "first": torch.contiguous_format}
-    value, gradient = (torch.randn(4, 32, 16, 16).contiguous(memory_format=formats[each]) for each in layouts)
+def backward_of_attention(length: int) -> tuple[Any, ...]:
+    query, key, value = (torch.randn(2, length, 4, 16).transpose(1, 2) for _ in range(3))
+    out = aten._scaled_dot_product_flash_attention_for_cpu.default(query, key, value)
+    return torch.randn_like(out[0]), query, key, value, *out, 0.0, False
+
+
+def batch_norm(last: bool) -> tuple[Any, ...]:
+    """Where the gradient lies as the input does, a kernel makes the input's twice."""
+    value = torch.randn(4, 32, 16, 16).contiguous(memory_format=torch.channels_last)
     row = torch.ones(32)
-    args = (gradient, value, row, row, row, row, row, True, 1e-5, [True, True, True])
-    expected = value.numel() * 4 if layouts[0] == layouts[1] else 0
-    func = aten.native_batch_norm_backward.default
-    assert cpu_scratch_bytes(func, args, {}, None) == expected
-    assert expected == pytest.approx(measured(func, args), rel=0.01, abs=1024)
+    gradient = torch.randn(4, 32, 16, 16).contiguous(memory_format=torch.channels_last if last else None)
+    return gradient, value, row, row, row, row, row, True, 1e-5, [True, True, True]
 
 
-def test_what_lies_otherwise_is_copied() -> None:
-    ids, turned = torch.zeros(64, 32, dtype=torch.long), torch.randn(16, 64, 32).permute(1, 2, 0)
-    images, places = torch.randn(4, 16, 16, 16)[:, :8], torch.zeros(4, 8, 16, 16, dtype=torch.long)
-    pool = ([2, 2], [2, 2], [0, 0], [1, 1], False)
-    columns, row = torch.randn(4, 32, 18).transpose(1, 2), torch.zeros(1, 512, dtype=torch.long)
-    for lying in (torch.Tensor.detach, torch.Tensor.contiguous):
-        value, image, column = map(lying, (turned, images, columns))
-        for func, args in (
-            (aten.embedding_dense_backward.default, (value, ids, 8, -1, False)),
-            (aten.embedding.default, (torch.randn(8, 16), lying(row.expand(8, 512)))),
-            (aten.embedding_dense_backward.default, (torch.randn(8, 512, 4), lying(row.expand(8, 512)), 8, -1, False)),
-            (aten.im2col.default, (image, [3, 3], [1, 1], [1, 1], [1, 1])),
-            (aten._softmax.default, (value, -1, False)),
-            (aten._safe_softmax.default, (turned.contiguous(), -1)),
-            (aten.max_pool2d_with_indices_backward.default, (image, torch.randn(4, 8, 32, 32), *pool, places)),
-            (aten.upsample_bilinear2d_backward.default, (image.transpose(2, 3), [16, 16], [4, 8, 16, 16], False)),
-            (aten.col2im.default, (column, [34, 1], [3, 1], [1, 1], [0, 0], [1, 1])),
-        ):
-            predicted = cpu_scratch_bytes(func, args, {}, func(*args))
-            assert predicted == pytest.approx(measured(func, args), abs=64), func
+IDS, TURNED = torch.zeros(64, 32, dtype=torch.long), torch.randn(16, 64, 32).permute(1, 2, 0)
+IMAGE = torch.randn(4, 16, 16, 16)[:, :8]
+"""Its columns and channels do not lie as kernels want them, so that they are copied."""
+CALLS = [
+    (aten.native_batch_norm_backward, batch_norm(last=True)),
+    (aten.native_layer_norm, (torch.randn(8, 32, 128).transpose(1, 2), [32], torch.ones(32), torch.ones(32), 1e-5)),
+    (aten.embedding_dense_backward, (TURNED, IDS, 8, -1, False)),
+    (aten.im2col, (IMAGE, [3, 3], [1, 1], [1, 1], [1, 1])),
+    (aten._softmax, (TURNED, -1, False)),
+    (aten.upsample_bilinear2d_backward, (IMAGE.transpose(2, 3), [16, 16], [4, 8, 16, 16], False)),
+    (aten.col2im, (torch.randn(4, 32, 18).transpose(1, 2), [34, 1], [3, 1], [1, 1], [0, 0], [1, 1])),
+    (aten.roll, (torch.randn(4, 16, 16, 8), [3, 3], [1, 2])),
+    (aten._scaled_dot_product_flash_attention_for_cpu_backward, backward_of_attention(200)),
+]
 
 
-@pytest.mark.parametrize("dims", [(1,), (1, 2)], ids=str)
-def test_rolling_two_dimensions_makes_a_copy_in_between(dims: tuple[int, ...]) -> None:
-    args = (torch.randn(4, 16, 16, 8), [3] * len(dims), [*dims])
-    assert cpu_scratch_bytes(aten.roll.default, args, {}, None) == measured(aten.roll.default, args)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("lengths", [(65, 65), (200, 40)], ids=str)
-def test_attention_holds_blocks_of_scores(lengths: tuple[int, int], backward: bool) -> None:
-    query, key, value = (
-        torch.randn(2, length, 4, 16).transpose(1, 2) for length in (lengths[0], lengths[1], lengths[1])
-    )
-    func, args = aten._scaled_dot_product_flash_attention_for_cpu.default, (query, key, value)
-    out = func(*args)
-    if backward:
-        func = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-        args = (torch.randn_like(out[0]), query, key, value, *out, 0.0, False)
-    assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), rel=0.01)
-    if backward:
-        args = (args[0].contiguous(), *args[1:])
-        assert cpu_scratch_bytes(func, args, {}, None) == pytest.approx(measured(func, args), rel=0.01)
+@pytest.mark.parametrize(("packet", "args"), CALLS, ids=lambda each: str(each) if callable(each) else "")
+def test_what_lies_otherwise_is_copied_and_blocks_are_held(packet: Any, args: tuple[Any, ...]) -> None:
+    predicted = cpu_scratch_bytes(packet.default, args, {}, packet.default(*args))
+    assert predicted == pytest.approx(measured(packet.default, args), rel=0.01, abs=1024)
 
 
 def test_what_is_no_convolution_of_32_bits_takes_nothing_that_is_known_of() -> None:

@@ -95,7 +95,6 @@ def residual(ending: nn.Module) -> nn.Module:
 
 def bytes_in_part(network: Checkpointable | Report) -> int:
     measurement = network.measurement if isinstance(network, Report) else network.inspection_values
-    assert measurement is not None
     return {way.name: way.cost.saved_bytes for way in measurement.ways[1]}["in part"]
 
 

@@ -18,7 +18,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu
 from gpu_parts import packing, rows, tables
 from gpu_parts.device_like import device_like
-from gpu_parts.order import by_priority
 from gpu_parts.setting import Setting
 from gpu_parts.short_table import short_table
 
@@ -103,22 +102,6 @@ def test_a_failure_costs_one_row_and_what_is_there_is_not_run_again(tmp_path: Pa
     assert ran == ["bad", "good", "needs", "bad", "needs"]
 
 
-def test_what_shows_most_comes_first() -> None:
-    """Of a row that needs another one, that comes before; what is compiled comes last."""
-    told = [(1, "profiling.test_memory")]
-    told += [(part, name) for part, found in rows.parts(tiny=False).items() for name in found]
-    found = by_priority(told)
-    assert sorted(found) == sorted(told)
-    assert found[:3] == [(2, "calibration"), (3, "size"), (3, "plain")]
-    names = [name for part, name in found if part == PART]
-    assert names.index("estimate-store-all") < names.index("estimate-half") < names.index("selective")
-    assert all(names.index(name.removeprefix("planned-at-")) < names.index(name) for name in names if "-at-" in name)
-    assert (
-        found.index((6, "estimate-least")) < found.index((1, "profiling.test_memory")) < found.index((3, "selective"))
-    )
-    assert {"compile" in name for _, name in found[-20:]} == {True}
-
-
 def trace(work: Path, name: str, size: int) -> None:
     path = work / "part4" / f"{name}.trace.json.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +128,6 @@ def test_commands_are_stopped_when_their_time_is_over() -> None:
     """With those that they started, which have the same output: until it ends, there would be more to read."""
     output, code = gpu.bounded(["sh", "-c", "echo begun; sleep 600 & sleep 600"], 0.5)
     assert (output, code) == ("begun\n", None)
-
-
-def test_every_file_with_a_test_for_gpus_is_a_row() -> None:
-    found = gpu.test_files()
-    assert {"estimation.test_caching_allocator", "profiling.test_memory", "distributed.test_fsdp"} <= set(found)
-    assert "solver.test_solve" not in found
 
 
 def test_without_a_gpu_only_the_rehearsal_runs(tmp_path: Path, capsys) -> None:
@@ -202,10 +179,3 @@ def test_the_whole_rehearsal_runs(tmp_path: Path, part: int) -> None:
     assert not {name: each.get("error") for name, each in found.items() if each["status"] == "failed"}
     assert found["plain"]["status"] == "done"
     assert {each.name for each in out.iterdir()} == {"summary.json", "tables.md"}
-
-
-@pytest.mark.slow
-def test_tests_and_rows_in_processes_of_their_own(tmp_path: Path) -> None:
-    assert gpu.run_tests("profiling.test_storage", options(tmp_path), 120.0)["status"] == "done"
-    found = gpu.run_apart(PART, "size", options(tmp_path), 120.0)
-    assert (found["status"], found["batch"]) == ("done", 2)

@@ -20,11 +20,11 @@ WIDTH = 64
 
 
 class Model(nn.Module):
-    """No chain of layers; what is `unused` gets no gradient."""
+    """No chain of layers."""
 
-    def __init__(self, layer: nn.Module, unused: nn.Module | None = None) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.layers, self.unused = nn.ModuleList([nn.Linear(WIDTH, WIDTH), layer]), unused
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), layer])
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -42,17 +42,6 @@ def reasons(model: nn.Module, value: torch.Tensor) -> list[str]:
     off = [abs(ratio - 1) for ratio in row["ratios"]]
     assert max(off) < 0.001 or predicted.cpu_scratch_bytes is not cpu_scratch_bytes
     return found
-
-
-def test_state_of_parameters_that_get_no_gradient_is_a_reason() -> None:
-    unused = nn.Linear(WIDTH, 4 * WIDTH)
-    state = 2 * 4 * sum(each.numel() for each in unused.parameters())
-    found = reasons(Model(nn.Linear(WIDTH, WIDTH), unused), torch.randn(1024, WIDTH))
-    assert found
-    for each in found:
-        size, words = each.partition(": ")[2].partition("; ")[0].split(" B ")
-        assert words == "of optimizer state of parameters that get no gradient"
-        assert int(size) == pytest.approx(state, abs=64)  # and two counts of steps
 
 
 def test_an_operator_that_holds_more_than_the_rules_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,6 @@ def planned(model: nn.Module, value: Any, loss: Any, share: float) -> Iterator[S
         network = Checkpointable(fake, loss=loss, optimizer=optimizer, fresh_grads=True, cache=False)
         network.measure(sample)
         budget = network.budget
-        assert budget is not None
         least, most = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
         network.compute_sequence(int(least + share * (most - least)))
         yield SimulatedStep(network, sample, loss, optimizer, fresh_grads=True)
@@ -83,8 +82,6 @@ def planned(model: nn.Module, value: Any, loss: Any, share: float) -> Iterator[S
 def peaks(step: SimulatedStep) -> tuple[int, int]:
     """Of tensors, while two steps follow the plan, and as the plan says."""
     budget, sequence = step.network.budget, step.network.sequence
-    assert budget is not None
-    assert sequence is not None
     return replay(followed_by_plan(step, H100).events).allocated_bytes, budget.peak_bytes(sequence)
 
 
@@ -99,7 +96,6 @@ def test_a_step_that_is_followed_allocates_what_the_plan_says(share: float) -> N
 def test_what_was_followed_leaves_nothing_and_several_tensors_are_stepped_at_once() -> None:
     with planned(Residual(), torch.empty(64, 256), torch.mean, 1.0) as step:
         followed, predicted = peaks(step)
-        assert step.optimizer is not None
         assert not step.optimizer.state
         assert [group["foreach"] for group in step.optimizer.param_groups] == [None]
         assert all(each.grad is None for each in step.network.parameters())
@@ -129,7 +125,6 @@ def test_what_a_step_takes_stands_beside_what_the_plan_promises() -> None:
     found = estimate(
         Unread, value, H100, optimizer=torch.optim.SGD, loss=lambda outputs: outputs[0].mean(), fresh_grads=True
     )
-    assert found.reserved is not None
     assert 0 < found.reserved.step_bytes < found.peak_bytes - 0.9 * value.nbytes
     assert "a step (predicted)" in " ".join(str(found).split())
 
@@ -160,8 +155,6 @@ def report(size: int, **options: Any) -> Report:
 @pytest.mark.slow
 def test_the_default_limit_leaves_what_fragmentation_needs() -> None:
     default, given = report(700 * MiB), report(700 * MiB, mem_limit="90%")
-    assert default.reserved is not None
-    assert given.reserved is not None
     assert given.mem_limit == int(0.9 * 700 * MiB)
     assert given.peak_bytes <= given.mem_limit
     assert given.reserved.missing_bytes > 0
@@ -173,7 +166,6 @@ def test_the_default_limit_leaves_what_fragmentation_needs() -> None:
 
 def test_a_limit_of_the_users_is_kept_and_warned_of() -> None:
     found = report(700 * MiB, mem_limit="90%")
-    assert found.reserved is not None
     warnings = [each for each in found.remarks() if each.startswith("Warning")]
     assert len(warnings) == 1
     assert "predicted to run out of memory although its tensors fit" in warnings[0]
@@ -191,7 +183,6 @@ def test_what_fits_by_giving_segments_back_is_told_of() -> None:
     assert found.gives_back
     assert found.missing_bytes == 0
     warning = found.warning(180 * MiB)
-    assert warning is not None
     assert "takes time that is not counted" in warning
     plenty = reservation_of(growing, with_memory(800 * MiB))
     assert (plenty.reserved_bytes, plenty.gives_back, plenty.warning(180 * MiB)) == (700 * MiB, False, None)

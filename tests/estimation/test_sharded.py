@@ -121,7 +121,6 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
         )
         network.measure(batch)
         budget = network.budget
-        assert budget is not None
         bound = budget.fixed.communication
         least, most = budget.least_bytes() - bound, budget.peak_bytes(store_all(budget.chain)) - bound
         network.mem_limit = int(least + share * (most - least)) + bound // 4
@@ -129,7 +128,6 @@ def test_a_step_by_the_plan_takes_no_more_than_is_predicted(share: float) -> Non
         Communication(find_device("h100")).find_room(step)
         sequence = network.compute_sequence()
         found = network.budget
-        assert found is not None
         present = found.fixed.total - found.fixed.communication
         taken = present + max(sharded_steps.peaks(step).values())
         predicted = found.peak_bytes(sequence)
@@ -143,7 +141,6 @@ def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatc
 
     def plan_without_room(communication: Communication, step: SimulatedStep) -> None:
         step.prepare()
-        assert step.network.budget is not None
         step.network.divide(step.network.budget.with_communication(0))
 
     monkeypatch.setattr(Communication, "find_room", plan_without_room)

@@ -26,7 +26,6 @@ CHOICE = BatchChoice(
 
 def test_points_are_at_the_logarithm_of_their_batch_and_higher_where_more_samples_are_trained() -> None:
     picture = batch_picture(CHOICE)
-    assert picture is not None
     xs = [mark.x for mark in picture.measured]
     assert xs == pytest.approx([LEFT, LEFT + WIDTH / 4, LEFT + WIDTH])
     heights = [mark.y for mark in picture.measured]
@@ -47,8 +46,6 @@ def test_a_phone_has_the_numbers_of_fewer_batches_and_always_the_largest() -> No
     points = tuple(BatchPoint(2**at, 10.0 + at, None, True) for at in range(13))
     many = replace(CHOICE, batch=4096, points=points)
     wide, phone = batch_picture(many), batch_picture(many, PHONE)
-    assert wide is not None
-    assert phone is not None
     assert len(wide.batches) == 13
     assert phone.batches[-1][1] == "4096"
     assert len(phone.batches) > 3

@@ -122,7 +122,6 @@ def test_pointing_at_memory_and_schedule_says_operation_and_bytes(
 
 def test_pointing_at_the_curve_says_limit_peak_and_time(driver: Chrome, pages: dict[str, Path], swept: Report) -> None:
     show(driver, pages["swept"], 1280, "light")
-    assert swept.sweep is not None
     points = swept.sweep.points
     columns = driver.find_elements(By.CSS_SELECTOR, "#curve .column")
     assert len(columns) == len(points) + 1

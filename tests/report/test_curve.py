@@ -32,7 +32,6 @@ def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: R
     steps = tuple(replace(point, mem_limit=point.mem_limit * size // 600) for point in STEPS)
     strategies = (Point("a", size, 3e-3, 3.0, NONE), Point("b", size, 1.0, 1000.0, NONE))
     picture = curve_picture(replace(report, mem_limit=None), Sweep(0, size, steps, strategies))
-    assert picture is not None
     assert picture.limit_x is None
     (x0, y0), (x1, y1), (x2, y2) = corners(picture.line)
     assert (x1 - x0) / (x2 - x0) == pytest.approx(1 / 3, abs=0.01)
@@ -46,8 +45,6 @@ def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: R
 def test_the_plan_lies_on_the_curve_and_its_limit_beside_it(report: Report) -> None:
     found = sweep_of(report)
     picture = curve_picture(report, found)
-    assert picture is not None
-    assert picture.limit_x is not None
     assert 0 <= picture.limit_x - picture.plan.x < WIDTH / 4
     steps = corners(picture.line)
     height = next(y for x, y in reversed(steps) if x <= picture.plan.x + 0.1)
@@ -57,7 +54,6 @@ def test_the_plan_lies_on_the_curve_and_its_limit_beside_it(report: Report) -> N
 
 def test_columns_fill_the_width_and_say_limit_peak_and_time(report: Report) -> None:
     picture = curve_picture(report, sweep_of(report))
-    assert picture is not None
     end = float(LEFT)
     for column in picture.columns:
         assert column.x == pytest.approx(end)
@@ -94,8 +90,6 @@ def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Rep
 def test_a_phone_has_the_same_curve_in_less_room_with_fewer_sizes(report: Report) -> None:
     swept = sweep_of(report)
     wide, phone = curve_picture(report, swept), curve_picture(report, swept, PHONE)
-    assert wide is not None
-    assert phone is not None
     assert LEFT + phone.width + RIGHT == PHONE
     assert [column.title for column in phone.columns] == [column.title for column in wide.columns]
     assert 2 <= len(phone.sizes) < len(wide.sizes)
@@ -113,8 +107,6 @@ def test_numbers_on_an_axis_are_round(low: float, high: float, numbers: list[flo
 def test_letters_stand_apart_and_beside_the_plan_and_its_limit(report: Report) -> None:
     plan = Point("twin", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
     picture = curve_picture(report, replace(sweep_of(report), strategies=(plan,) * 6))
-    assert picture is not None
-    assert picture.limit_x is not None
     places = [(picture.plan.x, picture.plan.y), *((mark.letter_x, mark.letter_y) for mark in picture.marks)]
     assert len(places) == 7
     for at, (x, y) in enumerate(places):

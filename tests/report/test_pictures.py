@@ -25,7 +25,6 @@ def test_layers_add_up_to_the_simulated_memory(report: Report) -> None:
 def test_the_picture_reaches_the_peak_and_the_limit_lies_above_it(report: Report) -> None:
     picture = memory_picture(report)
     highest = min(float(y) for y in re.findall(r"V([\d.]+)", " ".join(layer.outline for layer in picture.layers)))
-    assert picture.limit_y is not None
     bytes_per_pixel = report.mem_limit / (TOP + HEIGHT - picture.limit_y)
     assert abs((TOP + HEIGHT - highest) * bytes_per_pixel - report.peak_bytes) < 0.1 * bytes_per_pixel
     assert TOP < picture.limit_y <= highest
