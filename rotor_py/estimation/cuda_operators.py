@@ -56,7 +56,11 @@ class Attention:
                 *given, self._bias(), self._has_gradient(), self.dropout_p, self.is_causal, False, scale=scale
             )
         elif backend == "efficient":
-            given[1:] = [self._for_every_head(each) for each in given[1:]]
+            heads = self.query.shape[1]  # keys and values are repeated for every head
+            given[1:] = [
+                each if each.shape[1] == heads else each.repeat_interleave(heads // each.shape[1], 1)
+                for each in given[1:]
+            ]
             made = _aten._scaled_dot_product_efficient_attention(
                 *given, self._padded_bias(), self._has_gradient(), self.dropout_p, self.is_causal, scale=scale
             )
@@ -129,10 +133,6 @@ class Attention:
         if (beyond := bias.shape[-1] % 8) != 0:
             bias = functional.pad(bias, (0, 8 - beyond))[..., : bias.shape[-1]]
         return bias.expand(*self.query.shape[:3], self.key.shape[2])
-
-    def _for_every_head(self, tensor: torch.Tensor) -> torch.Tensor:
-        heads = self.query.shape[1]
-        return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
 _FORWARD = getattr(torch.ops.aten, "_fused_rms_norm", None)

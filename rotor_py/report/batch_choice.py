@@ -76,8 +76,11 @@ class BatchChoice:
 
     def sentences(self) -> tuple[str, ...]:
         """The answer, remarks and the batches tried, in words."""
-        found = (self._answer(), self._beside(), self._accumulated(), self._tried())
-        return tuple(each for each in found if each is not None)
+        found = [self._answer(), self._beside()]
+        if self.effective_batch is not None:
+            batches = "one batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} batches"
+            found.append(f"Step the optimizer after {batches} of {self.batch}: {self.effective_batch} samples.")
+        return (*found, self._tried())
 
     def point(self, batch: int) -> BatchPoint:
         return next(point for point in self.points if point.batch == batch)
@@ -125,14 +128,7 @@ class BatchChoice:
             )
         return " ".join(found)
 
-    def _accumulated(self) -> str | None:
-        if self.effective_batch is None:
-            return None
-        steps = self.accumulation_steps
-        batches = "one batch" if steps == 1 else f"{steps} batches"
-        return f"Step the optimizer after {batches} of {self.batch}: {self.effective_batch} samples."
-
-    def _tried(self) -> str | None:
+    def _tried(self) -> str:
         if self.predicted:
             return "No step was taken, and no batch was measured: the device is not here, so all of this is predicted."
         if self.measured_peak_bytes is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 
@@ -129,7 +129,14 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Cur
                 width,
             )
         ),
-        legend=tuple((letter, _named(point, inside(point))) for letter, point in sweep.lettered()),
+        legend=tuple(
+            (
+                letter,
+                f"{point.name}: {format_bytes(point.mem_limit)}, {point.overhead - 1:+.1%} time"
+                f"{'' if inside(point) else ' (outside the picture)'}",
+            )
+            for letter, point in sweep.lettered()
+        ),
     )
 
 
@@ -157,11 +164,6 @@ def _cost(sweep: Sweep, point: Point) -> str:
     )
 
 
-def _named(point: Point, inside: bool) -> str:
-    text = f"{point.name}: {format_bytes(point.mem_limit)}, {point.overhead - 1:+.1%} time"
-    return text if inside else f"{text} (outside the picture)"
-
-
 def _shares(highest: float) -> list[float]:
     found = [0.0]
     for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
@@ -181,18 +183,17 @@ def _placed(
     taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
+
+    def free(x: float, y: float) -> bool:
+        inside = LEFT + 6 <= x <= LEFT + width + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
+        clear = wall is None or abs(x - wall) >= 8
+        return inside and clear and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)
+
     for letter, x, y, title in points:
         places = ((x + across, y + down) for across, down in offsets if across or down)
-        place = next((place for place in places if _free(place, taken, wall, width)), (x, y))
+        place = next((place for place in places if free(*place)), (x, y))
         taken.append(place)
         yield Mark(x, y, title, letter, *place)
-
-
-def _free(place: tuple[float, float], taken: list[tuple[float, float]], wall: float | None, width: float) -> bool:
-    x, y = place
-    inside = LEFT + 6 <= x <= LEFT + width + RIGHT - 8 and TOP <= y <= TOP + HEIGHT - 6
-    clear = wall is None or abs(x - wall) >= 8
-    return inside and clear and all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in taken)
 
 
 # Throughput over the batch: a line for the fastest plans, one for storing everything, and the choice.
@@ -233,13 +234,18 @@ def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | N
     def y(rate: float) -> float:
         return TOP + HEIGHT * (1 - rate / highest)
 
-    stored = [(x(point.batch), y(point.stored_per_second)) for point in points if point.stored_per_second is not None]
+    fastest = [f"{x(point.batch):.1f} {y(point.samples_per_second):.1f}" for point in points]
+    stored = [
+        f"{x(point.batch):.1f} {y(point.stored_per_second):.1f}"
+        for point in points
+        if point.stored_per_second is not None
+    ]
     borders = [LEFT, *((x(one.batch) + x(other.batch)) / 2 for one, other in pairwise(points)), LEFT + width]
     chosen = choice.point(choice.batch)
     return BatchPicture(
         width=width,
-        line=_batch_line((x(point.batch), y(point.samples_per_second)) for point in points),
-        stored=_batch_line(stored) if len(stored) > 1 else "",
+        line="M" + "L".join(fastest),
+        stored="M" + "L".join(stored) if len(stored) > 1 else "",
         columns=tuple(
             Column(begin, end - begin, _words(point))
             for point, (begin, end) in zip(points, pairwise(borders), strict=True)
@@ -251,10 +257,6 @@ def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | N
         ),
         chosen=Mark(x(chosen.batch), y(chosen.samples_per_second), f"chosen: {_words(chosen)}"),
     )
-
-
-def _batch_line(corners: Iterable[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in corners)
 
 
 def _powers(least: int, most: int) -> list[int]:

@@ -95,7 +95,7 @@ class Activities:
 
     def doing(self, verb: str) -> Progress:
         """Return a callable (done, total, name of the next part); the line then says `measuring layer.3`."""
-        return partial(self._tell, verb) if self.shown else _silent
+        return partial(self._tell, verb) if self.shown else lambda done, total, name: None
 
     def stop(self) -> None:
         with self._lock:
@@ -140,10 +140,6 @@ class Activities:
             else:
                 bar.update(bar.task_ids[0], description=text, completed=done, total=total or None, end=end)
                 bar.refresh()
-
-
-def _silent(done: int, total: int, name: str) -> None:
-    """Ignore progress."""
 
 
 def _count(done: int, total: int) -> str:

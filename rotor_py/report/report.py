@@ -36,22 +36,18 @@ def sweep_of(
     found = [*frontier(facts.chain, slots=slots).sequences, store_all(facts.chain), facts.sequence]
     if facts.budget.link is not None and facts.budget.forwards == 1:
         found += _one_by_one(facts, slots, found, overhead)
+    points: list[Point] = []
     # Less memory always costs time in the chain, but not always in the whole step: a recomputing plan snapshots the
     # random state, and layers before the chain may peak higher. Drop dominated plans.
-    return Sweep(
-        fixed_bytes=facts.budget.fixed.total,
-        store_all_bytes=facts.store_all_bytes,
-        points=tuple(_curve(facts, found)),
-        strategies=tuple(_point(facts, name, sequence) for name, sequence in strategies.items()),
-    )
-
-
-def _curve(facts: ReportFacts, found: Iterable[Sequence]) -> list[Point]:
-    points: list[Point] = []
     for point in sorted((_point(facts, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
         if not points or point.step_seconds < points[-1].step_seconds:
             points.append(point)
-    return points
+    return Sweep(
+        fixed_bytes=facts.budget.fixed.total,
+        store_all_bytes=facts.store_all_bytes,
+        points=tuple(points),
+        strategies=tuple(_point(facts, name, sequence) for name, sequence in strategies.items()),
+    )
 
 
 def _one_by_one(

@@ -62,6 +62,12 @@ def test_numbers_that_public_tables_have_wrong() -> None:
     assert h100.rates.bf16 == pytest.approx(1979e12 / 2, rel=1e-3)  # the data sheet's is with sparsity
     assert l4.bandwidth == 300e9  # torch/_inductor/analysis/device_info.py has the H100's
     assert (h200.rates, h200.bandwidth) == (h100.rates, 4.8e12)
+    rates = find_device("a100-80").rates
+    assert (rates.of(torch.bfloat16), rates.of(torch.float32), rates.of(torch.float32, tf32=True)) == (
+        312e12,
+        19.5e12,
+        156e12,
+    )
 
 
 def test_names_are_found_however_people_write_them_and_families_are_asked_back() -> None:
@@ -71,12 +77,6 @@ def test_names_are_found_however_people_write_them_and_families_are_asked_back()
         find_device("a100")
     with raises(ValueError, "unknown_device", name="mi300"):
         find_device("mi300")
-
-
-def test_rates_are_those_of_what_is_multiplied() -> None:
-    rates = find_device("a100-80").rates
-    assert rates.of(torch.bfloat16) == 312e12
-    assert (rates.of(torch.float32), rates.of(torch.float32, tf32=True)) == (19.5e12, 156e12)
 
 
 def test_a_file_of_ones_own_needs_numbers_alone(tmp_path: Path) -> None:

@@ -109,45 +109,32 @@ def average(x: Tensor) -> Tensor:
     return F.avg_pool2d(x, 3, 1, 1)
 
 
-def mixed_a(block: nn.Module, x: Tensor) -> list[Tensor]:
-    convolved = [
-        unit(block.branch1x1, x),
-        through(block, "branch5x5", "12", x),
-        through(block, "branch3x3dbl", "123", x),
-    ]
-    return [*convolved, unit(block.branch_pool, average(x))]
-
-
-def mixed_b(block: nn.Module, x: Tensor) -> list[Tensor]:
-    return [unit(block.branch3x3, x), through(block, "branch3x3dbl", "123", x), F.max_pool2d(x, 3, 2)]
-
-
 def mixed_c(block: nn.Module, x: Tensor) -> list[Tensor]:
     one, single = unit(block.branch1x1, x), through(block, "branch7x7", "123", x)
     return [one, single, through(block, "branch7x7dbl", "12345", x), unit(block.branch_pool, average(x))]
 
 
-def mixed_d(block: nn.Module, x: Tensor) -> list[Tensor]:
-    ends = [through(block, "branch3x3", "12", x), through(block, "branch7x7x3", "1234", x)]
-    return [*ends, F.max_pool2d(x, 3, 2)]
-
-
 def mixed_e(block: nn.Module, x: Tensor) -> list[Tensor]:
-    one = unit(block.branch1x1, x)
-    single = through(block, "branch3x3", "1", x)
-    single = torch.cat([unit(block.branch3x3_2a, single), unit(block.branch3x3_2b, single)], 1)
-    double = through(block, "branch3x3dbl", "12", x)
-    double = torch.cat([unit(block.branch3x3dbl_3a, double), unit(block.branch3x3dbl_3b, double)], 1)
-    return [one, single, double, unit(block.branch_pool, average(x))]
+    single, double = through(block, "branch3x3", "1", x), through(block, "branch3x3dbl", "12", x)
+    singles = torch.cat([unit(block.branch3x3_2a, single), unit(block.branch3x3_2b, single)], 1)
+    doubles = torch.cat([unit(block.branch3x3dbl_3a, double), unit(block.branch3x3dbl_3b, double)], 1)
+    return [unit(block.branch1x1, x), singles, doubles, unit(block.branch_pool, average(x))]
 
 
-MIXED = {
-    "5b 5c 5d": mixed_a,
-    "6a": mixed_b,
+MIXED: dict[str, Callable[[nn.Module, Tensor], list[Tensor]]] = {
+    "5b 5c 5d": lambda block, x: [
+        unit(block.branch1x1, x), through(block, "branch5x5", "12", x), through(block, "branch3x3dbl", "123", x),
+        unit(block.branch_pool, average(x)),
+    ],
+    "6a": lambda block, x: [
+        unit(block.branch3x3, x), through(block, "branch3x3dbl", "123", x), F.max_pool2d(x, 3, 2),
+    ],
     "6b 6c 6d 6e": mixed_c,
-    "7a": mixed_d,
+    "7a": lambda block, x: [
+        through(block, "branch3x3", "12", x), through(block, "branch7x7x3", "1234", x), F.max_pool2d(x, 3, 2),
+    ],
     "7b 7c": mixed_e,
-}
+}  # fmt: skip
 
 
 def inception_forward(model: nn.Module, x: Tensor) -> Tensor:
@@ -158,14 +145,6 @@ def inception_forward(model: nn.Module, x: Tensor) -> Tensor:
         for place in places.split():
             x = torch.cat(branches(getattr(model, f"Mixed_{place}"), x), 1)
     return model.fc(torch.flatten(F.dropout(F.adaptive_avg_pool2d(x, 1), model.dropout.p), 1))
-
-
-def renormalised(x: Tensor) -> Tensor:
-    """The colours as torchvision's `transform_input` computes them."""
-    red = torch.unsqueeze(x[:, 0], 1) * (0.229 / 0.5) + (0.485 - 0.5) / 0.5
-    green = torch.unsqueeze(x[:, 1], 1) * (0.224 / 0.5) + (0.456 - 0.5) / 0.5
-    blue = torch.unsqueeze(x[:, 2], 1) * (0.225 / 0.5) + (0.406 - 0.5) / 0.5
-    return torch.cat((red, green, blue), 1)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +191,9 @@ def test_inception():
 def test_inception_transforms_its_input_as_torchvision_does():
     transform = models.inception_v3(transform_input=True, init_weights=False).transform
     image = torch.randn(2, 3, 4, 4)
-    assert torch.equal(transform(image), renormalised(image))
+    colours = zip(image.split(1, 1), (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), strict=True)
+    expected = [each * (scale / 0.5) + (mean - 0.5) / 0.5 for each, mean, scale in colours]
+    assert torch.equal(transform(image), torch.cat(expected, 1))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: R
     assert [text.endswith("(outside the picture)") for _, text in picture.legend] == [False, True]
 
 
-def test_the_plan_lies_on_the_curve_and_its_limit_beside_it(report: Report) -> None:
+def test_the_plan_lies_on_the_curve_whose_columns_fill_the_width(report: Report) -> None:
     found = sweep_of(report)
     picture = curve_picture(report, found)
     assert 0 <= picture.limit_x - picture.plan.x < WIDTH / 4
@@ -50,10 +50,6 @@ def test_the_plan_lies_on_the_curve_and_its_limit_beside_it(report: Report) -> N
     height = next(y for x, y in reversed(steps) if x <= picture.plan.x + 0.1)
     assert picture.plan.y == pytest.approx(height, abs=2), "a plan for one limit is as fast as the curve"
     assert len(steps) == len(found.points)
-
-
-def test_columns_fill_the_width_and_say_limit_peak_and_time(report: Report) -> None:
-    picture = curve_picture(report, sweep_of(report))
     end = float(LEFT)
     for column in picture.columns:
         assert column.x == pytest.approx(end)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 
-from rotor_py import Report, Sequence, simulate
+from rotor_py import Report, simulate
 from rotor_py.report.curve_pictures import PHONE
 from rotor_py.report.step_pictures import HEIGHT, TOP, layers_of, lives, memory_picture, schedule_picture
 from rotor_solver import moments
@@ -54,16 +54,6 @@ def test_a_phone_has_room_for_every_operation_and_stage(report: Report) -> None:
     assert all(after - before >= 12 for before, after in pairwise(places)), "numbers stand apart"
 
 
-def test_lives_of_what_is_kept_by_hand(report: Report) -> None:
-    small = replace(report, sequence=Sequence.parse(_TWO_SEGMENTS))
-    first, second = (list(lives(small.chain, moments(small.chain, small.sequence), stage, "one")) for stage in (0, 1))
-    assert [(life.kind, life.first, life.last, life.stays) for life in first] == [
-        ("input", 0, 13, True),
-        ("kept", 13, 26, False),
-    ]
-    assert [(life.kind, life.first, life.last) for life in second] == [("input", 0, 1), ("kept", 14, 25)]
-
-
 def test_what_is_kept_and_freed_follows_the_sequence(report: Report) -> None:
     found = moments(report.chain, report.sequence)
     for stage in range(len(report.chain)):
@@ -74,9 +64,3 @@ def test_what_is_kept_and_freed_follows_the_sequence(report: Report) -> None:
                     assert present
                 elif row == life.last and not life.stays:
                     assert not present
-
-
-_TWO_SEGMENTS = (
-    "CF_0, Fn_1, Fe_2, Fe_3, Fe_4, Fe_5, Fe_6, Fe_7, Fe_8, Fe_9, Fe_10, Fe_11, L, Fe_0, Fe_1, "
-    "B_11, B_10, B_9, B_8, B_7, B_6, B_5, B_4, B_3, B_2, B_1, B_0"
-)
