@@ -222,15 +222,9 @@ MUTATIONS = [
     # Of what an option takes, a slot more or less changes nothing: the solver goes on to finer slots.
     mutation(
         "what a checkpoint takes is rounded up to slots",
-        "shift = self._slots[j] - (1 if self._remainder[j] < offset else 0)",
-        "shift = self._slots[j] + 1",
-        *SOLVER,
-    ),
-    mutation(
-        "what a checkpoint takes is rounded up to slots, in compiled kernels",
         "shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)",
         "shift = grid.slots[j] + 1",
-        "long chains",
+        *SOLVER,
     ),
     mutation(
         "the simulator forgets the gradient that the loss makes",

@@ -26,7 +26,7 @@ from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings, refuse_excluded
 from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
 

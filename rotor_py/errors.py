@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rotor_solver.errors import DescribedError, Field, InvalidStateError, InvalidTypeError, InvalidValueError
-from rotor_solver.limits import InfeasibleError
+from rotor_solver.described_error import (
+    DescribedError,
+    Field,
+    InfeasibleError,
+    InvalidStateError,
+    InvalidTypeError,
+    InvalidValueError,
+)
 
 __all__ = [
     "CheckpointLimitError",

@@ -21,7 +21,7 @@ from torch import nn
 
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.storage import storage_bytes, storages, tensors_in
-from rotor_solver.errors import InvalidStateError
+from rotor_solver.described_error import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
 _CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})

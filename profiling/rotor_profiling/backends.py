@@ -20,7 +20,7 @@ from torch import nn
 from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
 from rotor_profiling.timing import Stopwatch, cpu_stopwatch, cuda_stopwatch
 from rotor_profiling.torch_compat import function_mode_stack, pop_function_mode, push_function_mode
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InvalidValueError
 
 _CUDA_BLOCK = 512
 """The caching allocator rounds every request up to a multiple of these bytes (`kMinBlockSize` in torch)."""

@@ -15,7 +15,7 @@ from rotor_profiling.isolate import RandomState
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
-from rotor_solver.errors import DescribedError
+from rotor_solver.described_error import DescribedError
 
 
 class UnusableLossError(DescribedError, ValueError):

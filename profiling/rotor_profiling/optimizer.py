@@ -16,7 +16,7 @@ from rotor_profiling.live_bytes import LiveBytes
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
 from rotor_profiling.torch_compat import tree_map_only, unset_fake_temporarily
-from rotor_solver.errors import DescribedError
+from rotor_solver.described_error import DescribedError
 
 _SCALARS = 64
 """Bytes of scalars that operators wrap as tensors, which a dispatch mode does not see. A guess: eight numbers of eight

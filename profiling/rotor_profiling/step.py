@@ -41,7 +41,7 @@ from rotor_profiling.backends import memory_meter
 from rotor_profiling.memory import CpuMeter, Phase
 from rotor_profiling.storage import storage_bytes
 from rotor_profiling.timing import several_processes
-from rotor_solver.errors import InvalidStateError
+from rotor_solver.described_error import InvalidStateError
 
 
 def measured_peak(step: Callable[[], object], present: Iterable[torch.Tensor], device: torch.device) -> int:

@@ -33,7 +33,7 @@ from rotor_py.estimation.device_table import find_devices
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.units import format_bytes, limit_text
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -25,7 +25,7 @@ from rotor_py.measure.device import available_bytes, limit_bytes
 from rotor_py.plan.agreement import slowest
 from rotor_py.validate.steps import TrainingStep, left_alone, put_back
 from rotor_py.validate.verification import default_loss
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
 _SEVERAL = 3

@@ -17,7 +17,7 @@ from rotor_py.execute.tape import replay
 from rotor_py.stage.forward_state import present
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, InvalidValueError
-from rotor_solver.errors import InvalidStateError
+from rotor_solver.described_error import InvalidStateError
 from rotor_solver.segments import recompute_segments, segments_from
 
 Segment = Callable[[Any], Any]

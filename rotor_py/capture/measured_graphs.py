@@ -26,7 +26,7 @@ from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, PrefixCost
 from rotor_py.measure.stage_measurer import StageMeasurer
 from rotor_solver import simulate, store_all
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Way
 from rotor_py.measure.stage_ways import worth_choosing
 from rotor_solver import ForwardEnable, frontier
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 # Choose which other storage modes of compiled stages to compile: those that a plan is expected to use.
 #

@@ -23,7 +23,7 @@ from rotor_py.compile.stage_code import owned_tensors
 from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.measure.cut import joined
 from rotor_py.measure.measurement import Measurement
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn

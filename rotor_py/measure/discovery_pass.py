@@ -29,7 +29,7 @@ from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.runner import StageRunner, edges_of, leaves_behind
 from rotor_py.stage.side_effects import GraphEffects, Steady, find_effects, remember_effects, remember_steady
 from rotor_py.stage.storage_modes import Keeper, Trial
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 
 class LayerOffers(Protocol):

@@ -54,7 +54,7 @@ from rotor_py.stage.replayed_routing import decided_bytes, decides_nothing, reme
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.side_effects import recall_effects
 from rotor_py.stage.storage_modes import Keeper
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 
 class CarriedTensors:

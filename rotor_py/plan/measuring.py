@@ -32,7 +32,7 @@ from rotor_py.report.progress import progress_bar
 from rotor_py.stage.replayed_routing import streams_kept
 from rotor_py.units import format_seconds
 from rotor_solver import store_all
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
     from rotor_py.capture.whole_graph import Partitioner

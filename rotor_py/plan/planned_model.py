@@ -20,7 +20,7 @@ from rotor_py.report import Report
 from rotor_py.transparent import Transparent, in_training
 from rotor_solver import Chain, Sequence
 from rotor_solver.memory_timeline import PlanMemory
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from rotor_py.stage.compression import FormKeeper, Packed
 from rotor_py.stage.low_precision import FEWER_BITS
 from rotor_py.stage.storage_modes import ELSEWHERE, Keeper
 from rotor_solver.in_flight import ORDERS
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from functools import partial
 from threading import RLock, Timer
 from typing import TYPE_CHECKING
 
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar

@@ -12,7 +12,7 @@ from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.page import frame, page
 from rotor_py.report.sweep import Point, Sweep
 from rotor_solver import Persistent, Sequence, frontier, store_all
-from rotor_solver.progress import watcher
+from rotor_solver.watching import watcher
 
 _NONE: Mapping[str, Sequence] = {}
 _LIMITS = 12

@@ -37,7 +37,7 @@ from rotor_solver import (
     StoreAll,
 )
 from rotor_solver.moving import Link, solve_moving
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHERE.name)
 

@@ -17,7 +17,7 @@ from rotor_py.errors import InvalidValueError, UnsupportedModelError
 from rotor_py.stage.low_precision import rounded_stages
 from rotor_py.validate.steps import Network, TimedOperation, TrainingStep, left_alone
 from rotor_solver import Sequence, store_all
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 
 def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:

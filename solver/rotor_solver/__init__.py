@@ -13,7 +13,13 @@ hal-02352969):
 
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
-from rotor_solver.errors import DescribedError, InvalidStateError, InvalidTypeError, InvalidValueError
+from rotor_solver.described_error import (
+    DescribedError,
+    InfeasibleError,
+    InvalidStateError,
+    InvalidTypeError,
+    InvalidValueError,
+)
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
 from rotor_solver.in_flight import (
@@ -23,15 +29,14 @@ from rotor_solver.in_flight import (
     simulate_forwards,
     solve_in_flight,
 )
-from rotor_solver.limits import InfeasibleError
 from rotor_solver.memory_timeline import Moment, PlanMemory, StageMemory, moments
 from rotor_solver.persistent import Persistent
 from rotor_solver.pipeline import PipelinePlan, Schedule, plan_pipeline
-from rotor_solver.progress import watched
 from rotor_solver.segments import RecomputeAll, StoreAll, min_bytes, recompute_all, store_all
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import Simulation, simulate, skipped_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
+from rotor_solver.watching import watched
 
 unread_outputs = skipped_outputs
 """Former name of `skipped_outputs`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InvalidValueError
 
 LARGEST_SIZE = 2**50
 """Bytes. Larger sizes are refused, so that sums of sizes are exact everywhere."""

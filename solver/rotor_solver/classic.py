@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_slots
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of, operations_of
-from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate

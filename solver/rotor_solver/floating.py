@@ -45,10 +45,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_slots
 from rotor_solver.least_memory import Costs, Floats, costs_of
-from rotor_solver.limits import InfeasibleError, check_slots
-from rotor_solver.persistent.program import Persistent
+from rotor_solver.persistent.recurrence import Persistent
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate

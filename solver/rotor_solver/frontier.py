@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.errors import InvalidValueError
-from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_slots
 from rotor_solver.persistent.layout import Problem, Spacing
-from rotor_solver.persistent.program import (
+from rotor_solver.persistent.recurrence import (
     BRIEF,
     THOROUGH,
     Persistent,
@@ -30,10 +29,10 @@ from rotor_solver.persistent.program import (
     units,
 )
 from rotor_solver.persistent.table import Table
-from rotor_solver.progress import watcher
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
+from rotor_solver.watching import watcher
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
-from rotor_solver.errors import InvalidValueError
-from rotor_solver.limits import InfeasibleError, bytes_of_limit, check_slots
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_slots
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, recompute_all, store_all
 from rotor_solver.sequence import Loss, Operation, Sequence
-from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+from rotor_solver.simulate import Machine, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,64 +113,50 @@ class ForwardsSimulation:
     peak: int
 
 
-def nested(forwards: int) -> list[int]:
-    """The order of a sum of losses: all forwards, all losses, and the backwards from last to first."""
-    there = list(range(forwards))
-    return [*there, *there, *reversed(there)]
-
-
 def simulate_forwards(
     chain: Chain, sequences: Many[Sequence], order: Iterable[int] | None = None
 ) -> ForwardsSimulation:
     """Run one forward of `chain` by each of `sequences`.
 
-    `order` names a forward three times: for its forward, its loss and its backward. It defaults to `nested`. The memory
+    `order` names a forward three times: for its forward, its loss and its backward. It defaults to that of a sum of
+    losses: all forwards, all losses, and the backwards from last to first. The memory
     that a forward leaves after its backward, input and output included, stays to the end. Raises ValueError if a
     sequence is not valid, or if `order` does not name every forward three times.
     """
     for each in sequences:
         simulate(chain, each)  # for its errors, which name the operation
-    order = nested(len(sequences)) if order is None else list(order)
-    if sorted(order) != sorted(3 * list(range(len(sequences)))):
+    forwards = list(range(len(sequences)))
+    order = [*forwards, *forwards, *reversed(forwards)] if order is None else list(order)
+    if sorted(order) != sorted(3 * forwards):
         raise InvalidValueError(
             f"the order {order} does not name each of {len(sequences)} forwards three times",
             kind="wrong_order",
             name="order",
         )
-    running: dict[int, _Forward] = {}
+    running: dict[int, _RunningForward] = {}
     peak = 0
     for number in order:
         if number not in running:
-            running[number] = _Forward(chain, sequences[number])
-        beside = sum(each.held for other, each in running.items() if other != number)
-        peak = max(peak, beside + running[number].go_on())
+            running[number] = _RunningForward(chain, sequences[number])
+        others = sum(each.held for other, each in running.items() if other != number)
+        peak = max(peak, others + running[number].go_on())
     return ForwardsSimulation(sum(each.machine.seconds for each in running.values()), peak)
 
 
-class _Forward:
-    """One forward: its machine, and the pending operations of its three parts."""
-
+class _RunningForward:
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
-        self.machine, self._chain = Machine(chain), chain
-        self._reads, self._skipped = last_reads(sequence), skipped_outputs(sequence)
-        operations = list(enumerate(sequence))
+        self.machine, self._chain = Machine(chain, sequence), chain
         loss = list(sequence).index(Loss())
-        self._parts = iter((operations[:loss], operations[loss : loss + 1], operations[loss + 1 :]))
+        self._parts = iter((range(loss), range(loss, loss + 1), range(loss + 1, len(sequence))))
 
     def go_on(self) -> int:
-        """Run the next part; return the most bytes that this forward holds meanwhile."""
-        return max([self.held, *(self._run(*each) for each in next(self._parts))])
+        """Run the forward, the loss or the backward; return the most bytes that are held meanwhile."""
+        return max([self.held, *map(self.machine.run, next(self._parts))])
 
     @property
     def held(self) -> int:
         """Bytes in memory now. The machine drops a_0 at the first stage's backward; the caller does not."""
         return self.machine.held + (self._chain.input_bytes if 0 in self.machine.deltas and len(self._chain) else 0)
-
-    def _run(self, position: int, operation: Operation) -> int:
-        most = self.machine.run(operation, skip_output=position in self._skipped)
-        if position in self._reads:
-            self.machine.release_input(self._reads[position])
-        return most
 
 
 def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
@@ -247,19 +232,12 @@ class JointPlan:
 
 
 def joined(found: list[Candidate], peak: Callable[[Many[Footprint]], int], bound: float) -> JointPlan:
-    """Return the plan of these forwards, in their order; `peak` gives their peak in the worst case."""
     footprints = [each for each, _ in found]
     makespan = sum(each.makespan for each in footprints)
     return JointPlan(tuple(each for _, each in found), makespan, peak(footprints), min(bound, makespan))
 
 
-def fastest_alike(candidates: Iterable[Candidate], forwards: int, mem_limit: int) -> list[Candidate] | None:
-    """Return the fastest candidate that all `forwards` forwards can follow, in any order; None if there is none."""
-    same = [each for each in candidates if peak_in_any_order([each[0]] * forwards) <= mem_limit]
-    return [min(same, key=lambda each: each[0].makespan)] * forwards if same else None
-
-
-ORDERS = ("any", "reverse")
+ORDERS = tuple(PEAKS)
 
 
 def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
@@ -410,8 +388,12 @@ def solve_in_flight(
         in_reverse = joined(nested, peak_in_reverse, bound)
         if not worth:
             return in_reverse
-    found = fastest_alike(candidates(chain, limit, forwards, slots), forwards, limit)
-    plans = [*([joined(found, peak_in_any_order, bound)] if found else []), *([in_reverse] if in_reverse else [])]
+    every = candidates(chain, limit, forwards, slots)
+    fitting = [each for each in every if peak_in_any_order([each[0]] * forwards) <= limit]
+    plans = [in_reverse] if in_reverse else []
+    if fitting:
+        fastest = min(fitting, key=lambda each: each[0].makespan)
+        plans.insert(0, joined([fastest] * forwards, peak_in_any_order, bound))
     if not plans:  # the least limit for any order may exceed that in reverse
         return joined(least_in_reverse(chain, forwards), peak_in_reverse, bound)
     enough = (1 + worth) * min(plan.makespan for plan in plans)

@@ -7,7 +7,8 @@ same bits. The decision uses estimated seconds, not clocks, so that runs repeat.
 
 Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache is keyed on a kernel's own
 file. Hence a kernel calls only kernels of its own file, and uses only constants of its own file, even if a small
-function then stands in two files.
+function then stands in two files. Every kernel is called with the same types everywhere: processes that compile
+different versions of one kernel at once can mix them up (numba issue 10128).
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from threading import Thread
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar, cast
 
-from rotor_solver.progress import watcher
+from rotor_solver.watching import watcher
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,46 +30,17 @@ _plain: ContextVar[bool] = ContextVar("plain", default=False)
 """Whether the file that is being imported stays plain Python."""
 
 
-def compiled(parallel: bool = False, makes_arrays: bool = False) -> Callable[[F], F]:
-    """Compile a kernel on its first call, and cache it on disk.
+def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
+    """Compile a kernel on its first call, and cache it on disk; `plain` is a faster twin for plain Python.
 
     No `fastmath`: lower bounds are certified up to rounding errors, so sums must not be rearranged. Kernels release the
-    GIL. `parallel` makes `prange` use all cores.
-
-    Set `makes_arrays` for kernels that create arrays or lists, or call others that do. All others skip reference
-    counting: its atomic operations, several for every pair of rows, took longer than some of the sums.
+    GIL, and run on one core: Numba's threads would change the number of threads that PyTorch sums with.
     """
     if _plain.get():
-        return lambda function: function
+        return lambda function: cast(F, plain or function)
     import numba
-    from numba.core import options
 
-    from rotor_solver.kernel_files import keep_versions_apart
-
-    if parallel:
-        start_threads()
-    # `_nrt` is a private option. A Numba without it counts references, which is slower and just as correct.
-    uncounted = hasattr(getattr(options, "DefaultOptions", None), "_nrt")
-    more: dict[str, Any] = {"_nrt": parallel or makes_arrays} if uncounted else {}
-    compile_when_called = numba.njit(cache=True, parallel=parallel, nogil=True, **more)
-
-    def kept(function: F) -> F:
-        kernel = compile_when_called(function)
-        keep_versions_apart(kernel)
-        return cast(F, kernel)
-
-    return kept
-
-
-def __getattr__(name: str) -> Any:
-    """Return `prange`: Numba's, or `range` where a file stays plain Python."""
-    if name != "prange":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if _plain.get():
-        return range
-    from numba import prange
-
-    return prange
+    return cast(Callable[[F], F], numba.njit(cache=True, nogil=True))
 
 
 @cache
@@ -84,20 +55,6 @@ def plain_python(name: str) -> ModuleType:
     finally:
         _plain.reset(token)
     return module
-
-
-@cache
-def start_threads() -> None:
-    """Start Numba's threads, once, from a thread that ends right after.
-
-    Starting them sets OpenMP's number of threads for the calling thread, PyTorch's operators included: these would then
-    split their sums differently, and change the last digits of a model in training.
-    """
-    import numba
-
-    starter = Thread(target=numba.get_num_threads)
-    starter.start()
-    starter.join()
 
 
 PREPARING = "(preparing the solver, once on this machine)"
@@ -117,9 +74,20 @@ class _Pace:
     """Files whose kernels are used from now on."""
 
 
-def kernels_for(name: str, seconds: float) -> ModuleType:
-    """Return the kernel file `name` for work of `seconds` in plain Python: compiled, or as plain Python."""
-    return import_module(name) if compiling_pays(name, seconds) else plain_python(name)
+def kernels_for(name: str, seconds: float, *arrays: Any) -> tuple[Any, list[Any]]:
+    """Return the kernel file `name` for work of `seconds` in plain Python, compiled or plain, and its `arrays`.
+
+    Plain Python gets nested lists, which it reads faster; a NamedTuple of arrays becomes one of lists.
+    """
+    if compiling_pays(name, seconds):
+        return import_module(name), list(arrays)
+    return plain_python(name), [_listed(each) for each in arrays]
+
+
+def _listed(arrays: Any) -> Any:
+    if isinstance(arrays, tuple):
+        return type(arrays)(*map(_listed, arrays))
+    return arrays.tolist() if hasattr(arrays, "tolist") else arrays
 
 
 def compiling_pays(name: str, seconds: float) -> bool:

@@ -1,6 +1,6 @@
 """A chain as arrays, the least memory of all its intervals, and the translation of choices to operations.
 
-`least_memory` runs in NumPy or in `least_memory_kernels`, which defines intervals and their states.
+`persistent.interval_kernels` defines the states of intervals and the codes of choices.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rotor_solver.chain import Chain
-from rotor_solver.jit_policy import compiling_pays
+from rotor_solver.jit_policy import kernels_for
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
 Ints = NDArray[np.int64]
@@ -113,54 +113,12 @@ def _check_need(activation: Ints, scratch: Ints) -> Ints:
     return need
 
 
-_INFINITE = 2**62
-"""Same value as the kernels' `INFINITE`."""
-_PARALLEL = 500
-"""Stages from which all cores are used. Not measured; one core takes a twentieth of a second. Cores wait for each other
-once for every length of intervals. Numba's own threading layer, the only one always available, also ends the process if
-two threads use it at once."""
-
-
 def least_memory(costs: Costs) -> Ints:
     """[2, L+1, L+1] bytes, by (state, i, l): the least memory in which the backward of [i, l] can run."""
     length = len(costs.activation) - 1
-    # Measured: 64 stages take 10 milliseconds, 200 stages 80.
-    if not compiling_pays("rotor_solver.least_memory_kernels", 1e-4 * length + 6e-9 * length**3):
-        return _by_length(costs)
-    from rotor_solver import least_memory_kernels as kernels
-
-    found: Ints = (kernels.least_memory if length < _PARALLEL else kernels.least_memory_in_parallel)(costs)
+    kernels, _ = kernels_for("rotor_solver.persistent.interval_kernels", 1e-5 * length**2)
+    found: Ints = kernels.least_memory(costs)
     return found
-
-
-def _by_length(costs: Costs) -> Ints:
-    """The kernel `least_memory` in NumPy, for all intervals of one length at a time."""
-    length = len(costs.activation) - 1
-    stages, stage_of = np.arange(length + 1), np.repeat(np.arange(length), np.diff(costs.first))
-    end = np.minimum(stages[:, None] + stages, length)
-    checks = costs.check_need[stages[:, None], end]  # by (i, j - i), so that one length is one column
-    least = np.full((2, length + 1, length + 1), _INFINITE, np.int64)  # by (state, i, l - i)
-    kept = np.full((length + 1, length + 1), _INFINITE, np.int64)  # |a_j| + least, by (l, l - j)
-    least[:, length, 0] = costs.loss_need
-    kept[length, 0] = costs.loss_need + costs.activation[length]
-    for distance in range(length + 1):
-        count = min(length, length + 1 - distance)
-        options, last = slice(0, costs.first[count]), stages[:count] + distance
-        stage, base = stage_of[options], costs.base[last]
-        backward = costs.backward_need[np.where(last == length, 0, 1)[stage], np.arange(len(stage))]
-        # By (i, j) for the checkpoints at a_{i+1} … a_l: conditions, and the need after a checkpoint.
-        right = kept[distance : distance + count, distance - 1 :: -1] if distance else kept[:count, :0]
-        check = np.maximum(base[:, None] + checks[:count, 1 : distance + 1], right)
-        for state in range(2):
-            need = np.maximum(base[stage] + costs.forward_need[options], backward - costs.released[state, stage])
-            if distance:
-                need = np.maximum(need, costs.taken[state, options] + least[1, stage + 1, distance - 1])
-            best = np.minimum.reduceat(need, costs.first[:count])
-            whole = np.maximum(check, least[state, :count, :distance]).min(axis=1, initial=_INFINITE)
-            least[state, :count, distance] = np.minimum(best, whole)
-        kept[last, distance] = costs.activation[:count] + least[0, :count, distance]
-    inside = stages >= stages[:, None]
-    return np.where(inside, least[:, stages[:, None], (stages - stages[:, None]) % (length + 1)], _INFINITE)
 
 
 def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> int:
@@ -180,8 +138,7 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
 
 
 Choose = Callable[[int, int, int], int]
-"""The choice for (state, i, l): the interval [i, l] in one of the two states of a_i, coded as in
-`least_memory_kernels`."""
+"""The choice for (state, i, l): the interval [i, l] in one of the two states of a_i."""
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rotor_solver.chain import Chain
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
-from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+from rotor_solver.simulate import Machine, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     they are fetched. Copies take no time here (see `moving.transfers.timed_moments`).
     """
     simulate(chain, sequence)  # for its errors, which name the operation
-    machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
+    machine = Machine(chain, sequence)
     ran: set[int] = set()
     left = 0
     found = []
@@ -54,9 +54,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
             for stage in sequence.moves.fetch[position]:
                 machine.move_in(stage)
         begin = machine.seconds
-        during = machine.run(operation, skip_output=position in skipped)
-        if position in reads:
-            machine.release_input(reads[position])
+        during = machine.run(position)
         attached = {
             index: (kept.option.saved if kept.away else kept.option.kept) - kept.freed
             for index, kept in machine.attached.items()

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import pairwise
 
 from rotor_solver.chain import Chain
+from rotor_solver.described_error import InfeasibleError
 from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
-from rotor_solver.limits import InfeasibleError
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import overload
 
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InvalidValueError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any, NoReturn
 
 from rotor_solver.chain import Chain, Option
-from rotor_solver.errors import DescribedError, InvalidValueError
-from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+from rotor_solver.described_error import InvalidValueError
+from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +30,10 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     Raises ValueError, naming the operation, if an operation uses something that is not in memory, or if the sequence
     ends without δ_0.
     """
-    machine = Machine(chain)
-    reads, skipped = last_reads(sequence), skipped_outputs(sequence)
+    machine = Machine(chain, sequence)
     during, after = [], []
-    for position, operation in enumerate(sequence):
-        try:
-            most = machine.run(operation, skip_output=position in skipped)
-            if position in reads:
-                machine.release_input(reads[position])
-        except _MissingError as missing:
-            raise InvalidValueError(
-                f"operation {position}, {operation}, {missing}",
-                kind=missing.kind,
-                stage=missing.stage,
-                position=position,
-            ) from None
-        during.append(most)
+    for position in range(len(sequence)):
+        during.append(machine.run(position))
         after.append(machine.held)
     if 0 not in machine.deltas:
         raise InvalidValueError(
@@ -52,16 +41,6 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
             kind="incomplete_sequence",
         )
     return Simulation(machine.seconds, max([chain.input_bytes, *during]), tuple(during), tuple(after))
-
-
-def last_reads(sequence: Sequence) -> dict[int, int]:
-    """Map each stage's last forward, by position, to the stage: after it, only its backward reads its input."""
-    last = {
-        operation.stage: position
-        for position, operation in enumerate(sequence)
-        if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd)
-    }
-    return {position: stage for stage, position in last.items()}
 
 
 def skipped_outputs(sequence: Sequence) -> frozenset[int]:
@@ -72,10 +51,6 @@ def skipped_outputs(sequence: Sequence) -> frozenset[int]:
         for position, (operation, following) in enumerate(pairwise(operations))
         if isinstance(operation, ForwardEnable) and following == Backward(operation.stage)
     )
-
-
-class _MissingError(DescribedError):
-    """An operation lacks something it needs; the message completes a sentence."""
 
 
 @dataclass(slots=True)
@@ -90,9 +65,10 @@ class _Attached:
 
 @dataclass(slots=True)
 class Machine:
-    """The contents of memory, and their size `held` in bytes. `lost` says that the loss has run."""
+    """The contents of memory while `sequence` runs, and their size `held` in bytes; `lost` once the loss has run."""
 
     chain: Chain
+    sequence: Sequence
     held: int = 0
     plain: dict[int, int] = field(default_factory=dict)
     """Bytes of every a_i that stands alone."""
@@ -103,66 +79,74 @@ class Machine:
     output: str = "none"
     """Holder of the caller's a_L: "none" before it exists, "plain", "attached", or "caller"."""
 
+    position: int = 0
     activation: tuple[int, ...] = ()
-    released: tuple[tuple[int, int], ...] = ()
+    last_forward: dict[int, int] = field(default_factory=dict)
+    """By stage, the position of its last forward: after it, only its backward reads its input."""
+    skipped: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.activation = self.chain.activation
-        self.released = self.chain.released
+        self.skipped = skipped_outputs(self.sequence)
+        for position, operation in enumerate(self.sequence):
+            if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
+                self.last_forward[operation.stage] = position
         self._add_plain(0)
 
-    def run(self, operation: Operation, *, skip_output: bool = False) -> int:
+    def run(self, position: int) -> int:
         """Run one operation; return the peak in bytes while it runs.
 
-        With `skip_output`, a forward with a graph does not compute its output, which saves time.
+        Raises ValueError, naming the operation, if it uses something that is not in memory.
         """
-        match operation:
-            case Loss():
-                return self._loss()
-            case ForwardEnable(stage, option):
-                return self._enable(self._stage(stage), option, skip_output)
-            case ForwardCheck(stage):
-                return self._forward(self._stage(stage))
-            case ForwardNograd(stage):
-                most = self._forward(self._stage(stage))
-                self._drop_plain(stage)
-                return most
-            case Backward(stage):
-                return self._backward(self._stage(stage))
-
-    def _stage(self, stage: int) -> int:
+        self.position = position
+        operation = self.sequence[position]
+        if isinstance(operation, Loss):
+            return self._loss()
+        stage = operation.stage
         if not 0 <= stage < len(self.chain):
-            raise _MissingError(
-                f"is about a stage that is not there: the chain has {len(self.chain)}",
-                kind="no_such_stage",
-                stage=stage,
+            self._refuse(
+                f"is about a stage that is not there: the chain has {len(self.chain)}", "no_such_stage", stage=stage
             )
-        return stage
+        match operation:
+            case ForwardEnable():
+                most = self._enable(stage, operation.option)
+            case ForwardCheck():
+                most = self._forward(stage)
+            case ForwardNograd():
+                most = self._forward(stage)
+                self._drop_plain(stage)
+            case Backward():
+                most = self._backward(stage)
+        if self.last_forward.get(stage) == position:
+            self._release_input(stage)
+        return most
+
+    def _refuse(self, text: str, kind: str, **facts: Any) -> NoReturn:
+        raise InvalidValueError(
+            f"operation {self.position}, {self.sequence[self.position]}, {text}",
+            kind=kind,
+            position=self.position,
+            **facts,
+        )
 
     def _need_input(self, stage: int) -> None:
         if stage not in self.plain and stage not in self.attached:
-            raise _MissingError(f"needs a_{stage}, which is not in memory", kind="no_input", stage=stage)
+            self._refuse(f"needs a_{stage}, which is not in memory", "no_input", stage=stage)
 
-    def _enable(self, stage: int, option: int, skip_output: bool) -> int:
+    def _enable(self, stage: int, option: int) -> int:
         self._need_input(stage)
         if stage + 1 in self.attached:
-            raise _MissingError(
-                f"would make ā_{stage + 1}, which is in memory already", kind="saved_twice", stage=stage
-            )
+            self._refuse(f"would make ā_{stage + 1}, which is in memory already", "saved_twice", stage=stage)
         options = self.chain.stages[stage].options
         if option >= len(options):
-            raise _MissingError(
-                f"uses option {option} of a stage that has {len(options)}",
-                kind="no_such_option",
-                stage=stage,
-                option=option,
-            )
+            text = f"uses option {option} of a stage that has {len(options)}"
+            self._refuse(text, "no_such_option", stage=stage, option=option)
         most = self.held + options[option].kept + options[option].forward_temp
         self.attached[stage + 1] = _Attached(options[option], self.lost)
         self.held += options[option].kept
         self._note_output(stage + 1, "attached")
         self.seconds += options[option].forward_time
-        if skip_output:
+        if self.position in self.skipped:
             self.seconds -= self.chain.stages[stage].skipped_output_time
         return most
 
@@ -179,7 +163,7 @@ class Machine:
         last = len(self.chain)
         self._need_input(last)
         if self.lost:
-            raise _MissingError("is a second loss", kind="second_loss")
+            self._refuse("is a second loss", "second_loss")
         most = self.held + self.activation[last] + self.chain.loss_temp
         self.lost = True
         self._add_delta(last)  # before a_L is dropped: the loss makes one from the other
@@ -189,15 +173,12 @@ class Machine:
 
     def _backward(self, stage: int) -> int:
         if stage + 1 not in self.deltas:
-            raise _MissingError(f"needs δ_{stage + 1}, which is not in memory", kind="no_gradient", stage=stage)
+            self._refuse(f"needs δ_{stage + 1}, which is not in memory", "no_gradient", stage=stage)
         if stage + 1 not in self.attached:
-            raise _MissingError(f"needs ā_{stage + 1}, which is not in memory", kind="nothing_saved", stage=stage)
+            self._refuse(f"needs ā_{stage + 1}, which is not in memory", "nothing_saved", stage=stage)
         if self.attached[stage + 1].away:
-            raise _MissingError(
-                f"needs the part of ā_{stage + 1} that was moved out, which is not back",
-                kind="not_moved_back",
-                stage=stage,
-            )
+            text = f"needs the part of ā_{stage + 1} that was moved out, which is not back"
+            self._refuse(text, "not_moved_back", stage=stage)
         self._need_input(stage)
         before = self.held
         kept = self.attached.pop(stage + 1)
@@ -224,13 +205,13 @@ class Machine:
         self.attached[stage + 1].away = False
         self.held += self.attached[stage + 1].option.moved
 
-    def release_input(self, stage: int) -> None:
-        """Free the part of the input of `stage` that its backward does not need. Its last forward must have run."""
-        alone, inside = self.released[stage]
+    def _release_input(self, stage: int) -> None:
+        """Free the part of the input of `stage` that its backward does not need."""
+        alone, inside = self.chain.released[stage]
         if stage in self.plain:
             self.plain[stage] -= alone
             self.held -= alone
-        elif stage in self.attached and stage not in self.plain:
+        elif stage in self.attached:
             self.attached[stage].freed = inside
             self.held -= inside
 

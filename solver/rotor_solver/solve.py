@@ -7,9 +7,8 @@ from typing import Protocol
 
 from rotor_solver.chain import Chain
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InvalidValueError, bytes_of_limit, check_slots
 from rotor_solver.floating import Floating
-from rotor_solver.limits import bytes_of_limit, check_slots
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import RecomputeAll, StoreAll
 from rotor_solver.sequence import Sequence

@@ -139,7 +139,7 @@ PRELOADED = [
     "torch._dynamo.repro.after_dynamo",
     "rotor_py.checkpointable",
     "rotor_py.capture.session",
-    "rotor_solver.persistent.kernels",
+    "rotor_solver.persistent.table_kernels",
 ]
 """With what these import, all that takes long to import in a process that plans a captured model."""
 

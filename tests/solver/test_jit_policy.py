@@ -15,10 +15,10 @@ import numba
 import numpy as np
 import pytest
 from numba.core.caching import IndexDataCacheFile
+from rotor_solver.kernel_files import VersionFiles, keep_versions_apart
 
 from rotor_solver import Chain, Option, Stage, jit_policy, solve
 from rotor_solver.jit_policy import compiled
-from rotor_solver.kernel_files import VersionFiles, keep_versions_apart
 from rotor_solver.least_memory import costs_of
 from rotor_solver.persistent import table
 from tests.solver.compiling import kernel_modules, kernels_of

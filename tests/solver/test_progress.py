@@ -10,7 +10,7 @@ from rotor_solver.jit_policy import PREPARING
 from rotor_solver.persistent import table
 from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 from tests.solver.pace import always_compiled
 from tests.solver.persistent.test_program import limit_between, repeated_chain
 from tests.solver.persistent.test_table import rich_chain

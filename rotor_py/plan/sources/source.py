@@ -17,7 +17,7 @@ from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.storage_modes import Keeper
 from rotor_solver import Sequence
-from rotor_solver.progress import Progress
+from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
     from rotor_py.capture.whole_graph import Room

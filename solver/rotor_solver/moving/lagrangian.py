@@ -34,10 +34,10 @@ from itertools import combinations
 from typing import NamedTuple
 
 from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
-from rotor_solver.limits import InfeasibleError, bytes_of_limit
+from rotor_solver.described_error import InfeasibleError, bytes_of_limit
 from rotor_solver.moving.plan_moves import plan_moves
 from rotor_solver.moving.transfers import Link, loss_position, simulate_moves, trips_of
-from rotor_solver.persistent.program import BRIEF, THOROUGH, Persistent
+from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent
 from rotor_solver.sequence import ForwardEnable, Moves, Operation, Sequence
 from rotor_solver.simulate import simulate
 

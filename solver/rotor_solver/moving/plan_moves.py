@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from rotor_solver.chain import Chain
-from rotor_solver.limits import InfeasibleError
+from rotor_solver.described_error import InfeasibleError
 from rotor_solver.memory_timeline import moments
 from rotor_solver.moving.transfers import Link, Trip, loss_position, trips_of
 from rotor_solver.sequence import Moves, Sequence

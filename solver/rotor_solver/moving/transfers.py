@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rotor_solver.chain import Chain
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InvalidValueError
 from rotor_solver.memory_timeline import Moment, moments
 from rotor_solver.sequence import Backward, ForwardEnable, Loss, Moves, Sequence
-from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+from rotor_solver.simulate import Machine, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,35 +116,35 @@ def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -
     Raises ValueError for a sequence that is not valid, and for moves that break a rule of Note [Moves].
     """
     simulate(chain, sequence)  # for its errors, which name the operation
-    step = _Step(chain, link, _checked_trips(chain, sequence, moves))
-    reads, skipped = last_reads(sequence), skipped_outputs(sequence)
-    begin, during, peak = [], [], chain.input_bytes
-    arriving = {trip.backward: stage for stage, trip in step.trips.items()}
-    leaving = {trip.forward: stage for stage, trip in step.trips.items()}
+    trips = _checked_trips(chain, sequence, moves)
+    copies = _Copies(Machine(chain, sequence), trips, link)
+    begin, during = [], []
+    arriving = {trip.backward: stage for stage, trip in trips.items()}
+    leaving = {trip.forward: stage for stage, trip in trips.items()}
     for position in range(len(sequence)):
         for stage in moves.wait_out[position]:
-            step.wait(step.out_end[stage])
+            copies.wait(copies.out_end[stage])
         for stage in moves.fetch[position]:
-            step.fetch(stage)
+            copies.fetch(stage)
         if position in arriving:
-            step.wait(step.in_end[arriving[position]])
-        begin.append(step.now)
-        during.append(step.run(position in skipped, position, sequence))
-        if position in reads:
-            step.machine.release_input(reads[position])
+            copies.wait(copies.in_end[arriving[position]])
+        begin.append(copies.now)
+        during.append(copies.run(position))
         if position in leaving:
-            step.send(leaving[position])
-        peak = max(peak, during[-1])
-    moved = sum(trip.moved for trip in step.trips.values())
-    return MovesSimulation(step.now, peak, tuple(begin), tuple(during), step.waiting, moved, tuple(step.transfers))
+            copies.send(leaving[position])
+    moved = sum(trip.moved for trip in trips.values())
+    peak = max([chain.input_bytes, *during])
+    times = tuple(begin), tuple(during), copies.waiting
+    return MovesSimulation(copies.now, peak, *times, moved, tuple(copies.transfers))
 
 
 @dataclass(slots=True)
-class _Step:
-    chain: Chain
-    link: Link
+class _Copies:
+    """The queues of operations and of copies in each direction, as far as a step has come."""
+
+    machine: Machine
     trips: Mapping[int, Trip]
-    machine: Machine = field(init=False)
+    link: Link
     now: float = 0.0
     waiting: float = 0.0
     out_end: dict[int, float] = field(default_factory=dict)
@@ -154,9 +154,6 @@ class _Step:
     transfers: list[Transfer] = field(default_factory=list)
     pending: deque[int] = field(default_factory=deque)
     """Stages whose copy out is not over, in the order of the queue."""
-
-    def __post_init__(self) -> None:
-        self.machine = Machine(self.chain)
 
     def wait(self, until: float) -> None:
         self.waiting += max(0.0, until - self.now)
@@ -176,10 +173,10 @@ class _Step:
         self.transfers.append(Transfer(stage, moved, False, begin, self.in_free))
         self.machine.move_in(stage)
 
-    def run(self, skip_output: bool, position: int, sequence: Sequence) -> int:
+    def run(self, position: int) -> int:
         self.wait(self.now)  # copies that are over by now have freed their bytes
         before = self.machine.seconds
-        most = self.machine.run(sequence[position], skip_output=skip_output)
+        most = self.machine.run(position)
         self.now += self.machine.seconds - before
         return most
 

@@ -1,5 +1,5 @@
-"""The best memory-persistent sequence. Begin with `program`, which has the recurrence first."""
+"""The best memory-persistent sequence. Begin with `recurrence`, which has the recurrence first."""
 
-from rotor_solver.persistent.program import Persistent
+from rotor_solver.persistent.recurrence import Persistent
 
 __all__ = ["Persistent"]

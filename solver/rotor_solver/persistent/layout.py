@@ -2,21 +2,20 @@
 
 Slot m of a row stands for m · unit + offset bytes. Every row has its own offset, such that a stage's fastest option
 keeps a whole number of slots. So only checkpoints lose to rounding, not stages stored one after the other. See Note
-[Rows, chunks and windows] in `kernels`. The longer intervals are, the fewer have rows (`Spacing`). In chains of
-repeated blocks, rows are shared (`owners`).
+[Rows and windows] in `table_kernels`. The longer intervals are, the fewer have rows (`Spacing`). In chains of repeated
+blocks, rows are shared (`owners`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rotor_solver.chain import Chain
-from rotor_solver.jit_policy import kernels_for, plain_python
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of, least_memory
 from rotor_solver.segments import least_sequence, store_all
 from rotor_solver.sequence import Sequence
@@ -112,7 +111,7 @@ class Grid(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Slot m of a row is number position + m of the table, for begin ≤ m < high. All but `marks` are [rows].
+    """Slot m of a row is number position + m of the table, for begin ≤ m < high. All arrays are [rows].
 
     Below `begin` no plan is of use, because it takes longer than `limit`. From `high` on the time is `final`: zero,
     since everything is stored, or the last number, since no useful plan has so much memory.
@@ -123,14 +122,11 @@ class Rows(NamedTuple):
     high: Ints
     """Slots."""
     position: Ints
-    """Numbers of the table, may be negative; a multiple of `kernels.CHUNK`."""
+    """Numbers of the table, may be negative."""
     limit: Floats
     """Times in the unit of the table; negative where no plan is of use."""
-    final: Any
+    final: Floats
     """Times; infinite until a row is complete if it will be the last number."""
-    marks: Any
-    """[size / CHUNK] a number for every `kernels.CHUNK` of the table: at least the first of them while their row is
-    being filled, the last of them once it is complete."""
 
 
 class Windows(NamedTuple):
@@ -172,7 +168,7 @@ def grid_of(
     state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
-    # In exactly the terms of `table_kernels.bounds`, since sums in another order differ in their last digits.
+    # In exactly the terms of `bounds_of`, since sums in another order differ in their last digits.
     kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
     band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
     ended = spacing.ended(length)
@@ -231,8 +227,51 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
     return np.array(offset, np.int64)
 
 
-def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) -> tuple[Rows, int]:
-    """Lay out rows in a table and return its size in numbers; `bounds` are those of `table_kernels.bounds`.
+class Bounds(NamedTuple):
+    """The useful slots of every row, and its longest useful time in the unit of the table. All arrays are [rows].
+
+    Useful are slots low … high-1, and those from `full` on, where everything is stored, if high = full. `limit` is
+    negative where no time is of use.
+    """
+
+    low: Ints
+    high: Ints
+    full: Ints
+    limit: Floats
+
+
+def bounds_of(least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, windows: Windows, cut: float) -> Bounds:
+    """Return the bounds of rows: the most generous ones of all the intervals that a row stands for.
+
+    `least` and `full` are [2, L+1, L+1], in bytes; `later` is [L+1], and like `windows.outside` in the unit of `cut`.
+    """
+    length, first, nodes = len(grid.band), grid.last, nodes_of(grid)
+    ends = np.full(len(first), length + 1)
+    ends[: grid.tail] = np.minimum(grid.stop[first[: grid.tail]], grid.band[grid.place[nodes[: grid.tail]]] + 1)
+    counts = ends - first
+    starts = np.cumsum(counts) - counts
+    # By interval, those of one row after the other.
+    s, last = np.repeat(nodes, counts), np.arange(counts.sum()) + np.repeat(first - starts, counts)
+    i, state, offset = grid.place[s], grid.state[s], grid.offset[s]
+    # An interval that ends before the loss runs after the loss. Its stages ran without a graph before, and the stages
+    # after it took at least `later` longer than stored: both are subtracted from the cut.
+    following = np.minimum(last + 1, length)
+    time = np.where(last < length, cut - later[following] - (costs.split[following] - costs.run[i]), cut)
+    limit = np.maximum.reduceat(np.minimum(time, cut - windows.outside[s, last]), starts)
+
+    def slot_of(need: Ints) -> Ints:
+        slots: Ints = np.maximum(0, -((offset - need) // grid.unit))
+        return slots
+
+    whole = np.minimum(grid.width, np.minimum.reduceat(slot_of(full[state, i, last]), starts))
+    high = np.maximum.reduceat(np.minimum(grid.width, slot_of(windows.high[s, last]) + 1), starts)
+    high = np.minimum(high, whole)
+    low = np.minimum.reduceat(slot_of(np.maximum(least[state, i, last], windows.low[s, last])), starts)
+    return Bounds(np.minimum(low, high), high, whole, np.maximum(limit, -1.0))
+
+
+def rows_of(bounds: Bounds, owner: Ints, width: int) -> tuple[Rows, int]:
+    """Lay out rows in a table and return its size in numbers.
 
     owner[row] is the row whose numbers a row shares. An owner begins where the first of its sharers begins, and ends
     where the last of them ends.
@@ -243,23 +282,13 @@ def rows_of(bounds: tuple[Ints, Ints, Ints, Floats], owner: Ints, width: int) ->
     least, most = np.full_like(low, width), np.zeros_like(high)
     np.minimum.at(least, owner[of_use], low[of_use])
     np.maximum.at(most, owner[of_use], high[of_use])
-    first, numbers = extents(least, most)
-    sizes = np.where((owner == np.arange(len(owner))) & (limit >= 0), numbers, 0)
+    own = (owner == np.arange(len(owner))) & (limit >= 0)
+    sizes = np.where(own, np.maximum(0, most - least) + 1, 0)  # and one for `final`
     ends = np.cumsum(sizes)
     final = np.where((most >= full) & (full < width), 0.0, np.inf)
     begin = np.where(limit >= 0, least, width)
-    position, marks = (ends - sizes - first)[owner], np.empty(0)
-    return Rows(begin[owner], most[owner], position, limit[owner], final[owner], marks), int(ends[-1])
-
-
-def extents(begin: Ints, high: Ints) -> tuple[Ints, Ints]:
-    """By row, the first slot that has a number, a multiple of CHUNK, and the count of numbers from there on.
-
-    They are whole chunks, and BEYOND more, into which kernels may run (Rule 3 of the Note in `kernels`).
-    """
-    kernels = plain_python("rotor_solver.persistent.kernels")
-    first = begin // kernels.CHUNK * kernels.CHUNK
-    return first, np.maximum(0, -(-high // kernels.CHUNK) * kernels.CHUNK - first) + kernels.BEYOND
+    rows = Rows(begin[owner], most[owner], (ends - sizes - least)[owner], limit[owner], final[owner])
+    return rows, int(ends[-1])
 
 
 _LONGEST_PERIOD = 64
@@ -308,17 +337,42 @@ def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
 
 def owners(kinds: Ints, costs: Costs, grid: Grid) -> Ints:
     """[rows] for every row, the first with the same content: its stages, its slots, and the memory of later stages."""
-    nodes = np.flatnonzero(grid.place < len(kinds))
+    owner, length = np.arange(len(grid.last)), len(kinds)
+    nodes = np.flatnonzero(grid.place < length)
     places = grid.place[nodes]
     starts = np.stack([kinds[places], costs.activation[places], grid.offset[nodes], grid.state[nodes]])
-    # Measured: as plain Python, an interval takes 2 microseconds.
-    found: Ints = kernels_for("rotor_solver.persistent.table_kernels", 1e-6 * grid.row.size).first_of_equals(
-        grid,
-        np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1),
-        np.unique(kinds, return_inverse=True)[1],
-        np.unique(grid.base[: len(kinds)], return_inverse=True)[1],
-    )
-    return found
+    # A number for the content of [i, i + distance], from that of the shorter interval and the kind of the last stage.
+    content = np.unique(starts, axis=1, return_inverse=True)[1].reshape(-1)
+    kinds = np.unique(kinds, return_inverse=True)[1]
+    bases = np.unique(grid.base[:length], return_inverse=True)[1]
+    for distance in range(length):
+        known = (places + distance < length) & (places + distance <= grid.band[places])
+        nodes, places, content = nodes[known], places[known], content[known]
+        last = places + distance
+        content = np.unique(content * length + kinds[last], return_inverse=True)[1]
+        rows = grid.row[nodes, last]
+        ended = grid.last[rows] == last
+        _, first, same = np.unique(content[ended] * length + bases[last[ended]], return_index=True, return_inverse=True)
+        owner[rows[ended]] = rows[ended][first][same]
+    return owner
+
+
+def full_memory(costs: Costs, fastest: Ints) -> Ints:
+    """[2, L+1, L+1] the m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l).
+
+    Every stage is stored by its fastest option; no plan is faster, so rows end there. Runs from the last stage to the
+    first: one more stage needs its own memory, or the need of the rest plus the memory it keeps.
+    """
+    length = len(fastest)
+    full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)
+    for i in range(length - 1, -1, -1):
+        k, row = fastest[i], np.where(np.arange(i, length + 1) == length, 0, 1)
+        for state in range(2):
+            backward = costs.backward_need[row, k] - costs.released[state, i]
+            need = np.maximum(costs.base[i:] + costs.forward_need[k], backward)
+            need[1:] = np.maximum(need[1:], costs.taken[state, k] + full[1, i + 1, i + 1 :])
+            full[state, i, i:] = need
+    return full
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,13 +398,10 @@ class Problem:
         """Build the problem of a chain."""
         stored = store_all(chain).lower_bound
         assert stored is not None
-        costs = costs_of(chain)
+        costs, kinds = costs_of(chain), kinds_of(chain)
         fastest = fastest_options(costs)
-        # Measured: as plain Python, an interval takes 5 microseconds.
-        kernels = kernels_for("rotor_solver.persistent.table_kernels", 5e-6 * len(chain) ** 2)
-        least, full = least_memory(costs), kernels.full_memory(costs, fastest)
-        kinds = kinds_of(chain)
-        return cls(chain, stored, costs, least, full, fastest, kinds, period_of(kinds))
+        full = full_memory(costs, fastest)
+        return cls(chain, stored, costs, least_memory(costs), full, fastest, kinds, period_of(kinds))
 
     @property
     def needed(self) -> int:

@@ -1,6 +1,54 @@
-"""Kernels that prepare a table: its useful slots, and its rows with equal numbers.
+"""Kernels that fill a table of the persistent program, and find the windows for the next, finer one.
 
-The arguments are those of `kernels`; times are in the unit of the table.
+`recurrence.optimum` states the recurrence in thirty lines. Arguments of the kernels:
+
+    flat   [size] the numbers of all rows, one row after the other
+    rows   a `layout.Rows`: where each row lies in `flat`, its slots, and the time beyond its last slot
+    costs  a `least_memory.Costs`, its times in the unit of the table
+    grid   a `layout.Grid`: the intervals that have rows, and the bytes that their slots stand for
+    owner  [rows] the row whose numbers a row shares: itself, unless blocks of the chain repeat
+    s      a node: a stage i = grid.place[s], and the state grid.state[s] of its input
+    row    the number of a row; `last` is the stage l at which its interval [i, l] ends
+    m      a slot of a row
+
+The interval [i, l] has two states: in state 0, a_i stands alone, or costs the same as alone; in state 1, it lies in the
+ā_i of the stage before. Times are those beyond storing everything. Where kernels stay plain Python, the arrays of
+`rows`, `costs` and `grid` come as lists, which Python reads faster: hence `grid.row[s][last]`.
+
+# Note [Rows and windows]
+
+Example: a chain of five stages with forwards of 1, 2, 3, 2, 1 seconds and backwards twice as long, which save 24, 40,
+16, 32, 24 bytes. Every a_i has 8 bytes. In addition to a_0 there are 96 bytes, in slots of 4.
+tests/solver/persistent/test_table.py checks the numbers.
+
+ 1. Slot m of a row stands for m · unit + offset bytes. Every node has its own offset, such that the fastest option
+    takes a whole number of slots from its row to the next. Here all sizes are multiples of 4, and all offsets 0. If
+    stage 0 saved 25 bytes, the offsets of later stages would be 3: with 4 m bytes for [0, l], Fe_0 leaves 4 m - 25 = 4
+    (m - 7) + 3 for [1, l], its slot m - 7. All other sizes taken are rounded down to slots. So the table never has less
+    memory than there is, and its times are lower bounds.
+ 2. A row holds few slots. Below `begin`, the interval cannot run, or takes too long to be of use. From `high` on the
+    time is `final`: 0 where everything is stored, else the time of the last useful slot. Times never increase from slot
+    to slot. Of the 21 rows of the example:
+
+        [i, l]  begin  high  final  seconds, from slot
+        [0, 0]     10    10      0  none
+        [0, 1]     16    20      0  1 from 16
+        [0, 2]     16    24      0  3 from 16, 1 from 20
+        [2, 5]     14    22      0  5 from 14, 2 from 16
+        [3, 5]     12    18      0  2 from 12
+        [4, 5]     10    10      0  none
+        [0, 5]     16    26      3  9 from 16, 6 from 18, 5 from 20, 3 from 24
+
+    [0, 5] in slot 24, all 96 bytes: a checkpoint at a_2, after 1 + 2 seconds; then [2, 5] with 8 bytes less, in slot
+    22, and [0, 1] in slot 24, both at no extra time. Stored whole, [0, 5] would take 152 bytes, more than there are.
+ 3. Slot m of a row is flat[position + m] for begin ≤ m < high, and flat[position + high] is `final`.
+ 4. A window is the range of slots in which a plan that is no slower than the best known one can have an interval. The
+    table has the time inside. The time outside is passed down from the whole to the parts (`windows_of`). If both
+    together exceed the known plan, no better plan has that interval in that slot, and the next, finer table may count
+    it as infinite. If the plan that takes 3 seconds longer is known, 7 of the 21 rows have a window: [0, 1] from 77
+    bytes on, [1, 1] from 53, [2, 5] from 85, [3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from 93 to
+    100. [0, 2] has none: wherever it occurs, stages 0 to 2 are recomputed, which takes 6 seconds. The next table, with
+    slots of 1 byte, has 14 numbers; without windows it would have 172.
 """
 
 from __future__ import annotations
@@ -11,66 +59,8 @@ import numpy as np
 
 from rotor_solver.jit_policy import compiled
 
-
-@compiled(makes_arrays=True)
-def full_memory(costs: Any, fastest: np.ndarray) -> np.ndarray:
-    """[2, L+1, L+1] the m, in bytes, from which the interval [i, l] can be stored whole, by (state, i, l).
-
-    Every stage is stored by its fastest option; no plan is faster, so rows end there. Runs from the last stage of an
-    interval to the first: one more stage needs its own memory, or the need of the rest plus the memory it keeps.
-    """
-    length = len(fastest)
-    full = np.full((2, length + 1, length + 1), costs.loss_need, np.int64)
-    for last in range(length + 1):
-        row = 0 if last == length else 1
-        for i in range(min(last, length - 1), -1, -1):
-            k = fastest[i]
-            for state in range(2):
-                need = costs.backward_need[row, k] - costs.released[state, i]
-                need = max(costs.base[last] + costs.forward_need[k], need)
-                if last > i:
-                    need = max(need, costs.taken[state, k] + full[1, i + 1, last])
-                full[state, i, last] = need
-    return full
-
-
-@compiled(makes_arrays=True)
-def bounds(
-    least: np.ndarray, full: np.ndarray, costs: Any, grid: Any, later: np.ndarray, windows: Any, cut: float
-) -> Any:
-    """(low, high, full, limit), [rows] each: the useful slots, and the longest useful time.
-
-    Useful are slots low … high-1, and those from `full` on, where everything is stored, if high = full. `limit` is
-    negative where no time is of use. `least` and `full` are [2, L+1, L+1], in bytes; `later` is [L+1], and like
-    `outside` of the `layout.Windows` in the unit of `cut`. A row takes the most generous values of all the intervals
-    that it stands for.
-    """
-    length, width = len(grid.band), grid.width
-    rows = grid.tail + len(grid.place)
-    low, high, whole = np.full(rows, width, np.int64), np.zeros(rows, np.int64), np.full(rows, width, np.int64)
-    limit = np.full(rows, -1.0, np.float64)
-    for s in range(len(grid.place)):
-        i, state = grid.place[s], grid.state[s]
-        for e in range(i, length + 1):
-            row = grid.row[s, e]
-            if row < 0 or grid.last[row] != e:
-                continue
-            for last in range(e, grid.stop[e]):
-                if length > last > grid.band[i]:
-                    break
-                time = cut
-                # An interval that ends before the loss runs after the loss. Its stages ran without a graph before, and
-                # the stages after it took at least `later` longer than stored: both are subtracted from the cut.
-                if last < length:
-                    time = cut - later[last + 1] - (costs.split[last + 1] - costs.run[i])
-                limit[row] = max(limit[row], min(time, cut - windows.outside[s, last]))
-                whole[row] = min(whole[row], slot_of(full[state, i, last], grid.unit, grid.offset[s]))
-                high[row] = max(high[row], min(width, slot_of(windows.high[s, last], grid.unit, grid.offset[s]) + 1))
-                needed = max(least[state, i, last], windows.low[s, last])
-                low[row] = min(low[row], slot_of(needed, grid.unit, grid.offset[s]))
-    high = np.minimum(high, whole)
-    low = np.minimum(low, high)
-    return low, high, whole, limit
+INFINITE = np.int64(2**62)
+"""Bytes; more than any window begins with."""
 
 
 @compiled()
@@ -79,40 +69,403 @@ def slot_of(need: int, unit: int, offset: int) -> int:
     return max(0, -((offset - need) // unit))
 
 
-@compiled(makes_arrays=True)
-def first_of_equals(grid: Any, starts: np.ndarray, kinds: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[rows] for every row, the first with the same numbers.
+@compiled()
+def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
+    """Bytes that a run of stage i with a graph and its backward need, in the row of [i, last].
 
-    `starts` is [nodes], a number for the content of a row at its start; `kinds` is [L], for each stage; `ends` is [L],
-    for the content after its end. Numbers count from zero. Two rows are equal if their starts, their ends and the kinds
-    of all their stages are.
-
-    Intervals grow by one stage at a time: the content of [i, l] gets a number from that of [i, l-1] and the kind of l.
+    Needs are compared in bytes, never rounded: only memory that an operation leaves is rounded.
     """
-    owner = np.arange(len(grid.last))
-    content, length = starts.copy(), len(grid.band)  # [nodes] the content number of [i, i + distance]
-    # [nodes, kinds or ends, 2] by (content, kind): the round of the entry, and its number: of contents in even rounds,
-    # of rows in odd ones. The round stands in the entry, so that the array is not cleared for every distance.
-    known = np.full((len(starts), max(kinds.max(), ends.max()) + 1, 2), -1, np.int64)
-    for distance in range(length):
-        count = 0
-        for s in range(len(starts)):
-            last = grid.place[s] + distance
-            if last >= length or last > grid.band[grid.place[s]]:
+    row = 0 if last == len(costs.run) - 1 else 1
+    return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row][k] - costs.released[state][i]))
+
+
+# Inner loops, over `count` slots from the given positions on, with their twins in NumPy
+
+
+def _lower_by_both(
+    out: np.ndarray, at: int, one: np.ndarray, first: int, other: np.ndarray, second: int, count: int, seconds: float
+) -> None:
+    part = out[at : at + count]
+    np.minimum(part, seconds + (one[first : first + count] + other[second : second + count]), out=part)
+
+
+@compiled(plain=_lower_by_both)
+def lower_by_both(
+    out: np.ndarray, at: int, one: np.ndarray, first: int, other: np.ndarray, second: int, count: int, seconds: float
+) -> None:
+    """out[at + m] = min(out[at + m], seconds + (one[first + m] + other[second + m]))."""
+    # Unsigned indices: with signed ones, Numba checks at every access whether to count from the end of the array, and
+    # the loop does not vectorize.
+    target, left, right = np.uintp(at), np.uintp(first), np.uintp(second)
+    for each in range(count):
+        m = np.uintp(each)
+        value = seconds + (one[left + m] + other[right + m])
+        if value < out[target + m]:
+            out[target + m] = value
+
+
+@compiled()
+def lower_by(out: np.ndarray, at: int, source: np.ndarray, first: int, count: int, seconds: float) -> None:
+    """out[at + m] = min(out[at + m], seconds + source[first + m])."""
+    if count > 0:
+        out[at : at + count] = np.minimum(out[at : at + count], seconds + source[first : first + count])
+
+
+def _least_of_three(out: np.ndarray, at: int, flat: np.ndarray, first: int, second: int, count: int) -> float:
+    sums = out[at : at + count] + flat[first : first + count] + flat[second : second + count]
+    return float(sums.min(initial=np.inf))
+
+
+@compiled(plain=_least_of_three)
+def least_of_three(out: np.ndarray, at: int, flat: np.ndarray, first: int, second: int, count: int) -> float:
+    """The least out[at + m] + flat[first + m] + flat[second + m]; infinite if there are no slots."""
+    least = np.inf
+    for m in range(count):
+        least = min(least, out[at + m] + flat[first + m] + flat[second + m])
+    return least
+
+
+def _slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: int, cut: float) -> tuple[int, int]:
+    own = out[at + begin : at + end + 1]
+    own[:] = np.minimum.accumulate(own[::-1])[::-1]
+    useful = np.flatnonzero(own[:-1] + flat[at + begin : at + end] <= cut)
+    return (begin + int(useful[0]), begin + int(useful[-1]) + 1) if len(useful) else (end, end)
+
+
+@compiled(plain=_slots_of_use)
+def slots_of_use(flat: np.ndarray, out: np.ndarray, at: int, begin: int, end: int, cut: float) -> tuple[int, int]:
+    """Complete a row of `out`; return its useful slots low … high-1 of begin … end-1, or `end` twice."""
+    low, high = end, end
+    for m in range(end - 1, begin - 1, -1):
+        # Memory that an interval "has at least": with m + 1 slots it also has m.
+        out[at + m] = min(out[at + m], out[at + m + 1])
+        if out[at + m] + flat[at + m] <= cut:
+            if low == end:
+                high = m + 1
+            low = m
+    return low, high
+
+
+# Filling rows
+
+
+@compiled()
+def ends_of_parts(rows: Any, left: int, right: int, shift: int, low: int, high: int) -> tuple[int, int]:
+    """Divide slots low … high-1: until the first end both rows have numbers, until the second only one of them."""
+    left_high, right_high = rows.high[left], rows.high[right] + shift
+    both = max(low, min(high, left_high, right_high))
+    return both, max(both, min(high, max(left_high, right_high)))
+
+
+@compiled()
+def split(
+    flat: np.ndarray, rows: Any, row: int, left: int, right: int, shift: int, low: int, high: int, seconds: float
+) -> None:
+    """Lower slots low … high-1 of `row` by a checkpoint, at whose row `right` there are `shift` slots less."""
+    out, left_at, right_at = rows.position[row], rows.position[left], rows.position[right] - shift
+    left_final, right_final = rows.final[left], rows.final[right]
+    both, one = ends_of_parts(rows, left, right, shift, low, high)
+    lower_by_both(flat, out + low, flat, right_at + low, flat, left_at + low, both - low, seconds)
+    if both < one:
+        at, final = (right_at, left_final) if rows.high[left] < rows.high[right] + shift else (left_at, right_final)
+        part = flat[out + both : out + one]
+        part[:] = np.minimum(part, seconds + (final + flat[at + both : at + one]))
+    if one < high:
+        flat[out + one : out + high] = np.minimum(flat[out + one : out + high], seconds + (left_final + right_final))
+
+
+@compiled()
+def enable(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int, k: int) -> None:
+    """Lower the row (s, last) by running its stage with a graph by option k: Fe_i, [i+1, last], B_i."""
+    i, state, seconds = grid.place[s], grid.state[s], costs.extra[k]
+    out, high = rows.position[row], rows.high[row]
+    low = max(rows.begin[row], slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s]))
+    stored = low  # first slot at which the next row is at its `final`
+    if last > i:
+        following = grid.node[1][i + 1]
+        follow = grid.row[following][last]
+        if rows.begin[follow] >= grid.width:
+            return
+        shift = (costs.taken[state][k] + grid.offset[following] - grid.offset[s]) // grid.unit
+        low = max(low, shift + rows.begin[follow])
+        stored = max(low, min(high, rows.high[follow] + shift))
+        lower_by(flat, out + low, flat, rows.position[follow] - shift + low, stored - low, seconds)
+        seconds += rows.final[follow]
+    if stored < high:
+        flat[out + stored : out + high] = np.minimum(flat[out + stored : out + high], seconds)
+
+
+@compiled()
+def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
+    """Lower the row (s, last) by all checkpoints; return the number of pairs of slots visited."""
+    i, offset, begin, high = grid.place[s], grid.offset[s], rows.begin[row], rows.high[row]
+    lefts, rights, needs, pairs = grid.row[s], grid.after[last], costs.check_need[i], 0
+    for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
+        # The forwards up to a_j take split[j] - run[i]. A later j may take less, as its stage j-1 skips its output;
+        # `split_floor` is the least of all that follow, so that later checkpoints take at least as long.
+        floor = costs.split_floor[j] - costs.run[i]
+        if floor > rows.limit[row]:
+            break
+        left, right = lefts[j - 1], rights[j]
+        if rows.begin[left] >= grid.width or rows.begin[right] >= grid.width:
+            continue
+        # ⌊(|a_j| + the offset of j's rows - offset) / unit⌋, without a division.
+        shift = grid.slots[j] - (1 if grid.remainder[j] < offset else 0)
+        low = max(begin, rows.begin[left], rows.begin[right] + shift)
+        low = max(low, slot_of(grid.base[last] + needs[j], grid.unit, offset))
+        # Where forwards alone take no less than the known time, nothing is gained, there or later.
+        if low < high and floor < flat[rows.position[row] + low]:
+            pairs += high - low
+            split(flat, rows, row, left, right, shift, low, high, costs.split[j] - costs.run[i])
+    return pairs
+
+
+@compiled()
+def finish_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
+    """Complete a row: continue it beyond its end, and find its begin.
+
+    Times above rows.limit are of no use. A row with no useful time begins at `width`: it has no slots.
+    """
+    out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
+    stored = rows.final[row] == 0
+    if begin < high and not stored:
+        rows.final[row] = float(flat[out + high - 1])
+    flat[out + high] = rows.final[row]
+    useless = np.count_nonzero(flat[out + begin : out + high] > rows.limit[row])  # times never increase
+    rows.begin[row] = begin + useless if stored or begin < high else width
+
+
+@compiled()
+def fill_row(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row: int, last: int) -> int:
+    """Fill the row (s, last), once all rows that it needs are complete; return the number of pairs visited."""
+    if rows.limit[row] < 0:
+        return 0
+    i, out = grid.place[s], rows.position[row]
+    flat[out + rows.begin[row] : out + rows.high[row]] = np.inf
+    for k in range(costs.first[i], costs.first[i + 1]):
+        enable(flat, rows, costs, grid, s, row, last, k)
+    pairs = checkpoints(flat, rows, costs, grid, s, row, last)
+    finish_row(flat, rows, grid.width, row)
+    return pairs
+
+
+@compiled()
+def row_of_length(grid: Any, s: int, distance: int) -> int:
+    """The row of node s that ends `distance` stages later, before the loss; -1 if there is none."""
+    i = grid.place[s]
+    last = i + distance
+    if last >= len(grid.band) or last > grid.band[i]:
+        return -1
+    row = grid.row[s][last]
+    return int(row) if grid.last[row] == last else -1
+
+
+@compiled()
+def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: int, end: int) -> int:
+    """Fill Opt(i, l, m), less the time of storing everything, for all intervals and m in slots:
+
+        Opt(L, L, m) = 0                                                if m ≥ loss_need
+        Opt(i, l, m) = the least of
+          extra_k + Opt'(i+1, l, m - taken_k)                           if m ≥ base_l + forward_need_k
+            for every option k; Opt'(i+1, i, ·) is 0                    and m ≥ backward_need_k - released_i
+          split_j - run_i + Opt(j, l, m - |a_j|) + Opt(i, j-1, m)        if m ≥ base_l + check_need_ij, for i < j ≤ l
+
+    Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound: a plan of real
+    sizes is still a plan with a little more memory at every step.
+
+    Only the excess over storing everything is tabulated, so stored intervals need no numbers. Rounding errors are
+    subtracted from the bound (`table.Table.lower_bound`), and the simulator recomputes the time of the resulting
+    sequence.
+
+    Times above rows.limit count as infinite: `interval_kernels.bounds` has subtracted the certain time of the context
+    from the cut. Where l < L, the stages of [i, l] have run forward without a graph before, and those after l take at
+    least later[l+1] longer than stored.
+
+    Fills the rows of intervals with begin ≤ l - i < end, l < L, which need the shorter ones; `fill_tails` does the
+    rest. Returns the number of pairs of slots visited.
+    """
+    pairs = 0
+    for distance in range(begin, end):
+        for s in range(len(grid.place) - 1):
+            row = row_of_length(grid, s, distance)
+            if row >= 0 and owner[row] == row:
+                pairs += fill_row(flat, rows, costs, grid, s, row, grid.last[row])
+        for s in range(len(grid.place) - 1):  # only `begin` and `final` changed: the rest was shared from the start
+            row = row_of_length(grid, s, distance)
+            if row >= 0:
+                rows.begin[row], rows.final[row] = rows.begin[owner[row]], rows.final[owner[row]]
+    return pairs
+
+
+@compiled()
+def fill_tails(flat: np.ndarray, rows: Any, costs: Any, grid: Any) -> None:
+    """Fill the rows that end at the loss, which need all others, from the last to the first."""
+    nodes = len(grid.place)
+    finish_row(flat, rows, grid.width, grid.tail + nodes - 1)  # the loss: stored whole from the first slot on
+    for s in range(nodes - 2, -1, -1):
+        fill_row(flat, rows, costs, grid, s, grid.tail + s, len(grid.band))
+
+
+# Windows (Rule 4)
+
+
+@compiled()
+def windows_of(flat: np.ndarray, rows: Any, owner: np.ndarray, costs: Any, grid: Any, cut: float) -> Any:
+    """(low, high, outside), [rows] each: the slots in which a plan that takes at most `cut` may have its interval.
+
+    They are low … high-1, and those from rows.high on where high > rows.high; none where `outside` is infinite.
+    `outside` is the least time of such a plan outside the interval. `flat` and `rows` are complete.
+
+    From the whole to the parts: with out(i, l, m) for the least time outside [i, l] if [i, l] has at least m,
+
+        out(0, L, all) = 0
+        out(i+1, l, m - taken_k) ≤ out(i, l, m) + extra_k
+        out(j, l, m - |a_j|)     ≤ out(i, l, m) + run_j - run_i + Opt(i, j-1, m)
+        out(i, j-1, m)           ≤ out(i, l, m) + run_j - run_i + Opt(j, l, m - |a_j|)
+
+    under the conditions of `fill`. Slot rows.high of a row stands for all slots from there on.
+    """
+    length, tail, count = len(grid.band), grid.tail, len(rows.begin)
+    # [size] out(i, l, m), where `flat` has Opt(i, l, m).
+    out = np.full_like(flat, np.inf)
+    low, high, outside = np.zeros(count, np.int64), np.zeros(count, np.int64), np.full(count, np.inf)
+    loss = count - 1
+    low[loss], high[loss], outside[loss] = rows.begin[loss], rows.high[loss] + 1, 0
+    needed = np.zeros(count, np.bool_)  # [rows] whether a plan can have the row's interval at all
+    needed[tail] = True
+    out[rows.position[tail] + min(grid.width - 1, rows.high[tail])] = 0
+    for s in range(len(grid.place) - 1):
+        if needed[tail + s]:
+            hand_down(flat, out, rows, owner, needed, costs, grid, s, tail + s, cut, low, high, outside)
+    for last in range(length - 1, -1, -1):
+        for s in range(grid.node[1][last] + 1):
+            row = grid.row[s][last]
+            if row >= 0 and grid.last[row] == last and needed[row]:
+                hand_down(flat, out, rows, owner, needed, costs, grid, s, row, cut, low, high, outside)
+    return low[owner], high[owner], outside[owner]
+
+
+@compiled()
+def hand_down(
+    flat: np.ndarray,
+    out: np.ndarray,
+    rows: Any,
+    owner: np.ndarray,
+    needed: np.ndarray,
+    costs: Any,
+    grid: Any,
+    s: int,
+    row: int,
+    cut: float,
+    lows: np.ndarray,
+    highs: np.ndarray,
+    outside: np.ndarray,
+) -> None:
+    """Complete a row of `out`, record its useful slots, and lower the parts of its interval."""
+    i, state, last = grid.place[s], grid.state[s], grid.last[row]
+    begin, end, at = rows.begin[row], rows.high[row], rows.position[row]
+    if begin >= grid.width:
+        return
+    low, high = slots_of_use(flat, out, at, begin, end, cut)
+    if end < grid.width and rows.final[row] == 0 and out[at + end] <= cut:
+        high = end + 1  # the first slot in which all is stored also stands for less memory, in which it is not
+    elif low == end:
+        return
+    lows[row], highs[row], outside[row] = low, high, out[at + low]
+    for k in range(costs.first[i], costs.first[i + 1] if last > i else costs.first[i]):
+        node = grid.node[1][i + 1]
+        part, seconds = grid.row[node][last], costs.extra[k]
+        if rows.begin[part] < grid.width:
+            shift = (costs.taken[state][k] + grid.offset[node] - grid.offset[s]) // grid.unit
+            first = slot_of(need_of(costs, grid, state, i, last, k), grid.unit, grid.offset[s])
+            first = max(low, first, shift + rows.begin[part])
+            stop = max(first, min(high, rows.high[part] + shift))
+            needed[owner[part]] = True
+            lower_by(out, rows.position[part] + first - shift, out, at + first, stop - first, seconds)
+            if stop < high:
+                there = rows.position[part] + rows.high[part]
+                out[there] = min(out[there], out[at + stop] + seconds)
+    for j in range(i + 1, min(last, grid.band[i] + 1) + 1):
+        floor = costs.split_floor[j] - costs.run[i]
+        if floor + out[at + low] > cut or floor > rows.limit[row]:
+            break  # `split_floor` never decreases, and `out` is least in slot `low`
+        left, right = grid.row[s][j - 1], grid.row[grid.node[0][j]][last]
+        if rows.begin[left] < grid.width and rows.begin[right] < grid.width:
+            shift = grid.slots[j] - (1 if grid.remainder[j] < grid.offset[s] else 0)
+            first = max(low, rows.begin[left], rows.begin[right] + shift)
+            first = max(first, slot_of(grid.base[last] + costs.check_need[i][j], grid.unit, grid.offset[s]))
+            seconds = costs.split[j] - costs.run[i]
+            if hand_to_both(flat, out, rows, at, left, right, shift, first, high, seconds, cut):
+                needed[owner[left]] = needed[owner[right]] = True
+
+
+@compiled()
+def hand_to_both(
+    flat: np.ndarray,
+    out: np.ndarray,
+    rows: Any,
+    at: int,
+    left: int,
+    right: int,
+    shift: int,
+    low: int,
+    high: int,
+    seconds: float,
+    cut: float,
+) -> bool:
+    """Lower both parts of an interval from its slots low … high-1; slot 0 of its row of `out` would lie at `at`.
+
+    In three parts, as in `split`. First tests whether each can matter: nearly all do not. Returns whether one did.
+    """
+    left_at, right_at = rows.position[left], rows.position[right] - shift
+    left_end, right_end = left_at + rows.high[left], right_at + rows.high[right] + shift
+    left_final, right_final = rows.final[left], rows.final[right]
+    both, one = ends_of_parts(rows, left, right, shift, low, high)
+    matters = False
+    if least_of_three(out, at + low, flat, left_at + low, right_at + low, both - low) + seconds <= cut:
+        matters = True
+        lower_by_both(out, left_at + low, out, at + low, flat, right_at + low, both - low, seconds)
+        lower_by_both(out, right_at + low, out, at + low, flat, left_at + low, both - low, seconds)
+    part_at, end, final = left_at, right_end, right_final
+    if rows.high[left] < rows.high[right] + shift:
+        part_at, end, final = right_at, left_end, left_final
+    if both < one:
+        least = (out[at + both : at + one] + flat[part_at + both : part_at + one]).min()
+        if least + seconds + final <= cut:
+            matters = True
+            lower_by(out, part_at + both, out, at + both, one - both, seconds + final)
+            out[end] = min(out[end], seconds + least)
+    if one < high and out[at + one] + seconds + left_final + right_final <= cut:
+        matters = True
+        out[left_end] = min(out[left_end], out[at + one] + seconds + right_final)
+        out[right_end] = min(out[right_end], out[at + one] + seconds + left_final)
+    return matters
+
+
+@compiled()
+def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
+    """Windows by interval, (low, high, outside), [nodes, L+1] each, from windows by row, in bytes and seconds.
+
+    The next table has other rows, so each interval takes the most generous values of all rows that stand for it. The
+    stages that a row omits at its end may be divided further; these intervals are only known to have no more memory
+    than the whole, and as much time outside.
+    """
+    length, shape = len(grid.band), (len(grid.place), len(grid.band) + 1)
+    lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf)
+    # [L+1] by the stage at which a row ends: the most memory of such a row, and the least time outside it.
+    memory, time = np.zeros(length + 1, np.int64), np.full(length + 1, np.inf)
+    for s in range(len(grid.place)):
+        for last in range(grid.place[s], length + 1):
+            row = grid.row[s][last]
+            if row < 0 or grid.last[row] != last or outside[row] == np.inf:
                 continue
-            entry = known[content[s], kinds[last]]
-            if entry[0] != 2 * distance:
-                entry[0], entry[1] = 2 * distance, count
-                count += 1
-            content[s] = entry[1]
-        for s in range(len(starts)):
-            last = grid.place[s] + distance
-            if last >= length or last > grid.band[grid.place[s]]:
-                continue
-            row = grid.row[s, last]
-            if grid.last[row] == last:
-                entry = known[content[s], ends[last]]
-                if entry[0] != 2 * distance + 1:
-                    entry[0], entry[1] = 2 * distance + 1, row
-                owner[row] = entry[1]
-    return owner
+            memory[last], time[last] = max(memory[last], high[row]), min(time[last], outside[row])
+            for stage in range(last, grid.stop[last]):
+                lows[s, stage], highs[s, stage] = min(lows[s, stage], low[row]), max(highs[s, stage], high[row])
+                least[s, stage] = min(least[s, stage], outside[row])
+    for end in range(length):
+        for s in range(grid.node[0][end + 1], grid.node[0][grid.stop[end]] if time[end] < np.inf else 0):
+            for stage in range(grid.place[s], grid.stop[end]):
+                lows[s, stage], highs[s, stage] = 0, max(highs[s, stage], memory[end])
+                least[s, stage] = min(least[s, stage], time[end])
+    return lows, highs, least

@@ -1,9 +1,8 @@
 """Pipelines: a chain cut into parts for several ranks, each trained by its own sequence within its own limit."""
 
-from rotor_solver.pipeline.cuts import EqualCuts, equal_cuts
+from rotor_solver.pipeline.cuts import EqualCuts, equal_cuts, plan_pipeline
 from rotor_solver.pipeline.plan import Event, Part, PipelinePlan, Timeline
 from rotor_solver.pipeline.schedules import SCHEDULES, Action, Schedule
-from rotor_solver.pipeline.search import plan_pipeline
 
 __all__ = [
     "SCHEDULES",

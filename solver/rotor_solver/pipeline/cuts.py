@@ -1,4 +1,4 @@
-"""Cut a chain into parts for the ranks: the best cuts, the memory of each part, and equal cuts for comparison.
+"""Cut a chain into parts for the ranks: the best cuts with the best sequences, and equal cuts for comparison.
 
 `best_cuts` minimizes the time of the slowest part, exactly and lazily. With c(s, i, j) the cost of stages i … j - 1 as
 part s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is
@@ -9,6 +9,10 @@ Costs are expensive, lower bounds are cheap. So the recurrence is solved with lo
 of the best cuts are tightened, then computed, and it is solved again, until cuts with known costs reach the bound
 (LazySP: Dellin and Srinivasa, 2016). Costs are arbitrary: a part of a part may cost more, where its input is larger.
 
+`plan_pipeline` has the fastest sequence of each part for its costs. The memory of a part depends on its rank: the
+limit, and the number of microbatches that its schedule keeps in flight there. Each part is solved once, and equal parts
+are solved together (`PartCosts`).
+
 `equal_cuts` has parts of equally many stages and one policy on all ranks, like training libraries: keep everything;
 recompute segments of n stages (Megatron-LM's "uniform"), up to whole parts; recompute only the first n stages of every
 part (its "block").
@@ -16,21 +20,31 @@ part (its "block").
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from rotor_solver.chain import Chain, Stage
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.chain import Chain, checked_size
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_slots
 from rotor_solver.least_memory import Floats
-from rotor_solver.pipeline.plan import Part, PipelinePlan
-from rotor_solver.pipeline.schedules import InFlight, Schedule, buffer_bytes, in_flight
+from rotor_solver.pipeline.plan import DividedLimits, Part, PipelinePlan, part_of
+from rotor_solver.pipeline.schedules import Schedule
+from rotor_solver.pipeline.sequences import (
+    bound_in_flight,
+    fastest_in_flight,
+    fastest_with_room,
+    has_room,
+    least_in_flight,
+)
 from rotor_solver.segments import fastest_forwards, recompute_segments, segments_from, store_all
 from rotor_solver.sequence import Sequence
+from rotor_solver.simulate import simulate
+from rotor_solver.watching import watcher
 
 Cost = Callable[[int, int, int], float]
 """Cost of stages i … j - 1 as part s, for (s, i, j)."""
@@ -84,40 +98,6 @@ def _cheapest(costs: Floats, bottleneck: float) -> list[int]:
     return cuts[::-1]
 
 
-def part_of(chain: Chain, begin: int, end: int) -> Chain:
-    """Return stages begin … end - 1 as a chain. Only the last part has the loss; for others it takes no time.
-
-    The runtime keeps the output of a part until the backward, when it gets the output's gradient.
-    """
-    last = end == len(chain)
-    return Chain(
-        chain.stages[begin:end],
-        chain.activation[begin],
-        chain.loss_time if last else 0.0,
-        chain.loss_temp if last else 0,
-        output_held=chain.output_held or not last,
-    )
-
-
-def left_bytes(part: Chain) -> int:
-    """Bytes that the backwards of a part leave for good; in memory from the beginning of the second microbatch on."""
-    return sum(part.gradient)
-
-
-def with_weights_put_off(part: Chain) -> Chain:
-    """Return the part with backwards for the inputs only; the data for the weights' backwards stays in memory.
-
-    This is all that the stages save, their inputs, and the gradients of their outputs: as if each backward left that
-    many bytes of gradients. A runtime that keeps less stays below.
-    """
-    stages: list[Stage] = []
-    for incoming, stage in zip(part.activation, part.stages, strict=False):
-        most = max(option.kept for option in stage.options)
-        stays = stage.gradient + most + stage.activation + (incoming if not stages else 0)
-        stages.append(replace(stage, gradient=stays))
-    return replace(part, stages=tuple(stages))
-
-
 def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
     """Return the stages at which a part may begin, 0 and the end included: of those in `wanted`, or of all.
 
@@ -145,62 +125,257 @@ def _nothing_crosses(gradients: tuple[int, ...]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Budget:
-    """`limits` in bytes by rank, `fixed` in bytes by stage; `buffers` says whether torch's are counted.
+_FEW = 24
+"""Slots for the memory that a microbatch keeps, if only a lower bound is needed. Not measured; fewer loosen the bound,
+and more parts are solved."""
+_Key = tuple[Chain, int, int, int]
+"""A part's chain, the bytes for its microbatches (below zero if the memory outside them exceeds its share), the number
+in flight, and the room for the one in progress, if that is given separately."""
 
-    If a rank has several parts, its limit is divided. After average fixed bytes, a share `working` of the rest is for
-    the microbatch in progress, whichever part it runs through. Each part gets the fixed bytes of an average part, and
-    of the rest in proportion to its microbatches in flight.
+
+class PartCosts:
+    """The costs of parts, by their number and first and last stage (`end` is the one after it).
+
+    A single part on a rank has all of the rank's limit: the bytes of its microbatches together count. Several parts
+    share it, so the memory that each keeps counts by itself, and the room for the microbatch in progress is there once.
     """
 
-    schedule: Schedule
-    limits: tuple[int, ...]
-    fixed: tuple[int, ...]
-    buffers: bool = False
-    working: float = 0.0
+    def __init__(self, chain: Chain, divided: DividedLimits, slots: int) -> None:
+        self.chain = chain
+        self.divided = divided
+        self._slots = slots
+        self._shared = divided.schedule.virtual_stages > 1
+        self._solved: dict[_Key, Sequence | None] = {}
+        self._guessed: dict[_Key, float] = {}
+        self._parts: dict[tuple[int, int, int], Part] = {}
 
-    @cached_property
-    def flying(self) -> list[InFlight]:
-        """By part, the microbatches in flight."""
-        return in_flight(self.schedule)
+    def seconds(self, number: int, begin: int, end: int) -> float:
+        """Seconds of a microbatch by the fastest sequence; infinite if none fits."""
+        sequence = self._solve(self._key(number, begin, end))
+        return math.inf if sequence is None else simulate(self._stored(number, begin, end).chain, sequence).makespan
 
-    def room(self, number: int, more: int = 0) -> int:
-        """Bytes for the microbatch in progress in addition to all kept bytes; `more` is added to the limit."""
-        return int(self.working * self._free(number, more))
+    def lower_bound(self, number: int, begin: int, end: int) -> float:
+        """Seconds: no memory-persistent sequence that fits is faster."""
+        sequence = self._solve(self._key(number, begin, end))
+        if sequence is None:
+            return math.inf
+        assert sequence.lower_bound is not None
+        return sequence.lower_bound
 
-    def share(self, number: int, more: int = 0) -> int:
-        """Bytes for a part in addition to that room: the limit of its rank, or its share of it."""
-        average = sum(self.fixed) // self.schedule.parts
-        free = self._free(number, more)
-        ours = (free - self.room(number, more)) * self.flying[number].forwards // self._together(number)
-        return average + ours if self.schedule.virtual_stages > 1 else self.limits[number] + more
+    def guess(self, number: int, begin: int, end: int) -> float:
+        """A lower bound in seconds that takes little time; infinite if no sequence fits."""
+        key = self._key(number, begin, end)
+        if key in self._solved:
+            return self.lower_bound(number, begin, end)
+        if key not in self._guessed:
+            self._guessed[key] = self._guess(*key)
+        return self._guessed[key]
 
-    def _free(self, number: int, more: int) -> int:
-        average = sum(self.fixed) // self.schedule.parts
-        return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
+    def lacking(self, number: int, begin: int, end: int) -> int:
+        """Bytes missing in the limit of the part's rank; zero or less if none are."""
+        part = self._stored(number, begin, end)
+        if not self._shared:
+            least = least_in_flight(part.chain, part.flying.forwards).nbytes
+            return part.beside_bytes + least - self.divided.share(number)
+        if self._fits(number, part, 0):
+            return 0
+        low, high = 0, 1
+        while not self._fits(number, part, high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._fits(number, part, middle) else (middle, high)
+        return high
 
-    def _together(self, number: int) -> int:
-        """Microbatches in flight of all parts on this part's rank."""
-        others = range(self.schedule.rank_of(number), self.schedule.parts, self.schedule.ranks)
-        return sum(self.flying[each].forwards for each in others)
+    def part(self, number: int, begin: int, end: int) -> Part:
+        """Return the part with its fastest sequence. It must fit."""
+        sequence = self._solve(self._key(number, begin, end))
+        assert sequence is not None
+        part = replace(self._stored(number, begin, end), sequence=sequence)
+        assert part.peak_bytes <= self.divided.share(number) + self.divided.room(number)
+        return part
 
-    def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
-        """Build part `number`, with all memory outside its microbatches; stored whole unless `sequence` is given."""
-        part, flying = part_of(chain, begin, end), self.flying[number]
-        planned = with_weights_put_off(part) if flying.split else part
-        return Part(
-            rank=self.schedule.rank_of(number),
-            begin=begin,
-            end=end,
-            chain=planned,
-            flying=flying,
-            sequence=store_all(part) if sequence is None else sequence,
-            fixed_bytes=sum(self.fixed[begin:end])
-            + (buffer_bytes(part, number, self.schedule, flying) if self.buffers else 0),
-            left_bytes=left_bytes(part) if self.schedule.microbatches > 1 else 0,
-            waiting_bytes=left_bytes(planned) if flying.split else 0,
+    def _stored(self, number: int, begin: int, end: int) -> Part:
+        key = number, begin, end
+        if key not in self._parts:
+            self._parts[key] = self.divided.part(self.chain, number, begin, end)
+        return self._parts[key]
+
+    def _key(self, number: int, begin: int, end: int) -> _Key:
+        part = self._stored(number, begin, end)
+        free = self.divided.share(number) - part.beside_bytes
+        return part.chain, free, part.flying.forwards, self.divided.room(number)
+
+    def _fits(self, number: int, part: Part, more: int) -> bool:
+        free = self.divided.share(number, more) - part.beside_bytes
+        return has_room(part.chain, free // part.flying.forwards, self.divided.room(number, more))
+
+    def _guess(self, chain: Chain, free: int, count: int, room: int) -> float:
+        if free < 0:
+            return math.inf
+        if not self._shared:
+            return bound_in_flight(chain, free, count, _FEW)
+        return simulate(chain, store_all(chain)).makespan if has_room(chain, free // count, room) else math.inf
+
+    def _solve(self, key: _Key) -> Sequence | None:
+        if key not in self._solved:
+            if (progress := watcher()) is not None:
+                progress(len(self._solved), 0, "parts")
+            chain, free, count, room = key
+            self._solved[key] = None
+            if free < 0:
+                return None
+            with suppress(InfeasibleError):
+                shared = self._shared
+                self._solved[key] = (
+                    fastest_with_room(chain, free // count, room)
+                    if shared
+                    else fastest_in_flight(chain, free, count, self._slots)
+                )
+        return self._solved[key]
+
+
+def plan_pipeline(
+    chain: Chain,
+    ranks: int,
+    limits: float | Several[float],
+    microbatches: int,
+    schedule: str = "1f1b",
+    *,
+    fixed: Several[int] | None = None,
+    boundaries: Iterable[int] | None = None,
+    virtual_stages: int | None = None,
+    buffers: bool = False,
+    slots: int = 200,
+) -> PipelinePlan:
+    """Cut `chain` into parts for `ranks`, with a sequence for each, so that the slowest is as fast as possible.
+
+    `chain` is for one microbatch. `limits` are bytes, the same for all ranks or one number for each. `fixed` are the
+    bytes of every stage that are there throughout the step: parameters, gradients, optimizer state. `boundaries` are
+    the stages at which a part may begin; defaults to all. `virtual_stages` are the parts on each rank; defaults to two
+    for an interleaved schedule. With `buffers`, those of torch.distributed.pipelining are counted.
+
+    No cuts make the slowest part faster, with the fastest memory-persistent sequences whose kept bytes are rounded up
+    to `slots`. `lower_bound` holds for all cuts and all such sequences, without rounding. If a rank has several parts,
+    each has a share of the rank's limit; the slowest part is as fast as its share allows. A few ways to divide the
+    limits are tried, and the one with the shortest step is taken. There is no bound then.
+
+    Raises InfeasibleError if no cuts fit, with the least limit that has a plan as `min_bytes` (if a rank has several
+    parts, another division of its limit might need less); ValueError for an unknown schedule, fewer stages than parts,
+    and invalid numbers.
+    """
+    virtual_stages = virtual_stages or (2 if schedule == "interleaved" else 1)
+    order = Schedule(schedule, ranks, microbatches, virtual_stages)
+    check_slots(slots)
+    points = cut_points(chain, boundaries)
+    if len(points) <= order.parts:
+        places = "" if len(points) > len(chain) else f", which can be cut at {len(points) - 2} places,"
+        raise InvalidValueError(
+            f"{len(chain)} stages{places} cannot be cut into {order.parts} parts; take fewer ranks",
+            kind="too_few_stages",
+            stages=len(chain),
+            parts=order.parts,
         )
+    divided = DividedLimits(order, _limits_of(limits, ranks), _fixed_of(fixed, len(chain)), buffers)
+    if order.virtual_stages == 1:
+        return _best_plan(PartCosts(chain, divided, slots), points)
+    plans, refusals = [], []
+    for working in _WORKING:
+        try:
+            plans.append(_best_plan(PartCosts(chain, replace(divided, working=working), slots), points))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not plans:
+        raise min(refusals, key=lambda error: error.min_bytes)
+    return min(plans, key=lambda plan: plan.timeline.makespan)
+
+
+_WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
+"""Shares of a limit for the microbatch in progress to try if a rank has several parts. Not measured; each costs a
+search."""
+
+
+def _best_plan(search: PartCosts, points: list[int]) -> PipelinePlan:
+    divided = search.divided
+    bounds = _seconds_stored(search.chain, points, divided.schedule.parts)
+
+    def along(cost: Cost) -> Cost:
+        return lambda part, i, j: cost(part, points[i], points[j])
+
+    cuts, _ = best_cuts(bounds, along(search.guess), along(search.seconds))
+    if not cuts:
+        raise _refusal(search, bounds, points)
+    pairs = enumerate(pairwise(points[cut] for cut in cuts))
+    parts = tuple(search.part(number, begin, end) for number, (begin, end) in pairs)
+    plan = PipelinePlan(divided.schedule, parts, divided.limits)
+    if divided.schedule.virtual_stages > 1:
+        return plan
+    _, lower = best_cuts(bounds, along(search.guess), along(search.lower_bound))
+    return replace(plan, lower_bound=min(lower, plan.slowest_seconds))
+
+
+def _limits_of(limits: float | Several[float], ranks: int) -> tuple[int, ...]:
+    if not isinstance(limits, Several):
+        return (bytes_of_limit(limits),) * ranks
+    if len(limits) != ranks:
+        raise InvalidValueError(
+            f"there are {len(limits)} limits for {ranks} ranks; give one for each, or one for all",
+            kind="wrong_length",
+            name="limits",
+            got=len(limits),
+            needs=ranks,
+        )
+    return tuple(map(bytes_of_limit, limits))
+
+
+def _fixed_of(fixed: Several[int] | None, length: int) -> tuple[int, ...]:
+    if fixed is None:
+        return (0,) * length
+    if len(fixed) != length:
+        raise InvalidValueError(
+            f"fixed has {len(fixed)} entries; the chain has {length} stages",
+            kind="wrong_length",
+            name="fixed",
+            got=len(fixed),
+            needs=length,
+        )
+    return tuple(checked_size(size, f"fixed of stage {stage}") for stage, size in enumerate(fixed))
+
+
+def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
+    """[S, N+1, N+1] seconds of storing everything, by (part, i, j) of `points`: no sequence takes less."""
+    fastest = [min(way.forward_time + way.backward_time for way in stage.options) for stage in chain]
+    until = np.array([0.0, *accumulate(fastest)])[points]
+    until[-1] += chain.loss_time
+    # Sums in another order differ in their last digits.
+    seconds = (until[None, :] - until[:, None]) * (1 - 1e-12 * len(points))
+    bounds = np.repeat(np.where(np.tri(len(points), dtype=bool), np.inf, seconds)[None], parts, axis=0)
+    bounds[:-1, :, -1] = np.inf  # only the last part ends with the chain
+    bounds[-1, :, :-1] = np.inf
+    return bounds
+
+
+def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> InfeasibleError:
+    """Build the error with the least limit that fits: the missing bytes of every cut's parts are known exactly."""
+    unknown = np.where(np.isfinite(bounds), -float(max(search.divided.limits)), np.inf)
+
+    def lacking(part: int, i: int, j: int) -> float:
+        return float(search.lacking(part, points[i], points[j]))
+
+    cuts, missing = best_cuts(unknown, lacking)
+    schedule, pairs = search.divided.schedule, [*pairwise(cuts)]
+    number = max(range(schedule.parts), key=lambda each: lacking(each, *pairs[each]))
+    rank, flying = schedule.rank_of(number), search.divided.flying[number].forwards
+    limit = search.divided.limits[rank]
+    least = limit + int(missing)
+    # Another division of a rank's limit among its parts might need less.
+    needs = "needs at least" if schedule.virtual_stages == 1 else "of whose limit each part has a share, needs"
+    message = (
+        f"{len(search.chain)} stages do not fit on {schedule.ranks} ranks, wherever they are cut: rank {rank}, with "
+        f"{flying} of {schedule.microbatches} microbatches in flight, {needs} {least} bytes; its limit is "
+        f"{limit}. Take smaller microbatches, more ranks, or a limit of {least} bytes"
+    )
+    return InfeasibleError(message, min_bytes=least, mem_limit=limit)
 
 
 Policy = Callable[[Chain], Sequence]
@@ -233,12 +408,12 @@ def equal_cuts(
     """
     points, count = cut_points(chain, boundaries), plan.schedule.parts
     cuts = [points[(len(points) - 1) * each // count] for each in range(count + 1)]
-    budget = Budget(plan.schedule, plan.limits, tuple(fixed or (0,) * len(chain)), buffers)
+    divided = DividedLimits(plan.schedule, plan.limits, tuple(fixed or (0,) * len(chain)), buffers)
     chains = [part_of(chain, begin, end) for begin, end in pairwise(cuts)]
 
     def under(policy: Policy) -> PipelinePlan:
         parts = tuple(
-            budget.part(chain, number, begin, end, policy(chains[number]))
+            divided.part(chain, number, begin, end, policy(chains[number]))
             for number, (begin, end) in enumerate(pairwise(cuts))
         )
         return PipelinePlan(plan.schedule, parts, plan.limits)

@@ -1,4 +1,4 @@
-"""A plan for a pipeline, and the simulation of its step: actions, times and memory of every rank.
+"""A plan for a pipeline, the division of limits among its parts, and the simulation of its step.
 
 The simulation knows only the order of actions and the costs of one microbatch, not how plans are found.
 """
@@ -7,31 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
-from rotor_solver.chain import Chain
-from rotor_solver.errors import InvalidValueError
-from rotor_solver.pipeline.schedules import Action, InFlight, Kind, Schedule
+from rotor_solver.chain import Chain, Stage
+from rotor_solver.described_error import InvalidValueError
+from rotor_solver.pipeline.schedules import Action, InFlight, Kind, Schedule, buffer_bytes, in_flight
 from rotor_solver.pipeline.sequences import Microbatch, bytes_in_flight
+from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
 
 _FOR_WEIGHTS = 0.5
 """The share of a backward without recomputation that is for the weights: about a half (Qi et al.)."""
-
-
-class TimedPart(Protocol):
-    """The costs of a part that the simulation needs; `Part` is one."""
-
-    @property
-    def microbatch(self) -> Microbatch: ...
-    @property
-    def fixed_bytes(self) -> int: ...
-    @property
-    def left_bytes(self) -> int: ...
-    @property
-    def waiting_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +56,8 @@ class Timeline:
         return 1 - sum(self.busy) / whole if whole else 0.0
 
 
-class _Memory:
-    def __init__(self, schedule: Schedule, parts: Several[TimedPart], rank: int) -> None:
+class _RankMemory:
+    def __init__(self, schedule: Schedule, parts: Several[Part], rank: int) -> None:
         self._parts = {number: part for number, part in enumerate(parts) if schedule.rank_of(number) == rank}
         self._forwards: Counter[int] = Counter()
         self._weights: Counter[int] = Counter()
@@ -101,10 +88,10 @@ class _Memory:
         )
 
 
-def run(schedule: Schedule, parts: Several[TimedPart]) -> Timeline:
+def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
     """Simulate a step. Sending takes no time. Raises ValueError if the schedule deadlocks."""
     orders = [schedule.order(rank) for rank in range(schedule.ranks)]
-    memory = [_Memory(schedule, parts, rank) for rank in range(schedule.ranks)]
+    memory = [_RankMemory(schedule, parts, rank) for rank in range(schedule.ranks)]
     ends: dict[tuple[Kind, int, int], float] = {}
     free, position = [0.0] * schedule.ranks, [0] * schedule.ranks
     events: list[Event] = []
@@ -146,7 +133,7 @@ def _needed(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int]]:
     return [own] if part == schedule.parts - 1 else [own, ("I", part + 1, microbatch)]
 
 
-def _seconds(action: Action, part: TimedPart) -> float:
+def _seconds(action: Action, part: Part) -> float:
     one = part.microbatch
     weights = _FOR_WEIGHTS * one.stored_backward_seconds
     by_kind = {
@@ -233,3 +220,95 @@ class PipelinePlan:
     def fits(self) -> bool:
         """Whether every rank of the simulated step stays within its limit."""
         return all(peak <= limit for peak, limit in zip(self.timeline.peaks, self.limits, strict=True))
+
+
+def part_of(chain: Chain, begin: int, end: int) -> Chain:
+    """Return stages begin … end - 1 as a chain. Only the last part has the loss; for others it takes no time.
+
+    The runtime keeps the output of a part until the backward, when it gets the output's gradient.
+    """
+    last = end == len(chain)
+    return Chain(
+        chain.stages[begin:end],
+        chain.activation[begin],
+        chain.loss_time if last else 0.0,
+        chain.loss_temp if last else 0,
+        output_held=chain.output_held or not last,
+    )
+
+
+def left_bytes(part: Chain) -> int:
+    """Bytes that the backwards of a part leave for good; in memory from the beginning of the second microbatch on."""
+    return sum(part.gradient)
+
+
+def with_weights_put_off(part: Chain) -> Chain:
+    """Return the part with backwards for the inputs only; the data for the weights' backwards stays in memory.
+
+    This is all that the stages save, their inputs, and the gradients of their outputs: as if each backward left that
+    many bytes of gradients. A runtime that keeps less stays below.
+    """
+    stages: list[Stage] = []
+    for incoming, stage in zip(part.activation, part.stages, strict=False):
+        most = max(option.kept for option in stage.options)
+        stays = stage.gradient + most + stage.activation + (incoming if not stages else 0)
+        stages.append(replace(stage, gradient=stays))
+    return replace(part, stages=tuple(stages))
+
+
+@dataclass(frozen=True)
+class DividedLimits:
+    """`limits` in bytes by rank, `fixed` in bytes by stage; `buffers` says whether torch's are counted.
+
+    If a rank has several parts, its limit is divided. After average fixed bytes, a share `working` of the rest is for
+    the microbatch in progress, whichever part it runs through. Each part gets the fixed bytes of an average part, and
+    of the rest in proportion to its microbatches in flight.
+    """
+
+    schedule: Schedule
+    limits: tuple[int, ...]
+    fixed: tuple[int, ...]
+    buffers: bool = False
+    working: float = 0.0
+
+    @cached_property
+    def flying(self) -> list[InFlight]:
+        """By part, the microbatches in flight."""
+        return in_flight(self.schedule)
+
+    def room(self, number: int, more: int = 0) -> int:
+        """Bytes for the microbatch in progress in addition to all kept bytes; `more` is added to the limit."""
+        return int(self.working * self._free(number, more))
+
+    def share(self, number: int, more: int = 0) -> int:
+        """Bytes for a part in addition to that room: the limit of its rank, or its share of it."""
+        average = sum(self.fixed) // self.schedule.parts
+        free = self._free(number, more)
+        ours = (free - self.room(number, more)) * self.flying[number].forwards // self._together(number)
+        return average + ours if self.schedule.virtual_stages > 1 else self.limits[number] + more
+
+    def _free(self, number: int, more: int) -> int:
+        average = sum(self.fixed) // self.schedule.parts
+        return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
+
+    def _together(self, number: int) -> int:
+        """Microbatches in flight of all parts on this part's rank."""
+        others = range(self.schedule.rank_of(number), self.schedule.parts, self.schedule.ranks)
+        return sum(self.flying[each].forwards for each in others)
+
+    def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
+        """Build part `number`, with all memory outside its microbatches; stored whole unless `sequence` is given."""
+        part, flying = part_of(chain, begin, end), self.flying[number]
+        planned = with_weights_put_off(part) if flying.split else part
+        return Part(
+            rank=self.schedule.rank_of(number),
+            begin=begin,
+            end=end,
+            chain=planned,
+            flying=flying,
+            sequence=store_all(part) if sequence is None else sequence,
+            fixed_bytes=sum(self.fixed[begin:end])
+            + (buffer_bytes(part, number, self.schedule, flying) if self.buffers else 0),
+            left_bytes=left_bytes(part) if self.schedule.microbatches > 1 else 0,
+            waiting_bytes=left_bytes(planned) if flying.split else 0,
+        )

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rotor_solver.chain import Chain
-from rotor_solver.errors import InvalidValueError
+from rotor_solver.described_error import InvalidValueError
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward, the whole backward, the backward for the inputs only, and the one for the weights: torch's letters."""

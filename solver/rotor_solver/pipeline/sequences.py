@@ -11,10 +11,10 @@ most. For each, a recurrence like that of `persistent.program` has two kinds of 
     Fe_i                       then [i+1, L] with |ā_{i+1}| less
     CF_i, Fn_{i+1} … Fn_{j-1}  then [j, L] with |a_j| less, then [i, j-1] from a_i again: a second kind, if j - 1 < L
 
-`fastest_in_flight` solves it with memory in slots (`kernels`). `least_in_flight` has the exact least limit: labels of
-the intervals [i, L] are the attainable pairs (bytes kept from forward to backward, bytes that the microbatch in
-progress needs), both without a_i; dominated labels are dropped. `fastest_with_room` is for a part with given kept bytes
-and room while it runs: the chain gets a loss that needs the room.
+`fastest_in_flight` solves it with memory in slots (`in_flight_kernels`). `least_in_flight` has the exact least limit:
+labels of the intervals [i, L] are the attainable pairs (bytes kept from forward to backward, bytes that the microbatch
+in progress needs), both without a_i; dominated labels are dropped. `fastest_with_room` is for a part with given kept
+bytes and room while it runs: the chain gets a loss that needs the room.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
+from rotor_solver.described_error import InfeasibleError
 from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
-from rotor_solver.limits import InfeasibleError
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, store_all
 from rotor_solver.sequence import Backward, Loss, Sequence
-from rotor_solver.simulate import Machine, last_reads, simulate, skipped_outputs
+from rotor_solver.simulate import Machine, simulate
 
 
 def optimum(chain: Chain, mem_limit: int, count: int) -> float:
@@ -104,16 +104,14 @@ class Microbatch:
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
         """Simulate `sequence`. Raises ValueError, like `simulate`, if it is not valid."""
         simulate(chain, sequence)  # for its errors, which name the operation
-        machine, reads, skipped = Machine(chain), last_reads(sequence), skipped_outputs(sequence)
+        machine = Machine(chain, sequence)
         kept, stored = chain.input_bytes, 0.0
         peaks, seconds = {False: kept, True: 0}, {False: 0.0, True: 0.0}  # by whether the loss has begun
         for position, operation in enumerate(sequence):
             if isinstance(operation, Loss):
                 kept = machine.held
             before = machine.seconds
-            most = machine.run(operation, skip_output=position in skipped)
-            if position in reads:
-                machine.release_input(reads[position])
+            most = machine.run(position)
             peaks[machine.lost] = max(peaks[machine.lost], most)
             seconds[machine.lost] += machine.seconds - before
             if isinstance(operation, Backward | Loss):
@@ -281,13 +279,13 @@ def fits(chain: Chain, sequence: Sequence, mem_limit: int, count: int) -> bool:
 
 
 class _Table:
-    """The numbers of `kernels` for a limit, with the memory that operations leave rounded up to slots, or down.
+    """The numbers of `in_flight_kernels` for a limit, with the memory that operations leave rounded up, or down.
 
     `extra` are the least seconds beyond storing everything; infinite if nothing fits.
     """
 
     def __init__(self, costs: Costs, mem_limit: int, count: int, unit: int, *, up: bool) -> None:
-        from rotor_solver.pipeline import kernels
+        from rotor_solver.pipeline import in_flight_kernels as kernels
 
         self.costs, self.count, self.unit = costs, count, unit
         self.limit, self.offset = divmod(mem_limit, unit)
@@ -305,7 +303,7 @@ class _Table:
 
     def sequence(self) -> Sequence | None:
         """Return a sequence that takes `extra` seconds more than storing everything; None if nothing fits."""
-        from rotor_solver.pipeline import kernels
+        from rotor_solver.pipeline import in_flight_kernels as kernels
 
         if self._kept < 0:
             return None

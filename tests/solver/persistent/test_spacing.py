@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rotor_solver.persistent.windows import spread
 
 from rotor_solver import Chain, min_bytes, simulate, solve
 from rotor_solver.persistent import table
@@ -20,10 +21,9 @@ from rotor_solver.persistent.layout import (
     period_of,
     stops_of,
 )
-from rotor_solver.persistent.program import levels, parts_of
+from rotor_solver.persistent.recurrence import levels, parts_of
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import first_of_equals
-from rotor_solver.persistent.windows import spread
 from tests.solver.persistent.test_program import limit_between, random_chain, repeated_chain
 from tests.solver.persistent.test_table import plain_rows, rich_chain, row_values
 

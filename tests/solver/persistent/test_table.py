@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from rotor_solver.persistent.kernels import BEYOND, BLOCK, CHUNK, need_of
 
 from rotor_solver import Chain, Option, Stage, simulate, solve
 from rotor_solver.persistent import kernels, table
-from rotor_solver.persistent.kernels import BEYOND, BLOCK, CHUNK, need_of
 from rotor_solver.persistent.layout import Problem, nodes_of
 from rotor_solver.persistent.table import Table
 from tests.solver.persistent.test_program import limit_between, random_chain

@@ -134,7 +134,7 @@ def choice(
     last: int,
     slots: int,
 ) -> int:
-    """Return a choice that attains the least seconds for [i, last], i < L, coded as in `least_memory_kernels`.
+    """Return a choice that attains the least seconds for [i, last], i < L, coded as in `persistent.interval_kernels`.
 
     `slots` are the free slots; or, for last = L, r of `fill_kept`.
     """
@@ -163,7 +163,7 @@ def choice(
     return int(found)
 
 
-@compiled(makes_arrays=True)
+@compiled()
 def best_kept(
     again: np.ndarray,
     costs: Any,

@@ -1,7 +1,8 @@
-"""Kernels that read values and sequences off a complete table.
+"""Kernels that find the least memory of all intervals of a chain, and read sequences off a complete table.
 
-`flat`, `rows`, `grid` and `costs` are those of `kernels`. Times are those beyond storing everything, in the unit of the
-table.
+The interval [i, l] has two states, as in `table_kernels`: in state 0, a_i stands alone; in state 1, it lies in the ā_i
+of the stage before. A choice for an interval is an integer: k ≥ 0 is option k of stage i, j < 0 is the checkpoint at
+a_{-j}. The other arguments are those of `table_kernels`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,44 @@ import numpy as np
 
 from rotor_solver.jit_policy import compiled
 
+INFINITE = np.int64(2**62)
+"""More than any need, and small enough that a size can be added to it."""
+
 
 @compiled()
-def value_of(flat: np.ndarray, rows: Any, row: int, m: int) -> float:
-    """Slot m ≥ begin of a row."""
-    return float(rows.final[row]) if m >= rows.high[row] else float(flat[rows.position[row] + m])
+def least_memory(costs: Any) -> np.ndarray:
+    """[2, L+1, L+1] the least m, in bytes, for which Opt(i, l, m) is finite, by (state, i, l).
+
+    The recurrence of `table_kernels.fill`, with "least m" for "least time". It decides which limits are refused, where
+    the rows of a table begin, and which choices are open while a sequence is read off.
+    """
+    length = len(costs.activation) - 1
+    least = np.full((2, length + 1, length + 1), INFINITE)
+    kept = np.full((length + 1, length + 1), INFINITE)  # |a_j| + least[0, j, l], by (l, j)
+    least[:, length, length] = costs.loss_need
+    kept[length, length] = costs.loss_need + costs.activation[length]
+    for distance in range(length + 1):
+        for i in range(min(length, length + 1 - distance)):
+            last = i + distance
+            row, base = 0 if last == length else 1, costs.base[last]
+            checks = np.maximum(base + costs.check_need[i, i + 1 : last + 1], kept[last, i + 1 : last + 1])
+            for state in range(2):
+                best = INFINITE
+                if last > i:
+                    best = np.maximum(checks, least[state, i, i:last]).min()
+                for k in range(costs.first[i], costs.first[i + 1]):
+                    need = max(base + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
+                    if last > i:
+                        need = max(need, costs.taken[state, k] + least[1, i + 1, last])
+                    best = min(best, need)
+                least[state, i, last] = best
+            kept[last, i] = costs.activation[i] + least[0, i, last]
+    return least
 
 
 @compiled()
 def estimate(
-    flat: np.ndarray, rows: Any, full: np.ndarray, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
+    flat: np.ndarray, rows: Any, full: Any, grid: Any, s: int, last: int, memory: int, blend: float, cut: float
 ) -> float:
     """Opt for exactly `memory` bytes, interpolated between two slots and two ends: the bound itself for blend 0.
 
@@ -29,11 +58,11 @@ def estimate(
     row are too high. `blend` interpolates between the two.
     """
     i, length = grid.place[s], len(grid.band)
-    if memory >= full[grid.state[s], i, last]:
+    if memory >= full[grid.state[s]][i][last]:
         return 0.0
     if length > last > grid.band[i]:
         return 2 * cut  # more than any time in the table: the last choice
-    row = grid.row[s, last]
+    row = grid.row[s][last]
     value, start = between_slots(flat, rows, grid, s, row, memory, blend, cut), grid.last[row]
     if start < last < length and blend > 0.0 and value < cut and row + 1 < grid.start[s + 1]:
         longer = min(cut, between_slots(flat, rows, grid, s, row + 1, memory, blend, cut))
@@ -46,24 +75,24 @@ def between_slots(
     flat: np.ndarray, rows: Any, grid: Any, s: int, row: int, memory: int, blend: float, cut: float
 ) -> float:
     """A row for exactly `memory` bytes, at least its rows.begin: the slot above for blend 0."""
-    beyond = memory - grid.offset[s]
+    beyond, at, high = memory - grid.offset[s], rows.position[row], rows.high[row]
     m = min(max(0, -(-beyond // grid.unit)), grid.width - 1)
     if m < rows.begin[row]:
         return 2 * cut
-    value = value_of(flat, rows, row, m)
+    value = float(flat[at + min(m, high)])
     rest = m * grid.unit - beyond
     if rest > 0 and blend > 0.0:
-        worse = value_of(flat, rows, row, m - 1) if m > rows.begin[row] else cut
+        worse = float(flat[at + min(m - 1, high)]) if m > rows.begin[row] else cut
         value += blend * rest / grid.unit * (worse - value)
     return value
 
 
-@compiled(makes_arrays=True)
+@compiled()
 def descend(
     flat: np.ndarray,
     rows: Any,
-    least: np.ndarray,
-    full: np.ndarray,
+    least: Any,
+    full: Any,
     costs: Any,
     grid: Any,
     cut: float,
@@ -75,7 +104,7 @@ def descend(
 
     Memory is counted in bytes, so that the sequence fits; the table only guides. A choice is open only if the exact
     least memory of its parts allows it, so every descent ends in a sequence that fits. Choices are coded as in
-    `least_memory_kernels`, in the order in which `operations_of` asks for them. Gives up, with an infinite time, beyond
+    `interval_kernels`, in the order in which `operations_of` asks for them. Gives up, with an infinite time, beyond
     `enough`.
     """
     length = len(grid.band)
@@ -90,29 +119,27 @@ def descend(
         state, i, last, m = stack[depth]
         if i > last or i == length:
             continue
-        row = 0 if last == length else 1
-        s = grid.node[state, i]
+        row, s = 0 if last == length else 1, grid.node[state][i]
         best, choice = np.inf, 0
         for k in range(costs.first[i], costs.first[i + 1]):
-            need = max(costs.base[last] + costs.forward_need[k], costs.backward_need[row, k] - costs.released[state, i])
-            if m < need:
+            need = costs.backward_need[row][k] - costs.released[state][i]
+            rest = m - costs.taken[state][k]
+            if m < max(costs.base[last] + costs.forward_need[k], need) or (last > i and rest < least[1][i + 1][last]):
                 continue
             whole = costs.extra[k]
             if last > i:
-                rest = m - costs.taken[state, k]
-                if rest < least[1, i + 1, last]:
-                    continue
-                whole += estimate(flat, rows, full, grid, grid.node[1, i + 1], last, rest, blend, cut)
+                whole += estimate(flat, rows, full, grid, grid.node[1][i + 1], last, rest, blend, cut)
             if whole < best:
                 best, choice = whole, k - costs.first[i]
         for j in range(i + 1, last + 1):
             if costs.split_floor[j] - costs.run[i] >= best:
                 break  # `split_floor` never decreases: later checkpoints take at least as long
-            forward = costs.split[j] - costs.run[i]
             rest = m - costs.activation[j]
-            if m < costs.base[last] + costs.check_need[i, j] or rest < least[0, j, last] or m < least[state, i, j - 1]:
+            need = costs.base[last] + costs.check_need[i][j]
+            if m < need or rest < least[0][j][last] or m < least[state][i][j - 1]:
                 continue
-            whole = forward + estimate(flat, rows, full, grid, grid.node[0, j], last, rest, blend, cut)
+            whole = costs.split[j] - costs.run[i]
+            whole += estimate(flat, rows, full, grid, grid.node[0][j], last, rest, blend, cut)
             if whole < best:
                 whole += estimate(flat, rows, full, grid, s, j - 1, m, blend, cut)
             if whole < best:
@@ -124,7 +151,7 @@ def descend(
         if choice >= 0:
             seconds += costs.extra[costs.first[i] + choice]
             if last > i:
-                stack[depth] = np.array([1, i + 1, last, m - costs.taken[state, costs.first[i] + choice]])
+                stack[depth] = np.array([1, i + 1, last, m - costs.taken[state][costs.first[i] + choice]])
                 depth += 1
         else:
             seconds += costs.split[-choice] - costs.run[i]

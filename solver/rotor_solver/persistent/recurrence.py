@@ -8,12 +8,12 @@ bytes, a_i not counted. The loss is stage L. There are two ways to begin:
     Fe_i                       then [i+1, l] with the memory left by ā_{i+1}, then B_i
     CF_i, Fn_{i+1} … Fn_{j-1}  then [j, l] with the checkpoint a_j kept, then, once it is gone, [i, j-1] from a_i again
 
-`kernels.fill` computes it for all numbers of slots at once; see Note [Rows, chunks and windows] there. Slots would cost
+`table_kernels.fill` computes it for all numbers of slots at once; see Note [Rows and windows] there. Slots would cost
 time or certainty, so:
 
 * sizes are rounded down: the table is a lower bound for all persistent sequences, the certificate;
 * slots are laid out so that only checkpoints are rounded (`layout`), and needs are compared in bytes;
-* sequences are read off with memory in bytes (`descend.descend`): they fit, whatever the slots are;
+* sequences are read off with memory in bytes (`interval_kernels.descend`): they fit, whatever the slots are;
 * times above the best known sequence are never computed: a plan for groups of stages makes the first table cheap, and
   the windows of each table make the next, finer one cheap;
 * the first tables have rows for only some of the intervals, which stand for the others too (`Spacing`).
@@ -29,8 +29,8 @@ from functools import cache, partial
 import numpy as np
 
 from rotor_solver.chain import Chain, Option, Stage
+from rotor_solver.described_error import InfeasibleError, check_slots
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of
-from rotor_solver.limits import InfeasibleError, check_slots
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.table import Table
 from rotor_solver.segments import even_segments, store_all
@@ -158,7 +158,7 @@ loosens the first bound."""
 class Effort:
     """When to stop: once the gap is at most `close`, or if the next table would be too large.
 
-    A table is too large if it visits more `pairs` of slots, or has more than `nbytes` bytes in single precision.
+    A table is too large if it visits more `pairs` of slots, or has more than `nbytes` bytes.
     """
 
     close: float
@@ -167,7 +167,7 @@ class Effort:
 
     def excess(self, table: Table) -> float:
         """How many times too large a table is."""
-        return max(table.guess / self.pairs, 4 * table.size / self.nbytes)
+        return max(table.guess / self.pairs, 8 * table.size / self.nbytes)
 
 
 # Chosen, not measured; larger ones cost solve time. A gap of half a percent is below the error of measured stage
