@@ -48,13 +48,10 @@ class Revolve:
 
         Tries all numbers of snapshots: if stages differ, fewer snapshots may need more memory.
         """
-        costs = costs_of(_with_fastest_options(chain))
         most = max(1, len(chain) - 1)  # every input is stored then
         tried = range(1, most + 1) if self.snapshots is None else [min(self.snapshots, most)]
-        schedules = [_revolve(costs, count) for count in tried]
-        priced = [(seconds, need + chain.input_bytes) for seconds, need, _ in schedules]
-        checkpoints = schedules[_fastest_fitting(self.name, mem_limit, priced)][2]
-        return _checked(chain, mem_limit, _input_sequence(chain, checkpoints, self.name))
+        schedules = [_input_sequence(chain, _revolve(len(chain), count), self.name) for count in tried]
+        return _fastest_fitting(chain, mem_limit, schedules)
 
 
 def forward_steps(steps: int, snapshots: int) -> int:
@@ -81,27 +78,18 @@ def _advance(steps: int, snapshots: int) -> int:
     return min(below, steps - below * snapshots // (snapshots + repeats - 1))
 
 
-def _revolve(costs: Costs, snapshots: int) -> tuple[float, int, dict[tuple[int, int], int]]:
-    """Return Revolve's seconds without a graph, its bytes, and the checkpoint of every interval [i, l] that has one."""
-    length, backward = len(costs.activation) - 1, _stage_needs(costs)[0]
-    if length == 0:
-        return 0.0, costs.loss_need, {}
-    need, seconds, checkpoints = _NOTHING, 0.0, {}
-    pending = [(0, length + 1, snapshots, 0)]
+def _revolve(length: int, snapshots: int) -> dict[tuple[int, int], int]:
+    """Return the checkpoint of every interval [i, l] that has one."""
+    checkpoints = {}
+    pending = [(0, length + 1, snapshots)]
     while pending:
-        i, stop, free, held = pending.pop()
+        i, stop, free = pending.pop()
         steps = min(stop, length) - i
-        if steps == 1:
-            need = max(need, held + int(backward[i, stop]))
-            if stop > length:
-                need = max(need, held + int(costs.taken[0, i]) + costs.loss_need)
-            continue
-        j = i + (steps - 1 if free <= 1 else _advance(steps, free))
-        need = max(need, held + int(costs.base[stop - 1] + costs.check_need[i, j]))
-        seconds += float(costs.split[j] - costs.run[i])
-        checkpoints[i, stop - 1] = j
-        pending += [(i, j, free, held), (j, stop, free - 1, held + int(costs.activation[j]))]
-    return seconds, need, checkpoints
+        if steps > 1:
+            j = i + (steps - 1 if free <= 1 else _advance(steps, free))
+            checkpoints[i, stop - 1] = j
+            pending += [(i, j, free), (j, stop, free - 1)]
+    return checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +117,7 @@ class Periodic:
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
         segments = [segments_from(range(0, length, n)[: self.max_checkpoints], length) for n in distances]
-        return _fastest_segments(chain, mem_limit, segments, self.name)
+        return _fastest_fitting(chain, mem_limit, [_all_but_last_again(chain, each, self.name) for each in segments])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,36 +135,26 @@ class Sqrt:
         Raises InfeasibleError otherwise, with the least limit.
         """
         count = max(1, round(math.sqrt(len(chain))))
-        return _fastest_segments(chain, mem_limit, [even_segments(len(chain), count)], self.name)
+        segments = even_segments(len(chain), count)
+        return _fastest_fitting(chain, mem_limit, [_all_but_last_again(chain, segments, self.name)])
 
 
-def _fastest_segments(chain: Chain, mem_limit: int, candidates: list[list[range]], name: str) -> Sequence:
-    """Return the fastest schedule that fits, of those that store the last segment and recompute the others.
+def _all_but_last_again(chain: Chain, segments: list[range], name: str) -> Sequence:
+    return recompute_segments(fastest_forwards(chain), segments[:-1], name)
 
-    With the segments [c_p, c_{p+1}) for p = 0 … k, it needs, a_0 not counted, the maximum of
 
-        |a_{c_1}| + … + |a_{c_p}| + base + check_need of the segment p,           p < k
-        |a_{c_1}| + … + |a_{c_p}| + the bytes that storing the segment p needs    with δ_{c_{p+1}} in memory, for p < k
-    """
-    length, costs = len(chain), costs_of(_with_fastest_options(chain))
-    stored, backward = _full_memory(costs, attached=True)[0], _stage_needs(costs)[0]
-    schedules = []
-    for segments in candidates:
-        held, needs = 0, [] if length else [costs.loss_need]
-        for segment in segments:
-            start, stop = segment.start, segment.stop
-            held += int(costs.activation[start]) if start else 0
-            if stop < length:
-                needs.append(held + int(costs.check_need[start, stop]))
-            else:
-                stop = length + 1
-            following = int(costs.taken[0, start] + stored[start + 1, stop])
-            needs.append(held + max(int(backward[start, stop]), following))
-        ends = [segment.stop for segment in segments[:-1]]
-        recomputed = float(costs.run[ends[-1]] + sum(costs.split[ends] - costs.run[ends])) if ends else 0.0
-        schedules.append((recomputed, chain.input_bytes + max(needs)))
-    segments = candidates[_fastest_fitting(name, mem_limit, schedules)]
-    return _checked(chain, mem_limit, recompute_segments(fastest_forwards(chain), segments[:-1], name))
+def _fastest_fitting(chain: Chain, mem_limit: int, schedules: list[Sequence]) -> Sequence:
+    """Return the fastest schedule within `mem_limit` bytes. Raises InfeasibleError if none fits."""
+    results = [simulate(chain, each) for each in schedules]
+    fitting = [number for number, result in enumerate(results) if result.peak <= mem_limit]
+    if not fitting:
+        raise _refusal(schedules[0].algorithm, min(result.peak for result in results), mem_limit)
+    return schedules[min(fitting, key=lambda number: (results[number].makespan, results[number].peak))]
+
+
+def _refusal(name: str, needed: int, mem_limit: int) -> InfeasibleError:
+    message = f"{name} needs at least {needed} bytes; the limit is {mem_limit}"
+    return InfeasibleError(message, min_bytes=needed, mem_limit=mem_limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +189,14 @@ class GriewankHeterogeneous:
         Exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least limit.
         """
         program = _Heterogeneous(costs_of(_with_fastest_options(chain)), self.attached)
-        _fastest_fitting(self.name, mem_limit, [(0.0, chain.input_bytes + int(program.least[0, -1]))])
+        needed = chain.input_bytes + int(program.least[0, -1])
+        if mem_limit < needed:
+            raise _refusal(self.name, needed, mem_limit)
         room = min(mem_limit - chain.input_bytes, int(program.full[0, -1]))
         program.fill(room, self.slots)
-        return _checked(chain, mem_limit, _input_sequence(chain, program.checkpoints(room), self.name))
+        sequence = _input_sequence(chain, program.checkpoints(room), self.name)
+        assert simulate(chain, sequence).peak <= mem_limit
+        return sequence
 
 
 class _Heterogeneous:
@@ -426,20 +408,6 @@ def _with_fastest_options(chain: Chain) -> Chain:
     return replace(chain, stages=tuple(stages))
 
 
-def _fastest_fitting(name: str, mem_limit: int, schedules: list[tuple[float, int]]) -> int:
-    """Return the index of the fastest of `schedules` (seconds, peak bytes) within `mem_limit` bytes.
-
-    Raises InfeasibleError if none fits.
-    """
-    fitting = [index for index, (_, peak) in enumerate(schedules) if peak <= mem_limit]
-    if not fitting:
-        needed = min(peak for _, peak in schedules)
-        raise InfeasibleError(
-            f"{name} needs at least {needed} bytes; the limit is {mem_limit}", min_bytes=needed, mem_limit=mem_limit
-        )
-    return min(fitting, key=lambda index: schedules[index])
-
-
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:
     """Return the sequence that splits the interval [i, l] at checkpoints[i, l], or begins it with Fe_i without one."""
     options = [stage.fastest_option for stage in chain.stages]
@@ -448,11 +416,6 @@ def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name:
         return -checkpoints[i, last] if (i, last) in checkpoints else options[i]
 
     return Sequence(operations_of(len(chain), choose), name)
-
-
-def _checked(chain: Chain, mem_limit: int, sequence: Sequence) -> Sequence:
-    assert simulate(chain, sequence).peak <= mem_limit
-    return sequence
 
 
 def _check_count(value: object, what: str, thing: str) -> None:

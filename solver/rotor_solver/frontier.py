@@ -126,10 +126,10 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     needs = (costs.forward_need, costs.backward_need, costs.check_need, costs.base, np.array([costs.loss_need]))
     divisor = common_divisor(costs.activation, costs.taken, costs.released, *needs)
     tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots, divisor)
-    wanted = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
+    asked = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
     found: list[_Step] = []
     proven: dict[int, float] = {}
-    tried, progress = sorted(set(wanted)), watcher()
+    tried, progress = sorted(set(asked)), watcher()
     for position, limit in enumerate(tried):
         if progress is not None:
             progress(position, len(tried), "limits")

@@ -8,7 +8,7 @@ amount of room is a problem for the persistent program. In reverse order, all fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -231,10 +231,17 @@ class JointPlan:
         return Sequence(first, "persistent", bound, beside)
 
 
-def joined(found: list[Candidate], peak: Callable[[Many[Footprint]], int], bound: float) -> JointPlan:
-    footprints = [each for each, _ in found]
-    makespan = sum(each.makespan for each in footprints)
-    return JointPlan(tuple(each for _, each in found), makespan, peak(footprints), min(bound, makespan))
+def _joined(found: list[Candidate], order: str, bound: float) -> JointPlan:
+    makespan = sum(each.makespan for each, _ in found)
+    return JointPlan(tuple(each for _, each in found), makespan, _peak(found, order), min(bound, makespan))
+
+
+def _peak(found: list[Candidate], order: str) -> int:
+    return PEAKS[order]([each for each, _ in found])
+
+
+def _apart(chain: Chain, sequence: Sequence, forwards: int) -> list[Candidate]:
+    return [(Footprint.of(chain, each), each) for each in apart(sequence, len(chain), forwards)]
 
 
 ORDERS = tuple(PEAKS)
@@ -255,7 +262,7 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
         )
     least = _least_for_any_order(chain, forwards)[0]
     if order == "reverse":
-        least = min(least, peak_in_reverse([each for each, _ in least_in_reverse(chain, forwards)]))
+        least = min(least, _peak(_least_in_reverse(chain, forwards), order))
     return least
 
 
@@ -263,17 +270,16 @@ def least_in_flight_sequence(chain: Chain, forwards: int, order: str = "any", *,
     """Return the first forward's sequence at the least limit; `beside` has the others if they differ."""
     least, room = _least_for_any_order(chain, forwards)
     if order == "reverse":
-        found = least_in_reverse(chain, forwards)
-        if peak_in_reverse([each for each, _ in found]) < least:
-            return joined(found, peak_in_reverse, 0.0).sequence
+        found = _least_in_reverse(chain, forwards)
+        if _peak(found, order) < least:
+            return _joined(found, order, 0.0).sequence
     roomy = with_room_at_loss(chain, room)
     return Persistent(slots).solve(roomy, min_bytes(roomy))
 
 
-def least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
+def _least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
     """Return plans with a low peak if the backwards come in reverse."""
-    sequences = apart(recompute_all(nested_chain(chain, forwards)), len(chain), forwards)
-    return [(Footprint.of(chain, each), each) for each in sequences]
+    return _apart(chain, recompute_all(nested_chain(chain, forwards)), forwards)
 
 
 def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
@@ -381,11 +387,11 @@ def solve_in_flight(
     stored = store_all(chain)
     whole = Footprint.of(chain, stored)
     if peak_in_any_order([whole] * forwards) <= limit:
-        return joined([(whole, stored)] * forwards, peak_in_any_order, forwards * whole.makespan)
+        return _joined([(whole, stored)] * forwards, "any", forwards * whole.makespan)
     nested, bound = _nested(chain, limit, forwards, slots)
     in_reverse = None
     if order == "reverse" and nested is not None and not alike:
-        in_reverse = joined(nested, peak_in_reverse, bound)
+        in_reverse = _joined(nested, order, bound)
         if not worth:
             return in_reverse
     every = candidates(chain, limit, forwards, slots)
@@ -393,9 +399,9 @@ def solve_in_flight(
     plans = [in_reverse] if in_reverse else []
     if fitting:
         fastest = min(fitting, key=lambda each: each[0].makespan)
-        plans.insert(0, joined([fastest] * forwards, peak_in_any_order, bound))
+        plans.insert(0, _joined([fastest] * forwards, "any", bound))
     if not plans:  # the least limit for any order may exceed that in reverse
-        return joined(least_in_reverse(chain, forwards), peak_in_reverse, bound)
+        return _joined(_least_in_reverse(chain, forwards), "reverse", bound)
     enough = (1 + worth) * min(plan.makespan for plan in plans)
     return next(plan for plan in plans if plan.makespan <= enough)
 
@@ -418,16 +424,16 @@ def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[C
             break
         if room == limit and found.lower_bound is not None:
             bound = max(bound, found.lower_bound)
-        plans = [(Footprint.of(chain, each), each) for each in apart(found, len(chain), forwards)]
-        over = peak_in_reverse([each for each, _ in plans]) - limit
+        plans = _apart(chain, found, forwards)
+        over = _peak(plans, "reverse") - limit
         if over <= 0:
             known.append(plans)
             break
         room -= over
     if room < limit:
-        known.append(least_in_reverse(chain, forwards))
+        known.append(_least_in_reverse(chain, forwards))
         with suppress(InfeasibleError):
             found = Persistent(slots).solve(nested_chain(chain, forwards, at_most=True), limit)
-            known.append([(Footprint.of(chain, each), each) for each in apart(found, len(chain), forwards)])
-    fitting = [plans for plans in known if peak_in_reverse([each for each, _ in plans]) <= limit]
+            known.append(_apart(chain, found, forwards))
+    fitting = [plans for plans in known if _peak(plans, "reverse") <= limit]
     return min(fitting, key=lambda plans: sum(each.makespan for each, _ in plans), default=None), bound

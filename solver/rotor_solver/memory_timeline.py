@@ -40,7 +40,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     """Return the operations of `sequence` in order. Raises ValueError, like `simulate`, if `sequence` is not valid.
 
     Bytes that move are in memory until an operation waits for their copy out, and again from the operation before which
-    they are fetched. Copies take no time here (see `moving.transfers.timed_moments`).
+    they are fetched. Copies take no time here (see `transfers.timed_moments`).
     """
     simulate(chain, sequence)  # for its errors, which name the operation
     machine = Machine(chain, sequence)

@@ -1,6 +1,6 @@
-"""Plans that call the solver's kernels: `python -m tests.solver.compiling persistent` (or others) has them compiled.
+"""Plans that call every kernel of the solver: `python -m tests.solver.compiling` has them compiled.
 
-Prints how many were called, and how many of them were not in Numba's cache.
+Prints how many were called, how many of them were not in Numba's cache, and the most versions that one has.
 """
 
 from __future__ import annotations
@@ -11,13 +11,21 @@ import random
 import sys
 from types import ModuleType
 
-import numpy as np
 from numba.core.dispatcher import Dispatcher
 
 import rotor_solver
-from rotor_solver import Chain, Option, Stage, frontier, min_bytes, plan_pipeline, simulate, solve, store_all
-from rotor_solver.persistent import table
-from rotor_solver.persistent.layout import Problem
+from rotor_solver import (
+    Chain,
+    Option,
+    Stage,
+    frontier,
+    jit_policy,
+    min_bytes,
+    plan_pipeline,
+    simulate,
+    solve,
+    store_all,
+)
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -38,39 +46,19 @@ def chain_of(kinds: int, length: int = 90) -> Chain:
     return Chain(tuple(made * (length // kinds)), 50)
 
 
-def solve_at(chain: Chain, share: float, algorithm: str) -> None:
-    least, full = min_bytes(chain), simulate(chain, store_all(chain)).peak
-    solve(chain, int(least + share * (full - least)), algorithm)
-
-
-def persistent() -> None:
-    for kinds in (90, 3):
+def main() -> None:
+    jit_policy._Pace.spent = float("inf")
+    for chain in (chain_of(90), chain_of(3)):
+        least, full = min_bytes(chain), simulate(chain, store_all(chain)).peak
         for share in (0.02, 0.5):
-            solve_at(chain_of(kinds), share, "persistent")
-    solve_at(chain_of(500, 500), 0.2, "persistent")  # on all cores
-    frontier(chain_of(3))
-
-
-def large_table() -> None:
-    """What fills a table on all cores, and takes as long to compile as all else that `persistent` calls.
-
-    Beside a process with `persistent`, it is there by the time that process gets to its largest chain.
-    """
-    table._DOUBLE = table._SERIAL = 0  # nothing else is solved in this process that has tables
-    chain = chain_of(90)
-    room = simulate(chain, store_all(chain)).peak // 2
-    table.Table.of(Problem.of(chain), room, room // 500, 1.0, np.zeros(91)).fill()
-
-
-def others() -> None:
-    large_table()
+            solve(chain, int(least + share * (full - least)))
+    frontier(chain_of(3, 12))
     chain = chain_of(3, 12)
     plan_pipeline(chain, 3, simulate(chain, store_all(chain)).peak // 2, 6)
+    called = [each for module in kernel_modules() for each in kernels_of(module) if each.signatures]
+    missed = sum(sum(each.stats.cache_misses.values()) for each in called)
+    sys.stdout.write(f"{len(called)} {missed} {max(len(each.signatures) for each in called)}\n")
 
 
 if __name__ == "__main__":
-    {"persistent": persistent, "others": others}[sys.argv[1]]()
-    found = {each for module in kernel_modules() for each in kernels_of(module)}
-    called = [each for each in found if each.signatures]
-    missed = sum(sum(each.stats.cache_misses.values()) for each in called)
-    sys.stdout.write(f"{len(called)} {missed}\n")
+    main()

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from rotor_solver import Chain, InfeasibleError, Periodic, frontier, limit_for, min_bytes, simulate, solve, store_all
 from rotor_solver.frontier import _steepest
 from tests.fields import raises
+from tests.solver.long_chains import random_chain
 from tests.solver.naive import naive_optimum
-from tests.solver.persistent.test_program import random_chain
 from tests.solver.strategies import rich_chains, unit_chain
 
 

@@ -200,7 +200,8 @@ class Table:
         problem = self.problem
         tables = self.rows, problem.least, problem.full, self.costs, self.grid
         kernels, tables = kernels_for(_DESCENT, 2.5e-6 * len(self.grid.band) ** 2, *tables)
-        best, found = enough / self.scale, None
+        best, found = float(enough / self.scale), None
+        prepare(kernels.descend, self.values, *tables, _CUT, room, _BLENDS[0], best)
         for blend in _BLENDS:
             choices, seconds = kernels.descend(self.values, *tables, _CUT, room, blend, best)
             if seconds < best:

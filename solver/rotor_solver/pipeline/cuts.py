@@ -21,10 +21,11 @@ part (its "block").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -168,14 +169,21 @@ class PartCosts:
         if key in self._solved:
             return self.lower_bound(number, begin, end)
         if key not in self._guessed:
-            self._guessed[key] = self._guess(*key)
+            chain, free, count, room = key
+            if free < 0:
+                guess = math.inf
+            elif not self._shared:
+                guess = bound_in_flight(chain, free, count, _FEW)
+            else:
+                guess = simulate(chain, store_all(chain)).makespan if has_room(chain, free // count, room) else math.inf
+            self._guessed[key] = guess
         return self._guessed[key]
 
     def lacking(self, number: int, begin: int, end: int) -> int:
         """Bytes missing in the limit of the part's rank; zero or less if none are."""
         part = self._stored(number, begin, end)
         if not self._shared:
-            least = least_in_flight(part.chain, part.flying.forwards).nbytes
+            least = least_in_flight(part.chain, part.flying.forwards)[0]
             return part.beside_bytes + least - self.divided.share(number)
         if self._fits(number, part, 0):
             return 0
@@ -210,28 +218,17 @@ class PartCosts:
         free = self.divided.share(number, more) - part.beside_bytes
         return has_room(part.chain, free // part.flying.forwards, self.divided.room(number, more))
 
-    def _guess(self, chain: Chain, free: int, count: int, room: int) -> float:
-        if free < 0:
-            return math.inf
-        if not self._shared:
-            return bound_in_flight(chain, free, count, _FEW)
-        return simulate(chain, store_all(chain)).makespan if has_room(chain, free // count, room) else math.inf
-
     def _solve(self, key: _Key) -> Sequence | None:
         if key not in self._solved:
             if (progress := watcher()) is not None:
                 progress(len(self._solved), 0, "parts")
             chain, free, count, room = key
             self._solved[key] = None
-            if free < 0:
-                return None
             with suppress(InfeasibleError):
-                shared = self._shared
-                self._solved[key] = (
-                    fastest_with_room(chain, free // count, room)
-                    if shared
-                    else fastest_in_flight(chain, free, count, self._slots)
-                )
+                if free >= 0 and self._shared:
+                    self._solved[key] = fastest_with_room(chain, free // count, room)
+                elif free >= 0:
+                    self._solved[key] = fastest_in_flight(chain, free, count, self._slots)
         return self._solved[key]
 
 
@@ -378,9 +375,6 @@ def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> Infeasible
     return InfeasibleError(message, min_bytes=least, mem_limit=limit)
 
 
-Policy = Callable[[Chain], Sequence]
-
-
 @dataclass(frozen=True, slots=True)
 class EqualCuts:
     """Equal cuts under one `policy`, in words."""
@@ -411,34 +405,29 @@ def equal_cuts(
     divided = DividedLimits(plan.schedule, plan.limits, tuple(fixed or (0,) * len(chain)), buffers)
     chains = [part_of(chain, begin, end) for begin, end in pairwise(cuts)]
 
-    def under(policy: Policy) -> PipelinePlan:
-        parts = tuple(
-            divided.part(chain, number, begin, end, policy(chains[number]))
-            for number, (begin, end) in enumerate(pairwise(cuts))
-        )
-        return PipelinePlan(plan.schedule, parts, plan.limits)
-
-    found = [EqualCuts(words, under(policy)) for words, policy in _policies(max(map(len, chains)))]
+    found = []
+    for words, segments in _policies(max(map(len, chains))):
+        sequences = [recompute_segments(fastest_forwards(each), segments(len(each))) for each in chains]
+        numbered = enumerate(zip(pairwise(cuts), sequences, strict=True))
+        parts = [divided.part(chain, number, begin, end, each) for number, ((begin, end), each) in numbered]
+        found.append(EqualCuts(words, PipelinePlan(plan.schedule, tuple(parts), plan.limits)))
     return tuple(sorted(found, key=lambda each: each.plan.slowest_seconds))
 
 
-def _policies(longest: int) -> list[tuple[str, Policy]]:
-    def uniform(size: int) -> Policy:
-        def run(chain: Chain) -> Sequence:
-            segments = segments_from(range(0, len(chain), size), len(chain))
-            return recompute_segments(fastest_forwards(chain), segments)
+def _policies(longest: int) -> Iterator[tuple[str, Callable[[int], list[range]]]]:
+    """Policies in words, and the segments that they recompute of a part with a number of stages."""
+    yield "keep everything", lambda length: []
+    for size in range(1, longest + 1):
+        words = f"recompute segments of {size} stages" if size < longest else "recompute everything"
+        yield words, partial(_uniform, size)
+    for count in range(1, longest):
+        words = f"recompute the first {count} stages"
+        yield words, partial(_block, count)
 
-        return run
 
-    def block(count: int) -> Policy:
-        def run(chain: Chain) -> Sequence:
-            again = [range(stage, stage + 1) for stage in range(min(count, len(chain)))]
-            return recompute_segments(fastest_forwards(chain), again)
+def _uniform(size: int, length: int) -> list[range]:
+    return segments_from(range(0, length, size), length)
 
-        return run
 
-    found: list[tuple[str, Policy]] = [("keep everything", store_all)]
-    found += [(f"recompute segments of {size} stages", uniform(size)) for size in range(1, longest)]
-    found.append(("recompute everything", uniform(longest)))
-    found += [(f"recompute the first {count} stages", block(count)) for count in range(1, longest)]
-    return found
+def _block(count: int, length: int) -> list[range]:
+    return [range(stage, stage + 1) for stage in range(min(count, length))]

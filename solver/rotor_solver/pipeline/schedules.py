@@ -67,14 +67,14 @@ class Schedule:
                 raise InvalidValueError(
                     f"{field} is {number!r}; it has to be a whole number, one or more", kind="not_a_count", name=field
                 )
-        if self.name not in _SEVERAL_PARTS and self.virtual_stages > 1:
+        if self.name != "interleaved" and self.virtual_stages > 1:
             raise InvalidValueError(
                 f"{self.name} has one part of the chain on each rank; virtual_stages is {self.virtual_stages}. "
                 'The schedule that has several is "interleaved"',
                 kind="one_part_per_rank",
                 name="virtual_stages",
             )
-        if self.name not in _ONE_AFTER_THE_OTHER and self.microbatches % self.rounds:
+        if self.name not in ("gpipe", "1f1b") and self.microbatches % self.rounds:
             raise InvalidValueError(
                 f"{self.name} on {self.ranks} ranks cannot divide {self.microbatches} microbatches into {self.rounds} "
                 f"equal rounds; take a multiple of {self.ranks}",
@@ -118,19 +118,6 @@ def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
     return actions
 
 
-def _interleaved(schedule: Schedule, rank: int) -> list[Action]:
-    return _rounds(schedule, rank, per_hop=2)
-
-
-def _zero_bubble(schedule: Schedule, rank: int) -> list[Action]:
-    """Rank r postpones the weights' backwards of r microbatches, to fill a bubble."""
-    return _rounds(schedule, rank, per_hop=1, put_off=rank or None)  # rank 0 postpones none: its backward stays whole
-
-
-def _zero_bubble_whole(schedule: Schedule, rank: int) -> list[Action]:
-    return _rounds(schedule, rank, per_hop=1)
-
-
 def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = None) -> list[Action]:
     """torch's `_get_1f1b_rank_ops`: forwards ahead (`_get_warmup_ops`), then a forward and a backward in turns.
 
@@ -167,14 +154,12 @@ def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = N
 SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
     "gpipe": _gpipe,
     "1f1b": _one_forward_one_backward,
-    "interleaved": _interleaved,
-    "zero-bubble": _zero_bubble,
-    "zero-bubble-whole": _zero_bubble_whole,
+    "interleaved": lambda schedule, rank: _rounds(schedule, rank, per_hop=2),
+    # Rank r postpones the weights' backwards of r microbatches; rank 0 postpones none: its backward stays whole.
+    "zero-bubble": lambda schedule, rank: _rounds(schedule, rank, per_hop=1, put_off=rank or None),
+    "zero-bubble-whole": lambda schedule, rank: _rounds(schedule, rank, per_hop=1),
 }
 """All schedules by name: the order of a rank."""
-_ONE_AFTER_THE_OTHER = ("gpipe", "1f1b")
-"""Schedules that turn to every microbatch once; the others do so in rounds."""
-_SEVERAL_PARTS = ("interleaved",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,24 +215,16 @@ def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight)
     Sent outputs and gradients of inputs are held until the schedule waits for them: one tensor at a time in 1f1b,
     gradients to the end of all backwards in gpipe, everything to the end of the step in the others.
     """
-    first, last, count = number == 0, number == schedule.parts - 1, schedule.microbatches
+    count = schedule.microbatches
     others = count - flying.forwards  # the chain's simulation has the inputs and outputs of those in flight
     incoming, outgoing = part.input_bytes, part.activation[-1]
-    gradients = 0 if first else _gradients(incoming, outgoing, schedule)
-    if last:
+    # Sent gradients of inputs that are in memory at the peak. In gpipe, each replaces a finished microbatch, which held
+    # an output at least.
+    held = {"1f1b": incoming, "gpipe": incoming + (count - 1) * max(0, incoming - outgoing)}
+    gradients = 0 if number == 0 else held.get(schedule.name, incoming * count)
+    if number == schedule.parts - 1:
         return others * (incoming + outgoing) + gradients + (flying.forwards - 1) * part.loss_temp
     sent = {"gpipe": 0, "1f1b": outgoing}.get(schedule.name, others * outgoing)
     # The simulation also makes a gradient of the output, which is in its buffer here. It stands for the output, which
     # is held throughout the backward: stages are measured with no holder of their output.
     return others * incoming + count * outgoing + gradients + sent
-
-
-def _gradients(incoming: int, outgoing: int, schedule: Schedule) -> int:
-    """Bytes of sent gradients of inputs that are in memory at the peak."""
-    match schedule.name:
-        case "1f1b":
-            return incoming
-        case "gpipe":  # each replaces a finished microbatch, which held an output at least
-            return incoming + (schedule.microbatches - 1) * max(0, incoming - outgoing)
-        case _:
-            return incoming * schedule.microbatches

@@ -128,16 +128,8 @@ class Microbatch:
         return self.forward_seconds + self.backward_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Least:
-    """The least need of a part: `nbytes` for `count` microbatches in flight, with this `sequence`."""
-
-    nbytes: int
-    sequence: Sequence
-
-
-def least_in_flight(chain: Chain, count: int) -> Least:
-    """Return the least limit with a memory-persistent sequence of (count - 1) · kept + peak bytes."""
+def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
+    """Return the least limit with a memory-persistent sequence of (count - 1) · kept + peak bytes, and the sequence."""
     costs = costs_of(chain)
     least = least_memory(costs)
     start, length = chain.input_bytes, len(chain)
@@ -146,13 +138,17 @@ def least_in_flight(chain: Chain, count: int) -> Least:
         kept, need, *_ = label
         return bytes_in_flight(start + kept, start + need, count)
 
-    best = min(_labels(costs, least), key=total)
-    choices = _by_stage(best)
+    label = best = min(_labels(costs, least), key=total)
+    choices, stage = {}, 0  # for the intervals with the loss, by their first stage
+    while label[3]:
+        choices[stage] = label[2]
+        stage = stage + 1 if label[2] >= 0 else -label[2]
+        label = label[3]
 
     def choose(state: int, i: int, last: int) -> int:
         return choices[i] if last == length else least_choice(costs, least, state, i, last)
 
-    return Least(total(best), Sequence(operations_of(length, choose), "recompute-all"))
+    return total(best), Sequence(operations_of(length, choose), "recompute-all")
 
 
 _Label = tuple[int, int, int, Any]
@@ -197,16 +193,6 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
     return kept
 
 
-def _by_stage(label: _Label) -> dict[int, int]:
-    """The choices for the intervals with the loss, by their first stage."""
-    choices, stage = {}, 0
-    while label[3]:
-        choices[stage] = label[2]
-        stage = stage + 1 if label[2] >= 0 else -label[2]
-        label = label[3]
-    return choices
-
-
 _NUMBERS = 2e7
 """Numbers in the largest table: 160 MB. Slots are made larger for longer parts. Not measured; too low makes sequences
 slower."""
@@ -223,7 +209,7 @@ def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> flo
     assert stored.lower_bound is not None
     if fits(chain, stored, mem_limit, count):
         return stored.lower_bound
-    if mem_limit < least_in_flight(chain, count).nbytes:
+    if mem_limit < least_in_flight(chain, count)[0]:
         return math.inf
     costs = costs_of(chain)
     unit, _ = _unit(costs, mem_limit, count, slots)
@@ -241,16 +227,16 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
         return stored
     if count == 1:
         return Persistent().solve(chain, mem_limit)
-    least = least_in_flight(chain, count)
-    if mem_limit < least.nbytes:
-        message = f"{count} microbatches in flight need at least {least.nbytes} bytes; the limit is {mem_limit}"
-        raise InfeasibleError(message, min_bytes=least.nbytes, mem_limit=mem_limit)
+    least, fallback = least_in_flight(chain, count)
+    if mem_limit < least:
+        message = f"{count} microbatches in flight need at least {least} bytes; the limit is {mem_limit}"
+        raise InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
     assert stored.lower_bound is not None
     costs = costs_of(chain)
     unit, exact = _unit(costs, mem_limit, count, slots)
     table = _Table(costs, mem_limit, count, unit, up=True)
     # With too few slots, there may be none where there is a sequence.
-    sequence = table.sequence() or least.sequence
+    sequence = table.sequence() or fallback
     assert fits(chain, sequence, mem_limit, count)
     made = simulate(chain, sequence).makespan
     extra = table.extra if exact else _bound(costs, mem_limit, count, unit)
@@ -287,6 +273,7 @@ class _Table:
     def __init__(self, costs: Costs, mem_limit: int, count: int, unit: int, *, up: bool) -> None:
         from rotor_solver.pipeline import in_flight_kernels as kernels
 
+        self._kernels: Any = kernels
         self.costs, self.count, self.unit = costs, count, unit
         self.limit, self.offset = divmod(mem_limit, unit)
         self.taken, self.activation = (
@@ -303,20 +290,18 @@ class _Table:
 
     def sequence(self) -> Sequence | None:
         """Return a sequence that takes `extra` seconds more than storing everything; None if nothing fits."""
-        from rotor_solver.pipeline import in_flight_kernels as kernels
-
         if self._kept < 0:
             return None
         length = len(self.costs.activation) - 1
         most = self._kept + self._below
         kept = np.empty((2, length + 1, most + 1))
         beyond = self.limit - self.count * self._kept - self._below
-        kernels.fill_kept(kept, *self._arguments, beyond, self._below, most)
+        self._kernels.fill_kept(kept, *self._arguments, beyond, self._below, most)
         free = {(0, length): most - int(self.activation[0])}
 
         def choose(state: int, i: int, last: int) -> int:
             slots = free[i, last]
-            choice = int(kernels.choice(kept, *self._arguments, beyond, state, i, last, slots))
+            choice = int(self._kernels.choice(kept, *self._arguments, beyond, state, i, last, slots))
             if choice >= 0:
                 free[i + 1, last] = slots - int(self.taken[state, self.costs.first[i] + choice])
             else:

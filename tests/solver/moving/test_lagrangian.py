@@ -10,8 +10,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Persistent, Stage, min_bytes, simulate, solve, store_all
-from rotor_solver.moving import Link, simulate_moves, solve_moving
-from rotor_solver.moving.lagrangian import Line, Priced, lower_bound, lowest_point, moving_only, priced
+from rotor_solver.moving import (
+    Line,
+    Link,
+    Priced,
+    lower_bound,
+    lowest_point,
+    moving_only,
+    priced,
+    simulate_moves,
+    solve_moving,
+)
 from tests.fields import raises
 from tests.solver.moving.twins import LINKS, exhaustive_moving_optimum, moving_chains, pofo_optimum, tiny_chains
 from tests.solver.naive import naive_optimum

@@ -1,12 +1,14 @@
-"""These tests are about the compiled kernels; `test_plain` compares plain Python with them."""
+"""These tests are about the compiled kernels; `test_jit_policy` compares plain Python with them."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from tests.solver.pace import always_compiled
+from tests.solver.long_chains import fresh_process
 
 
 @pytest.fixture(autouse=True)
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    always_compiled(monkeypatch)
+    fresh_process(monkeypatch, spent=math.inf)

@@ -1,19 +1,18 @@
-"""Tables number by number against the recurrence; inner loops, windows, and the example of the Note."""
+"""Tables number by number against the recurrence, their windows, and the example of the Note."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from rotor_solver.persistent.kernels import BEYOND, BLOCK, CHUNK, need_of
 
 from rotor_solver import Chain, Option, Stage, simulate, solve
-from rotor_solver.persistent import kernels, table
-from rotor_solver.persistent.layout import Problem, nodes_of
+from rotor_solver.persistent import table_kernels
+from rotor_solver.persistent.layout import Problem, Spacing, nodes_of
 from rotor_solver.persistent.table import Table
-from tests.solver.persistent.test_program import limit_between, random_chain
+from rotor_solver.persistent.table_kernels import need_of
+from tests.solver.long_chains import limit_between, random_chain, rich_chain
 
 
 def plain_rows(filled: Table) -> dict[tuple[int, int], np.ndarray]:
@@ -51,31 +50,6 @@ def plain_rows(filled: Table) -> dict[tuple[int, int], np.ndarray]:
     return rows
 
 
-def rich_chain(length: int, seed: int, *, whole: bool) -> Chain:
-    """Options, gradients, large scratch, inputs that are released; sizes of a few bytes if `whole`."""
-    rng = np.random.default_rng(seed)
-    base = random_chain(length, seed)
-    unit = 2e7 if whole else 1.0
-    incoming, stages = base.input_bytes, []
-    for stage in replace(base, input_bytes=int(base.input_bytes / unit)).stages:
-        activation, saved = int(stage.activation / unit), int(stage.options[0].saved / unit)
-        scratch = [int(rng.choice([0, 1, 4]) * rng.uniform() * saved) for _ in range(4)]
-        first = replace(stage.options[0], saved=saved, forward_temp=scratch[0], backward_temp=scratch[1])
-        second = Option(first.forward_time * 1.4, first.backward_time, int(saved * 0.6), scratch[2], scratch[3])
-        stages.append(
-            Stage(
-                activation,
-                (first, second) if rng.uniform() < 0.3 else (first,),
-                nograd_time=first.forward_time * 0.8,
-                nograd_temp=int(rng.choice([0, 0, 30]) * rng.uniform() * activation),
-                gradient=int(rng.choice([0, 1]) * saved // 5),
-                input_released=int(rng.choice([0, 1])) * int(incoming / unit),
-            )
-        )
-        incoming = stage.activation
-    return Chain(tuple(stages), int(base.input_bytes / unit), 0.1, output_held=bool(seed % 2))
-
-
 def filled_table(chain: Chain, fraction: float, slots: int, limit: float | None) -> Table:
     """A table of all plans, or of those that take up to `limit` times the longest."""
     problem, room = Problem.of(chain), limit_between(chain, fraction) - chain.input_bytes
@@ -93,36 +67,21 @@ def row_values(filled: Table, row: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize(("seed", "parallel"), [(0, False), (1, False), (2, False), (1, True)])
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("whole", [False, True])
-def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool, parallel: bool, monkeypatch) -> None:
-    monkeypatch.setattr(table, "_SERIAL", 0 if parallel else np.inf)
+def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool) -> None:
     chain = rich_chain(19 + seed, seed, whole=whole)
-    compared = compare(filled_table(chain, [0.15, 0.4, 0.8][seed % 3], 150, None))
-    assert compared > len(chain) ** 2 / 2
-
-
-@pytest.mark.parametrize("fraction", [pytest.param(0.1, marks=pytest.mark.slow), 0.4])
-def test_every_number_is_that_of_the_recurrence_in_many_tiles_and_chunks(fraction: float) -> None:
-    chain = random_chain(BLOCK + BLOCK // 2, 7)
-    filled = filled_table(chain, fraction, 20 * CHUNK, None)
-    assert compare(filled) > len(chain) ** 2 / 2
-    assert filled.values.dtype == np.float64
-
-
-def compare(filled: Table) -> int:
-    """How many rows are as they should be: all of them."""
-    grid, compared = filled.grid, 0
-    for (node, last), expected in plain_rows(filled).items():
+    filled = filled_table(chain, [0.15, 0.4, 0.8][seed % 3], 150, None)
+    grid, expected = filled.grid, plain_rows(filled)
+    assert len(expected) > len(chain) ** 2 / 2
+    for (node, last), values in expected.items():
         row = grid.tail + node if last == len(grid.band) else grid.start[node] + last - grid.place[node]
-        assert row_values(filled, row) == pytest.approx(expected, rel=1e-9), (grid.place[node], grid.state[node], last)
-        compared += 1
-    return compared
+        assert row_values(filled, row) == pytest.approx(values, rel=1e-9), (grid.place[node], grid.state[node], last)
 
 
 @pytest.mark.parametrize("limit", [0.1, 0.4])
 @pytest.mark.parametrize("seed", range(2))
-def test_what_is_left_out_is_what_takes_too_long(seed: int, limit: float) -> None:
+def test_rows_omit_only_times_above_their_limit(seed: int, limit: float) -> None:
     chain = rich_chain(22, seed, whole=seed % 2 == 0)
     filled = filled_table(chain, 0.3, 200, limit)
     grid, rows = filled.grid, filled.rows
@@ -140,63 +99,30 @@ def test_what_is_left_out_is_what_takes_too_long(seed: int, limit: float) -> Non
     assert left_out > 100
 
 
-SLOTS = 7 * CHUNK
+SPACINGS = [Spacing(1), Spacing(3), Spacing(2, 4)]
 
 
-class Flat:
-    """Three rows of `SLOTS` slots one after the other: one to be lowered, and two complete ones that decrease."""
-
-    def __init__(self, rng: np.random.Generator, steep: float) -> None:
-        self.begins = [int(rng.integers(0, CHUNK)) for _ in range(3)]
-        size = SLOTS + BEYOND
-        self.flat = np.full(3 * size, -np.inf)
-        self.marks = np.full(3 * size // CHUNK, np.inf)
-        self.at = [0, size, 2 * size]
-        for at, begin in zip(self.at, self.begins, strict=True):
-            row = np.sort(rng.uniform(0, steep, SLOTS - begin))[::-1] + rng.uniform()
-            self.flat[at + begin : at + SLOTS] = row
-            self.flat[at + SLOTS : at + size] = row[-1]
-        for chunk in range(SLOTS // CHUNK):
-            self.marks[chunk] = self.flat[max(self.begins[0], chunk * CHUNK)]
-        for chunk in range(size // CHUNK, 3 * size // CHUNK):
-            self.marks[chunk] = self.flat[chunk * CHUNK + CHUNK - 1]
-
-    def row(self, which: int, shift: int = 0) -> np.ndarray:
-        """Its slots as seen from a row that has `shift` slots more."""
-        slots = np.arange(SLOTS) - shift
-        known = slots >= self.begins[which]
-        return np.where(known, self.flat[self.at[which] + np.where(known, slots, SLOTS)], np.inf)
-
-    def check(self, expected: np.ndarray) -> None:
-        begin = self.begins[0]
-        assert np.array_equal(self.flat[begin:SLOTS], expected[begin:])
-        tops = np.maximum(begin, np.arange(0, SLOTS, CHUNK))
-        assert (self.marks[: SLOTS // CHUNK] >= self.flat[tops]).all()
+def spaced_table(chain: Chain, fraction: float, slots: int, spacing: Spacing | None) -> Table:
+    problem, room = Problem.of(chain), limit_between(chain, fraction) - chain.input_bytes
+    scale = 10 * (simulate(chain, problem.least_sequence()).makespan - problem.stored)
+    made = Table.of(problem, room, max(1, room // slots), scale, np.zeros(len(chain) + 1), spacing=spacing)
+    made.fill()
+    return made
 
 
-@pytest.mark.parametrize("steep", [0.1, 3.0])
-@pytest.mark.parametrize("seed", range(40))
-def test_nothing_that_would_be_less_is_left_out(seed: int, steep: float) -> None:
-    rng = np.random.default_rng(seed)
-    rows, shift = Flat(rng, steep), int(rng.integers(2 * CHUNK))
-    out, left, right = rows.at
-    for seconds in (0.4, -0.2, -0.7):
-        both = seconds + (rows.row(1) + rows.row(2, shift))
-        one = seconds + (0.3 + rows.row(2, shift))
-        low = max(*rows.begins, rows.begins[2] + shift) + int(rng.integers(CHUNK))
-        for chosen, run in ((both, _by_both), (one, _by_one)):
-            expected = rows.row(0)
-            expected[low:] = np.minimum(expected[low:], chosen[low:])
-            run(rows, out, left, right - shift, low, seconds)
-            rows.check(expected)
-
-
-def _by_both(rows: Flat, out: int, left: int, right: int, low: int, seconds: float) -> None:
-    kernels.lower_by_both(rows.flat, rows.marks, out, left, right, rows.begins[0], low, SLOTS, seconds)
-
-
-def _by_one(rows: Flat, out: int, _left: int, right: int, low: int, seconds: float) -> None:
-    kernels.lower_by(rows.flat, rows.marks, out, right, rows.begins[0], low, SLOTS, 0.3, seconds)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_no_number_exceeds_that_of_an_interval_it_stands_for(seed: int, spacing: Spacing) -> None:
+    chain, fraction = rich_chain(31 + seed, seed, whole=seed == 1), [0.02, 0.2, 0.5][seed]
+    few = spaced_table(chain, fraction, 120, spacing)
+    plain, grid, below = plain_rows(few), few.grid, 0
+    for row, (node, last) in enumerate(zip(nodes_of(grid), grid.last, strict=True)):
+        found = row_values(few, row)
+        for stage in range(last, int(grid.stop[last])):
+            assert (found <= plain[node, stage] * (1 + 1e-9)).all(), (grid.place[node], last, stage)
+            below += int((found < plain[node, stage]).sum())
+    assert below > 0
+    assert few.lower_bound(few.room) <= spaced_table(chain, fraction, 120, None).lower_bound(few.room)
 
 
 def tables(chain: Chain, fraction: float, slots: int, finer: int, above: float) -> tuple[Table, Table, Table, float]:
@@ -242,6 +168,29 @@ def test_where_slots_are_exact_the_optimum_is_inside(seed: int, fraction: float,
     assert seconds == pytest.approx(good, rel=1e-6)
 
 
+@pytest.mark.parametrize("above", [1.0, 1.3])
+@pytest.mark.parametrize("slots", [10, 10**6])
+@pytest.mark.parametrize("spacing", SPACINGS)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_optimum_lies_inside_their_windows(seed: int, spacing: Spacing, slots: int, above: float) -> None:
+    chain = rich_chain(24 + seed, seed, whole=True)
+    problem, room = Problem.of(chain), limit_between(chain, [0.0, 0.03, 0.1, 0.3][seed % 4]) - chain.input_bytes
+    later = np.zeros(len(chain) + 1)
+    most = 2 * (simulate(chain, problem.least_sequence()).makespan - problem.stored)
+    exact = Table.of(problem, room, 1, most, later)
+    exact.fill()
+    good = exact.lower_bound(room)
+    windows, bounds = None, []
+    for each in (spacing, Spacing(4 * spacing.parts, spacing.period), None):
+        unit = max(1, room // slots) if each else 1
+        filled = Table.of(problem, room, unit, good * above, later, spacing=each, windows=windows)
+        filled.fill()
+        bounds.append(filled.lower_bound(room))
+        windows = filled.windows(good * above)
+    assert max(bounds) <= good * (1 + 1e-6)
+    assert bounds[-1] == pytest.approx(good, rel=1e-6)
+
+
 @pytest.mark.parametrize("above", [1.0, 1.1])
 @pytest.mark.parametrize("seed", range(3))
 def test_shared_rows_have_windows_that_are_right_for_all_of_them(seed: int, above: float) -> None:
@@ -250,7 +199,7 @@ def test_shared_rows_have_windows_that_are_right_for_all_of_them(seed: int, abov
     kinds = tuple(Stage(a, (Option(1 + rng.uniform(), 2.0, a + s),)) for a, s in sizes)
     chain = Chain(kinds * 16, kinds[-1].activation)
     coarse, inside, _, good = tables(chain, 0.1 + 0.1 * seed, 12, 10**6, above)
-    assert coarse.owner is not None or inside.owner is not None
+    assert any(len(set(each.owner.tolist())) < len(each.owner) for each in (coarse, inside))
     assert inside.grid.unit == 1 < coarse.grid.unit
     assert inside.lower_bound(inside.room) == pytest.approx(good, rel=1e-6)
 
@@ -264,7 +213,7 @@ def test_most_of_a_long_chain_lies_outside() -> None:
     assert 0.005 < np.isfinite(windows.outside).mean() < 0.2
 
 
-NOTE = " ".join(line.removeprefix("#").strip() for line in (inspect.getdoc(kernels) or "").splitlines())
+NOTE = " ".join(line.removeprefix("#").strip() for line in (inspect.getdoc(table_kernels) or "").splitlines())
 NOTE = " ".join(NOTE.split())
 ROOM, SCALE = 96, 16.0  # a power of two: times stay whole numbers
 
@@ -322,42 +271,15 @@ def test_rule_2_the_rows_of_the_example() -> None:
     assert table.problem.full[0, 0, 5] == 152
 
 
-def test_rule_3_where_their_numbers_lie() -> None:
-    table = filled(4)
-    row = rows_of(table)[0, 1]
-    assert table.rows.position[row] == 96
-    assert (table.values[112:116] * SCALE).tolist() == [1] * 4
-    assert table.size == 21 * (CHUNK + BEYOND) == 21 * (32 + 64)
-    assert BEYOND % CHUNK == 0
-    assert (table.rows.position % CHUNK == 0).all()
+def test_rule_3_final_follows_the_last_slot() -> None:
+    table = table_of(example(), 4)
+    assert table.size == numbers(table) + 21
+    table.fill()
+    rows = table.rows
+    assert (table.values[rows.position + rows.high] == rows.final).all()
 
 
-def test_rule_4_chunks_that_are_skipped() -> None:
-    table = filled(1)
-    rows, costs, grid = table.rows, table.costs, table.grid
-    row = rows_of(table)[0, 5]
-    assert (rows.begin[row], rows.high[row]) == (64, 98)
-    first = (int(rows.position[row]) + 64) // CHUNK
-    kernels.begin_row(table.values, rows, row)
-    kernels.enable(table.values, rows, costs, grid, 0, row, 5, 0)
-    looked_at = {}
-    for j in range(1, 6):
-        looked_at[j] = kernels.checkpoints(table.values, rows, costs, grid, 0, row, 5, j, j)
-        if j >= 2:  # nothing changes any more
-            assert (rows.marks[first : first + 2] * SCALE).tolist() == [9, 3]
-    assert looked_at == {1: 34, 2: 34, 3: 32, 4: 32, 5: 0}  # pairs of slots, by chunks that are not left out
-    for j, parts, total in ((3, (6, 0, 1), 7), (4, (8, 0, 3), 11)):
-        right, left = rows_of(table)[j, 5], rows_of(table)[0, j - 1]
-        assert (costs.split[j] * SCALE, mark(table, right, 95 - 8), mark(table, left, 95)) == parts
-        assert f"a_{j} chunk 64: {parts[0]} + {parts[1]} + {parts[2]} = {total}" in NOTE
-
-
-def mark(table: Table, row: int, slot: int) -> float:
-    """The mark of the chunk in which a slot of a complete row lies."""
-    return float(table.rows.marks[(int(table.rows.position[row]) + slot) // CHUNK] * SCALE)
-
-
-def test_rule_5_windows_of_plans_that_are_no_slower_than_the_best() -> None:
+def test_rule_4_windows_of_plans_that_are_no_slower_than_the_best() -> None:
     chain = example()
     best = simulate(chain, solve(chain, ROOM + 8)).makespan - Problem.of(chain).stored
     assert best == 3

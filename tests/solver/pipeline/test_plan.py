@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, PipelinePlan, min_bytes, plan_pipeline, simulate, store_all
 from rotor_solver.pipeline import SCHEDULES, Schedule
-from rotor_solver.pipeline.cuts import Budget
+from rotor_solver.pipeline.cuts import _WORKING
+from rotor_solver.pipeline.plan import DividedLimits
 from rotor_solver.pipeline.schedules import in_flight
-from rotor_solver.pipeline.search import _WORKING
 from tests.fields import raises
 from tests.solver.pipeline import naive
 from tests.solver.strategies import plain_chains
@@ -174,7 +174,7 @@ def test_where_a_rank_has_several_parts_the_slowest_part_is_as_fast_as_its_share
     schedule = Schedule("interleaved", 2, 2, 2)
     best = []
     for working in _WORKING:
-        budget = Budget(schedule, (limit, limit), (0,) * len(chain), working=working)
+        budget = DividedLimits(schedule, (limit, limit), (0,) * len(chain), working=working)
         shares, rooms = ([each(number) for number in range(4)] for each in (budget.share, budget.room))
         assert all(shares[rank] + shares[rank + 2] + rooms[rank] <= limit for rank in range(2))
         best.append(math.inf)

@@ -34,18 +34,18 @@ def in_flight(chain: Chain, sequence, count: int) -> int:
 @given(plain_chains(max_stages=4) | rich_chains(max_stages=3), st.integers(2, 4), st.floats(0, 1))
 def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int, share: float) -> None:
     found = naive.bytes_and_seconds(chain, count)
-    least = least_in_flight(chain, count)
-    assert least.nbytes == min(size for size, _ in found)
-    assert in_flight(chain, least.sequence, count) == least.nbytes
-    limit = least.nbytes + int(share * (in_flight(chain, store_all(chain), count) - least.nbytes))
-    if limit >= least.nbytes:
+    least, at_least = least_in_flight(chain, count)
+    assert least == min(size for size, _ in found)
+    assert in_flight(chain, at_least, count) == least
+    limit = least + int(share * (in_flight(chain, store_all(chain), count) - least))
+    if limit >= least:
         best = min(seconds for size, seconds in found if size <= limit)
         sequence = fastest_in_flight(chain, limit, count, EXACT)
         assert simulate(chain, sequence).makespan == pytest.approx(best)
         assert sequence.lower_bound == pytest.approx(best)
         assert in_flight(chain, sequence, count) <= limit
         assert optimum(chain, limit, count) == pytest.approx(best)
-    assert optimum(chain, least.nbytes - 1, count) == math.inf
+    assert optimum(chain, least - 1, count) == math.inf
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int,
 def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
     chain: Chain, count: int, share: float, slots: int
 ) -> None:
-    least = least_in_flight(chain, count).nbytes
+    least = least_in_flight(chain, count)[0]
     limit = least + max(0, int(share * (in_flight(chain, store_all(chain), count) - least)))
     best = naive.fastest(chain, limit, count)
     sequence = fastest_in_flight(chain, limit, count, slots)
@@ -80,7 +80,7 @@ def test_with_many_in_flight_little_is_kept_and_much_is_used_in_the_backward() -
     limit, count = 45, 5
     sequence = fastest_in_flight(chain, limit, count, EXACT)
     assert str(sequence).startswith("CF_0, Fn_1, Fn_2, Fn_3, L, Fe_0, Fe_1, Fe_2, Fe_3, B_3")
-    within = (solve(chain, each) for each in range(limit, 0, -1) if each >= least_in_flight(chain, 1).nbytes)
+    within = (solve(chain, each) for each in range(limit, 0, -1) if each >= least_in_flight(chain, 1)[0])
     alone = next(each for each in within if in_flight(chain, each, count) <= limit)
     assert simulate(chain, alone).makespan > simulate(chain, sequence).makespan
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from rotor_solver import Persistent, frontier, jit_policy, watched
 from rotor_solver.jit_policy import PREPARING
-from rotor_solver.persistent import table
 from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
 from rotor_solver.watching import Progress
-from tests.solver.pace import always_compiled
-from tests.solver.persistent.test_program import limit_between, repeated_chain
-from tests.solver.persistent.test_table import rich_chain
+from tests.solver.long_chains import fresh_process, limit_between, repeated_chain, rich_chain
 from tests.solver.strategies import unit_chain
 
 Told = list[tuple[int, int, str]]
@@ -21,7 +20,7 @@ Told = list[tuple[int, int, str]]
 
 @pytest.fixture(autouse=True)
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    always_compiled(monkeypatch)
+    fresh_process(monkeypatch, spent=math.inf)
 
 
 def telling(told: Told) -> Progress:
@@ -45,14 +44,11 @@ def filled(chain, watch: bool, told: Told) -> Table:
     return made
 
 
-@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("kind", ["different", "repeated"])
-def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str, parallel: bool, monkeypatch) -> None:
-    monkeypatch.setattr(table, "_SERIAL", 0 if parallel else np.inf)
+def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str) -> None:
     chain = rich_chain(150, 1, whole=False) if kind == "different" else repeated_chain(100, 2)
     told: Told = []
     found, expected = filled(chain, True, told), filled(chain, False, told)
-    assert (found.owner is not None) == (kind == "repeated")
     assert found.pairs == expected.pairs
     assert found.lower_bound(found.room) == expected.lower_bound(expected.room)
     assert np.array_equal(found.later(), expected.later())
@@ -61,14 +57,7 @@ def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str, 
     assert done == sorted(set(done))
     assert {(total, what) for _, total, what in told} == {(done[-1], f"{len(chain)} stages, {found.grid.width} slots")}
     assert len(done) > 5
-    assert len(done) <= table._PORTIONS + 2
-
-
-def test_portions_are_of_about_the_same_work() -> None:
-    told: Told = []
-    filled(repeated_chain(200, 2), True, told)
-    done = np.array([state[0] for state in told])
-    assert np.diff(done).max() <= 3 * done[-1] / table._PORTIONS
+    assert np.diff(done).max() <= 0.2 * done[-1]
 
 
 def test_a_frontier_tells_its_limits_after_its_tables() -> None:

@@ -1,5 +1,7 @@
 """Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a certified bound.
 
+Begin with Note [Moves] at `sequence.Moves`.
+
 For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take memory only in
 their own operations (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits, and
 is simulated; the fastest wins. Copies take memory on their way, so sequences for slightly lower limits are tried too. A
@@ -26,20 +28,45 @@ copies on their way only lowers the bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
 from rotor_solver.described_error import InfeasibleError, bytes_of_limit
-from rotor_solver.moving.plan_moves import plan_moves
-from rotor_solver.moving.transfers import Link, loss_position, simulate_moves, trips_of
+from rotor_solver.memory_timeline import moments
 from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent
 from rotor_solver.sequence import ForwardEnable, Moves, Operation, Sequence
 from rotor_solver.simulate import simulate
+from rotor_solver.transfers import (
+    Link,
+    MovesSimulation,
+    Transfer,
+    Trip,
+    loss_position,
+    simulate_moves,
+    timed_moments,
+    transfers,
+    trips_of,
+)
+
+__all__ = [
+    "Link",
+    "Moves",
+    "MovesSimulation",
+    "MovingPlan",
+    "Transfer",
+    "plan_moves",
+    "simulate_moves",
+    "solve_moving",
+    "timed_moments",
+    "transfers",
+]
 
 
 def priced(chain: Chain, price: float) -> Chain:
@@ -47,19 +74,17 @@ def priced(chain: Chain, price: float) -> Chain:
 
     A forward after the loss does not move: no copy goes out then. So these options cannot be used there.
     """
-    return replace(chain, stages=tuple(_priced_stage(stage, price) for stage in chain.stages))
-
-
-def _priced_stage(stage: Stage, price: float) -> Stage:
-    if not any(option.moved for option in stage.options):
-        return stage
-    return replace(
-        stage,
-        options=tuple(_priced_option(option, price) for option in stage.options),
-        # Their defaults come from the first option, which may have a price now.
-        nograd_time=stage.seconds_without_graph,
-        nograd_temp=stage.temp_without_graph,
-    )
+    stages = [
+        replace(
+            stage,
+            options=tuple(_priced_option(option, price) for option in stage.options),
+            # Their defaults come from the first option, which may have a price now.
+            nograd_time=stage.seconds_without_graph,
+            nograd_temp=stage.temp_without_graph,
+        )
+        for stage in chain.stages
+    ]
+    return replace(chain, stages=tuple(stages))
 
 
 def _priced_option(option: Option, price: float) -> Option:
@@ -82,7 +107,6 @@ class Line(NamedTuple):
     slope: float
 
     def at(self, moved: float) -> float:
-        """Seconds if `moved` bytes are moved."""
         return self.seconds + self.slope * moved
 
 
@@ -98,7 +122,14 @@ def lower_bound(chain: Chain, link: Link, found: Iterable[Priced]) -> tuple[floa
 
     The bounds in `found` must be for that limit, or a higher one.
     """
-    return lowest_point(list(_lines(chain, link, found)))
+    out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
+    forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
+    least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
+    stored = sum(min(o.forward_time + o.backward_time for o in stage.options) for stage in chain) + chain.loss_time
+    lines = [Line(stored, 0), Line(least, back), Line(0.0, out + back)]
+    for price, bound in found:
+        lines += [Line(bound, -price), Line(bound - most, out - price)]
+    return lowest_point(lines)
 
 
 def lowest_point(lines: list[Line]) -> tuple[float, float]:
@@ -108,20 +139,6 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
         if one.slope != other.slope:
             crossings.append(max(0.0, (other.seconds - one.seconds) / (one.slope - other.slope)))
     return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
-
-
-def _lines(chain: Chain, link: Link, found: Iterable[Priced]) -> Iterator[Line]:
-    out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
-    forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
-    least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
-    yield Line(
-        sum(min(o.forward_time + o.backward_time for o in stage.options) for stage in chain) + chain.loss_time, 0
-    )
-    yield Line(least, back)
-    yield Line(0.0, out + back)
-    for price, bound in found:
-        yield Line(bound, -price)
-        yield Line(bound - most, out - price)
 
 
 _CLOSE = 0.005
@@ -234,17 +251,15 @@ class _Search:
 
 def moving_only(chain: Chain, pick: Callable[[Iterable[int]], int]) -> Chain:
     """Return `chain` with each stage's moves restricted to the size that `pick` chooses among its own."""
-    return replace(chain, stages=tuple(_moving_only(stage, pick) for stage in chain))
-
-
-def _moving_only(stage: Stage, pick: Callable[[Iterable[int]], int]) -> Stage:
-    sizes = {option.moved for option in stage.options if option.moved}
-    if len(sizes) < 2:
-        return stage
-    left = (0, pick(sizes))
     # The others stay, since sequences number them, and need more memory than any limit has.
     never = partial(replace, moved=0, forward_temp=LARGEST_SIZE)
-    return replace(stage, options=tuple(each if each.moved in left else never(each) for each in stage.options))
+    stages: list[Stage] = []
+    for stage in chain:
+        sizes = {option.moved for option in stage.options if option.moved}
+        allowed = {0, pick(sizes or {0})}
+        options = (each if each.moved in allowed else never(each) for each in stage.options)
+        stages.append(replace(stage, options=tuple(options)))
+    return replace(chain, stages=tuple(stages))
 
 
 def _price_between(known: list[tuple[int, float]], moved: float, tried: list[float]) -> list[float]:
@@ -269,7 +284,7 @@ def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
         alike = [k for k, each in enumerate(options) if each.moved > own.moved and _no_worse(each, own)]
         return ForwardEnable(operation.stage, max(alike, key=lambda k: options[k].moved, default=operation.option))
 
-    return Sequence(moving(position, operation) for position, operation in enumerate(sequence))
+    return Sequence(map(moving, range(len(sequence)), sequence))
 
 
 def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequence:
@@ -284,13 +299,152 @@ def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequen
         alike = (k for k, each in enumerate(options) if idle.moved and not each.moved and _no_worse(each, idle))
         return ForwardEnable(operation.stage, next(alike, operation.option))
 
-    return Sequence(settled(position, operation) for position, operation in enumerate(sequence))
+    return Sequence(map(settled, range(len(sequence)), sequence))
 
 
 def _no_worse(one: Option, other: Option) -> bool:
-    costs = (
-        (each.forward_time, each.backward_time, each.kept, each.forward_temp, each.backward_temp, replay)
-        for each in (one, other)
-        for replay in (each.backward_temp_of_replay,)
-    )
-    return all(ours <= theirs for ours, theirs in zip(*costs, strict=True))
+    names = ("forward_time", "backward_time", "kept", "forward_temp", "backward_temp", "backward_temp_of_replay")
+    return all(getattr(one, name) <= getattr(other, name) for name in names)
+
+
+# Timetables of copies
+
+
+def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Moves:
+    """Return moves of `sequence` with which a step stays within `limit` bytes, however slow the link.
+
+    Waits as late and fetches as early as memory allows: for a given set of moving stages, both are greedy and optimal.
+    Copies out end in the order in which they begin. So before an operation, the shortest prefix of the queue that makes
+    enough room must be over; waiting earlier gains nothing. Copies back begin in the order of the backwards, and their
+    bytes stay to the backward. So while the bytes of a later one are in memory, those of an earlier one are there too,
+    or used up: beginning it as early as possible takes no room from the later one.
+
+    A stage does not move if that fits and takes no longer over `link`. Raises InfeasibleError if even moving all that
+    can move, one at a time, needs more.
+    """
+    step = _TimedSequence.of(chain, sequence, link, limit)
+    moving: list[Trip] = []
+    best = step.timetable(moving)
+    if best is None:
+        moving = list(trips_of(chain, sequence))
+        best = step.timetable(moving)
+        if best is None:
+            least = max(step.bytes_while_away(moving))
+            raise InfeasibleError(
+                f"the sequence needs {least} bytes, whatever it moves; the limit is {limit}",
+                min_bytes=least,
+                mem_limit=limit,
+            )
+    return _moves(step.fewest(moving, best), len(sequence))
+
+
+class _Away(NamedTuple):
+    """A trip, the operation that waits for its copy out, and the one right before which its copy back begins."""
+
+    trip: Trip
+    wait: int
+    fetch: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedSequence:
+    """Costs of a sequence's operations, by position, if nothing moves."""
+
+    durations: tuple[float, ...]
+    """Seconds."""
+    during: tuple[int, ...]
+    """Peak of each operation in bytes."""
+    after_loss: int
+    """Position of the first operation after the loss."""
+    link: Link
+    limit: int
+
+    @classmethod
+    def of(cls, chain: Chain, sequence: Sequence, link: Link, limit: int) -> _TimedSequence:
+        found = moments(chain, sequence)
+        durations, during = tuple(each.seconds for each in found), tuple(each.during for each in found)
+        return cls(durations, during, loss_position(sequence) + 1, link, limit)
+
+    def bytes_while_away(self, trips: Several[Trip]) -> list[int]:
+        """By operation, the peak in bytes if moved bytes are in memory only in their own forward and backward."""
+        change = [0] * (len(self.during) + 1)
+        for trip in trips:
+            change[trip.forward + 1] -= trip.moved
+            change[trip.backward] += trip.moved
+        return [most + away for most, away in zip(self.during, accumulate(change), strict=False)]
+
+    def timetable(self, trips: Several[Trip]) -> list[_Away] | None:
+        """Schedule these trips, given in the order of their forwards; None if that does not fit."""
+        room = [self.limit - most for most in self.bytes_while_away(trips)]
+        if min(room) < 0:
+            return None
+        leaves, waits = {trip.forward: trip for trip in trips}, {}
+        pending, held = deque[Trip](), 0
+        for position in range(self.after_loss):
+            while held > room[position]:
+                trip = pending.popleft()
+                waits[trip], held = position, held - trip.moved
+            if position in leaves:
+                pending.append(leaves[position])
+                held += leaves[position].moved
+        found, earliest = [], self.after_loss
+        for trip in sorted(trips, key=lambda each: each.backward):
+            fetch = trip.backward
+            while fetch > earliest and room[fetch - 1] >= trip.moved:
+                fetch -= 1
+                room[fetch] -= trip.moved
+            earliest = fetch
+            found.append(_Away(trip, waits.get(trip, self.after_loss), fetch))
+        return found
+
+    def fewest(self, trips: Several[Trip], timetable: list[_Away]) -> list[_Away]:
+        """Return the timetable of a subset of `trips` that loses no time and cannot shrink; `timetable` has all."""
+        moving, best, seconds = list(trips), timetable, self.seconds(timetable)
+        untried = deque(reversed(moving))  # those nearest to the loss come back soonest, and are the hardest to hide
+        refused: list[Trip] = []
+        while untried:
+            trip = untried.popleft()
+            rest = [each for each in moving if each is not trip]
+            without = self.timetable(rest)
+            if without is None or (time := self.seconds(without)) > seconds:
+                refused.append(trip)
+                continue
+            moving, best, seconds = rest, without, time
+            # The link has less to carry now, so trips that were slow to keep may be quick.
+            untried.extend(refused)
+            refused.clear()
+        return best
+
+    def seconds(self, timetable: list[_Away]) -> float:
+        """Seconds of the step by a timetable, whose trips are in the order of their backwards."""
+        # Faster than `simulate_moves`, which has the last word, since the timetable is known to be valid.
+        leaves = {away.trip.forward: away for away in timetable}
+        returns = {away.trip.backward: away.trip for away in timetable}
+        waits, fetches = dict[int, list[Trip]](), dict[int, list[Trip]]()
+        for away in timetable:
+            waits.setdefault(away.wait, []).append(away.trip)
+            fetches.setdefault(away.fetch, []).append(away.trip)
+        now = out_free = in_free = 0.0
+        end: dict[Trip, float] = {}
+        for position, duration in enumerate(self.durations):
+            for trip in waits.get(position, ()):
+                now = max(now, end[trip])
+            for trip in fetches.get(position, ()):
+                in_free = end[trip] = max(in_free, now) + trip.moved / self.link.in_bytes_per_second
+            if position in returns:
+                now = max(now, end[returns[position]])
+            now += duration
+            if position in leaves:
+                trip = leaves[position].trip
+                out_free = end[trip] = max(out_free, now) + trip.moved / self.link.out_bytes_per_second
+        return now
+
+
+def _moves(timetable: list[_Away], operations: int) -> Moves:
+    wait_out: list[list[int]] = [[] for _ in range(operations)]
+    fetch: list[list[int]] = [[] for _ in range(operations)]
+    for away in timetable:
+        fetch[away.fetch].append(away.trip.stage)
+    for away in sorted(timetable, key=lambda each: each.trip.forward):
+        wait_out[away.wait].append(away.trip.stage)
+    return Moves(tuple(map(tuple, wait_out)), tuple(map(tuple, fetch)))
