@@ -249,7 +249,17 @@ class Chain:
         length = len(forward)
 
         def column(values: Iterable[Any] | None, name: str, *, extra: int = 0, default: Any = None) -> list[Any]:
-            return [default] * length if values is None else _listed(values, name, length, extra)
+            listed = [default] * length if values is None else list(values)
+            if len(listed) != length + extra:
+                raise InvalidValueError(
+                    f"{name} has {len(listed)} entries; a chain of {length} stages (the length of forward_time) needs "
+                    f"{length + extra}",
+                    kind="wrong_length",
+                    name=name,
+                    got=len(listed),
+                    needs=length + extra,
+                )
+            return listed
 
         backward = column(backward_time, "backward_time", extra=1)
         backward_temps = column(backward_temp, "backward_temp", extra=1)
@@ -356,17 +366,3 @@ class Chain:
 
     def _first_options(self) -> Iterator[Option]:
         return (stage.options[0] for stage in self.stages)
-
-
-def _listed(values: Iterable[Any], name: str, length: int, extra: int) -> list[Any]:
-    listed = list(values)
-    if len(listed) != length + extra:
-        raise InvalidValueError(
-            f"{name} has {len(listed)} entries; a chain of {length} stages (the length of forward_time) needs "
-            f"{length + extra}",
-            kind="wrong_length",
-            name=name,
-            got=len(listed),
-            needs=length + extra,
-        )
-    return listed

@@ -2,22 +2,14 @@
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
 ≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to run in M bytes, a_s counted, and a_s is
-of no use after that. If s < t, another problem with an earlier checkpoint has the backwards of s … t-1, so a_s can be
-dropped at any time. There are three ways to begin:
+of no use after that. There are three ways to begin, each of which advances by one stage; hence L⁴/24 choices:
 
     Fe_s … B_s   if s = t: in between is the problem (s+1, s+1, l), with a_{s+1} inside ā_{s+1}
     Fn_s         if s < t: then (s+1, t, l, M)
     CF_s         for a j with t < j ≤ l: then (s+1, j, l, M - |a_s|), and from a_s again (s, t, j-1, M)
 
-Advancing by one stage is enough: with s+1 < j the next problem may go on without a_{s+1}. Hence L⁴/24 choices, for
-every M. In memory-persistent sequences, CF_s keeps a_s for its own stage only, s = t.
-
-The class of all such sequences drops every checkpoint before those kept earlier, and keeps ā_{s+1} only together with
-a_s. `lower_bound` is certified for this class, which contains the memory-persistent sequences. A search over all
-sequences was faster on 2 of 3606 random chains of three and four stages: it kept ā_{s+1}, and dropped and recomputed
-a_s.
-
-Less the time of storing everything, and with the names of `Costs`,
+The bound is certified for all such sequences: they drop every checkpoint before those kept earlier, and keep ā_{s+1}
+only together with a_s. Less the time of storing everything, and with the names of `Costs`,
 
     Opt(L, L, L, M) = 0                                             if M ≥ |a_L| + loss_need
     Opt(s, t, l, M) = the least of
@@ -27,12 +19,9 @@ Less the time of storing everything, and with the names of `Costs`,
       run_{s+1} - run_s + Opt(s+1, j, l, M - |a_s|) + Opt(s, t, j-1, M)     for t < j ≤ l
         both                                                        if M ≥ base_l + |a_s| + check_need_{s,s+1}
 
-Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: m does not count it, and 0 stands for |a_s| above. The last
-stage of an interval skips its output. In `persistent` the splitting checkpoint subtracts that time; here a checkpoint
-does not determine the end of the interval before it, so the stage itself does: split - run.
-
-Slot m stands for m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound;
-sequences are read off with memory in bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
+Opt'(s, l, m) is Opt(s, s, l, m) where a_s lies in ā_s: m does not count it, and 0 stands for |a_s| above. Slot m stands
+for m · unit + offset bytes. Sizes taken from M are rounded down, so that the table is a lower bound; sequences are read
+off with memory in bytes. Plain Python and NumPy: 50 stages take seconds, 100 a minute.
 """
 
 from __future__ import annotations

@@ -37,10 +37,11 @@ def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
     GIL, and run on one core: Numba's threads would change the number of threads that PyTorch sums with.
     """
     if _plain.get():
-        return lambda function: cast(F, plain or function)
+        return lambda function: cast(Any, plain or function)
     import numba
 
-    return cast(Callable[[F], F], numba.njit(cache=True, nogil=True))
+    decorate: Any = numba.njit(cache=True, nogil=True)
+    return cast(Callable[[F], F], decorate)
 
 
 @cache
@@ -99,40 +100,18 @@ def compiling_pays(name: str, seconds: float) -> bool:
         _Pace.spent = spent
         return False
     _Pace.compiled.add(name)
-    if not on_disk(import_module(name)):
-        _tell()
-    return True
-
-
-def prepare(kernel: Any, *arguments: Any) -> None:
-    """If progress is watched, compile a kernel for these arguments before progress of its work is reported."""
-    if watcher() is None or not hasattr(kernel, "overloads"):  # none with NUMBA_DISABLE_JIT
-        return
-    from numba import typeof
-
-    types = tuple(map(typeof, arguments))
-    if types not in kernel.overloads:
-        if not _kept(kernel):
-            _tell()
-        kernel.compile(types)
-
-
-def _tell() -> None:
-    progress = watcher()
-    if progress is not None:
+    if (progress := watcher()) is not None and not on_disk(import_module(name)):
         progress(0, 0, PREPARING)
+    return True
 
 
 def on_disk(module: ModuleType) -> bool:
     """Whether Numba's cache has a kernel of this file, newer than the file. Numba itself checks more closely."""
-    return any(map(_kept, vars(module).values()))
-
-
-def _kept(kernel: Any) -> bool:
-    folder = getattr(getattr(kernel, "stats", None), "cache_path", None)  # of Numba's dispatchers
-    if folder is None:
-        return False
-    code = kernel.py_func.__code__
-    source = Path(code.co_filename)
-    found = Path(folder).glob(f"{source.stem}.{code.co_name}-{code.co_firstlineno}.*.nbi")
-    return any(each.stat().st_mtime >= source.stat().st_mtime for each in found)
+    for kernel in vars(module).values():
+        if hasattr(kernel, "py_func"):  # one of Numba's dispatchers
+            code, folder = kernel.py_func.__code__, Path(kernel.stats.cache_path)
+            source = Path(code.co_filename)
+            found = folder.glob(f"{source.stem}.{code.co_name}-{code.co_firstlineno}.*.nbi")
+            if any(each.stat().st_mtime >= source.stat().st_mtime for each in found):
+                return True
+    return False

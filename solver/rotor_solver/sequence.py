@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -173,17 +173,11 @@ def _operation(position: int, token: str) -> Operation:
     if token == "L":
         return Loss()
     found = _TOKEN.fullmatch(token)
-    if found is not None:
-        stage, option = int(found["stage"]), found["option"]
-        match found["kind"], option:
-            case "Fe", _:
-                return ForwardEnable(stage, int(option or 0))
-            case "CF", None:
-                return ForwardCheck(stage)
-            case "Fn", None:
-                return ForwardNograd(stage)
-            case "B", None:
-                return Backward(stage)
+    if found is not None and found["kind"] == "Fe":
+        return ForwardEnable(int(found["stage"]), int(found["option"] or 0))
+    if found is not None and found["option"] is None:
+        kinds: dict[str, Callable[[int], Operation]] = {"CF": ForwardCheck, "Fn": ForwardNograd, "B": Backward}
+        return kinds[found["kind"]](int(found["stage"]))
     raise InvalidValueError(
         f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3",
         kind="not_an_operation",

@@ -18,7 +18,6 @@ import pytest
 
 from rotor_solver import Chain, Option, Stage, frontier, jit_policy, simulate, solve, store_all
 from rotor_solver.least_memory import costs_of, least_memory
-from rotor_solver.persistent import table
 from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
 from tests.solver.compiling import chain_of, kernel_modules, kernels_of
@@ -44,7 +43,6 @@ def test_a_small_chain_is_planned_without_numba() -> None:
 
 def test_the_first_plan_of_two_hundred_stages_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit_policy, "on_disk", lambda module: False)
-    monkeypatch.setattr(table, "prepare", lambda *kernel: None)
     chain = random_chain(130)
     solve(chain, limit_between(chain, 0.5))
     assert not jit_policy._Pace.compiled

@@ -140,12 +140,6 @@ class Windows(NamedTuple):
     high: Ints
     outside: Floats
 
-    @classmethod
-    def everything(cls, nodes: int, length: int) -> Windows:
-        """The windows of all plans."""
-        shape = (nodes, length + 1)
-        return cls(np.zeros(shape, np.int64), np.full(shape, ANYTHING, np.int64), np.zeros(shape))
-
 
 def fastest_options(costs: Costs) -> Ints:
     """The fastest option of every stage, among all options."""
@@ -168,7 +162,7 @@ def grid_of(
     state = np.concatenate([np.arange(1 + both) for both in apart]).astype(np.int64)
     offset = _offsets(costs.taken[1, fastest], kinds, room, unit)
     slots, remainder = np.divmod(costs.activation + offset, unit)
-    # In exactly the terms of `bounds_of`, since sums in another order differ in their last digits.
+    # In exactly the terms of `rows_of`, since sums in another order differ in their last digits.
     kept = [np.flatnonzero(cut - later[i + 1 :] - (costs.split[i + 1 :] - costs.run[i]) >= 0) for i in range(length)]
     band = np.array([min(length - 1, i + each[-1]) if len(each) else i - 1 for i, each in enumerate(kept)], np.int64)
     ended = spacing.ended(length)
@@ -227,23 +221,14 @@ def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
     return np.array(offset, np.int64)
 
 
-class Bounds(NamedTuple):
-    """The useful slots of every row, and its longest useful time in the unit of the table. All arrays are [rows].
+def rows_of(
+    least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, windows: Windows, cut: float, owner: Ints
+) -> tuple[Rows, int]:
+    """Lay out rows in a table and return its size in numbers.
 
-    Useful are slots low … high-1, and those from `full` on, where everything is stored, if high = full. `limit` is
-    negative where no time is of use.
-    """
-
-    low: Ints
-    high: Ints
-    full: Ints
-    limit: Floats
-
-
-def bounds_of(least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, windows: Windows, cut: float) -> Bounds:
-    """Return the bounds of rows: the most generous ones of all the intervals that a row stands for.
-
-    `least` and `full` are [2, L+1, L+1], in bytes; `later` is [L+1], and like `windows.outside` in the unit of `cut`.
+    A row takes the most generous bounds of all the intervals that it stands for. `least` and `full` are [2, L+1, L+1],
+    in bytes; `later` is [L+1], and like `windows.outside` in the unit of `cut`. owner[row] is the row whose numbers a
+    row shares: an owner begins where the first of its sharers begins, and ends where the last of them ends.
     """
     length, first, nodes = len(grid.band), grid.last, nodes_of(grid)
     ends = np.full(len(first), length + 1)
@@ -267,28 +252,18 @@ def bounds_of(least: Ints, full: Ints, costs: Costs, grid: Grid, later: Floats, 
     high = np.maximum.reduceat(np.minimum(grid.width, slot_of(windows.high[s, last]) + 1), starts)
     high = np.minimum(high, whole)
     low = np.minimum.reduceat(slot_of(np.maximum(least[state, i, last], windows.low[s, last])), starts)
-    return Bounds(np.minimum(low, high), high, whole, np.maximum(limit, -1.0))
-
-
-def rows_of(bounds: Bounds, owner: Ints, width: int) -> tuple[Rows, int]:
-    """Lay out rows in a table and return its size in numbers.
-
-    owner[row] is the row whose numbers a row shares. An owner begins where the first of its sharers begins, and ends
-    where the last of them ends.
-    """
-    low, high, full, limit = bounds
+    low, limit = np.minimum(low, high), np.maximum(limit, -1.0)
     of_use = limit >= 0
     np.maximum.at(limit, owner, limit.copy())
-    least, most = np.full_like(low, width), np.zeros_like(high)
-    np.minimum.at(least, owner[of_use], low[of_use])
+    begin, most = np.full_like(low, grid.width), np.zeros_like(high)
+    np.minimum.at(begin, owner[of_use], low[of_use])
     np.maximum.at(most, owner[of_use], high[of_use])
     own = (owner == np.arange(len(owner))) & (limit >= 0)
-    sizes = np.where(own, np.maximum(0, most - least) + 1, 0)  # and one for `final`
-    ends = np.cumsum(sizes)
-    final = np.where((most >= full) & (full < width), 0.0, np.inf)
-    begin = np.where(limit >= 0, least, width)
-    rows = Rows(begin[owner], most[owner], (ends - sizes - least)[owner], limit[owner], final[owner])
-    return rows, int(ends[-1])
+    sizes = np.where(own, np.maximum(0, most - begin) + 1, 0)  # and one for `final`
+    position = np.cumsum(sizes) - sizes - begin
+    final = np.where((most >= whole) & (whole < grid.width), 0.0, np.inf)
+    begin = np.where(limit >= 0, begin, grid.width)
+    return Rows(begin[owner], most[owner], position[owner], limit[owner], final[owner]), int(sizes.sum())
 
 
 _LONGEST_PERIOD = 64

@@ -85,24 +85,20 @@ def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
 
 def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
     """Expand `coarse`, a sequence for `coarse_chain`, into one for the chain itself."""
-    return Sequence(each for operation in coarse for each in _expanded(chain, groups, operation))
-
-
-def _expanded(chain: Chain, groups: list[range], operation: Operation) -> Iterator[Operation]:
-    if isinstance(operation, Loss):
-        yield operation
-        return
-    group = groups[operation.stage]
-    match operation:
-        case ForwardEnable():
-            yield from (ForwardEnable(i, chain.stages[i].fastest_option) for i in group)
-        case ForwardCheck():
-            yield ForwardCheck(group.start)
-            yield from map(ForwardNograd, group[1:])
-        case ForwardNograd():
-            yield from map(ForwardNograd, group)
-        case Backward():
-            yield from map(Backward, reversed(group))
+    found: list[Operation] = []
+    for operation in coarse:
+        match operation:
+            case Loss():
+                found.append(operation)
+            case ForwardEnable(group):
+                found += [ForwardEnable(i, chain.stages[i].fastest_option) for i in groups[group]]
+            case ForwardCheck(group):
+                found += [ForwardCheck(groups[group].start), *map(ForwardNograd, groups[group][1:])]
+            case ForwardNograd(group):
+                found += map(ForwardNograd, groups[group])
+            case Backward(group):
+                found += map(Backward, reversed(groups[group]))
+    return Sequence(found)
 
 
 def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:

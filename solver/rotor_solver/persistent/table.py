@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.jit_policy import kernels_for, prepare
+from rotor_solver.jit_policy import kernels_for
 from rotor_solver.least_memory import Costs, Floats, Ints, operations_of
 from rotor_solver.persistent.layout import (
     ANYTHING,
@@ -21,7 +21,6 @@ from rotor_solver.persistent.layout import (
     Rows,
     Spacing,
     Windows,
-    bounds_of,
     fitting_unit,
     grid_of,
     nodes_of,
@@ -110,10 +109,10 @@ class Table:
         part = len(np.unique(owner)) / len(owner)
         if part > _FEW:
             owner, part = everyone, 1.0
-        chosen = windows or Windows.everything(len(grid.place), len(kinds))
+        shape = grid.row.shape
+        chosen = windows or Windows(np.zeros(shape, np.int64), np.full(shape, ANYTHING), np.zeros(shape))
         chosen = chosen._replace(outside=chosen.outside / scale)
-        bounds = bounds_of(problem.least, problem.full, scaled, grid, later / scale, chosen, _CUT)
-        rows, size = rows_of(bounds, owner, grid.width)
+        rows, size = rows_of(problem.least, problem.full, scaled, grid, later / scale, chosen, _CUT, owner)
         useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
         numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
         work = part * numbers * checkpoints
@@ -131,9 +130,7 @@ class Table:
         self.values = np.empty(self.size, np.float64)
         tables = self.rows, self.costs, self.grid, self.owner
         kernels, (rows, costs, grid, owner) = kernels_for(_KERNELS, self.plain_seconds, *tables)
-        prepare(kernels.fill, self.values, rows, costs, grid, owner, 0, 0)
-        prepare(kernels.fill_tails, self.values, rows, costs, grid)
-        self.pairs = 0
+        self.pairs = int(kernels.fill(self.values, rows, costs, grid, owner, 0, 0))  # compiles before work is counted
         for begin, end in self._portions():
             self.pairs += int(kernels.fill(self.values, rows, costs, grid, owner, begin, end))
         kernels.fill_tails(self.values, rows, costs, grid)
@@ -198,10 +195,9 @@ class Table:
         """
         # Measured: plain Python takes 2.5 microseconds times the square of the stages.
         problem = self.problem
-        tables = self.rows, problem.least, problem.full, self.costs, self.grid
-        kernels, tables = kernels_for(_DESCENT, 2.5e-6 * len(self.grid.band) ** 2, *tables)
+        arrays = self.rows, problem.least, problem.full, self.costs, self.grid
+        kernels, tables = kernels_for(_DESCENT, 2.5e-6 * len(self.grid.band) ** 2, *arrays)
         best, found = float(enough / self.scale), None
-        prepare(kernels.descend, self.values, *tables, _CUT, room, _BLENDS[0], best)
         for blend in _BLENDS:
             choices, seconds = kernels.descend(self.values, *tables, _CUT, room, blend, best)
             if seconds < best:
