@@ -40,7 +40,7 @@ def test_least_limit_ends_of_the_scale_and_every_optimum(entry: dict[str, Any]) 
 @pytest.mark.parametrize("entry", CHAINS, ids=range(len(CHAINS)))
 @pytest.mark.parametrize("slots", [5, 30])
 def test_coarse_slots_give_a_bound_that_holds(entry: dict[str, Any], slots: int, monkeypatch) -> None:
-    monkeypatch.setattr("rotor_solver.persistent.recurrence.THOROUGH", Effort(close=0.0, pairs=1e5, nbytes=2**20))
+    monkeypatch.setattr("rotor_solver.persistent.recurrence.THOROUGH", Effort(close=0.0, pairs=1e5, numbers=2**18))
     chain = chain_of(entry)
     for point in entry["points"]:
         if point["optimum"] is not None:

@@ -154,25 +154,25 @@ loosens the first bound."""
 class Effort:
     """When to stop: once the gap is at most `close`, or if the next table would be too large.
 
-    A table is too large if it visits more `pairs` of slots, or has more than `nbytes` bytes.
+    A table is too large if it visits more `pairs` of slots, or has more than so many `numbers`, of eight bytes each.
     """
 
     close: float
     pairs: float
-    nbytes: float
+    numbers: float
 
     def excess(self, table: Table) -> float:
         """How many times too large a table is."""
-        return max(table.guess / self.pairs, 8 * table.size / self.nbytes)
+        return max(table.guess / self.pairs, table.size / self.numbers)
 
 
 # Chosen, not measured; larger ones cost solve time. A gap of half a percent is below the error of measured stage
 # times. One core visits about 2e9 pairs of slots in a second (500 stages, a tenth of the way): a table takes up to 13
 # seconds if it is thorough, 1.5 for groups of stages, and a hundredth of a second in each of the many plans of a
 # frontier.
-THOROUGH = Effort(close=0.005, pairs=2.7e10, nbytes=2**31)
-_HASTY = Effort(close=0.01, pairs=3e9, nbytes=2**29)
-BRIEF = Effort(close=0.01, pairs=2e7, nbytes=2**27)
+THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
+_HASTY = Effort(close=0.01, pairs=3e9, numbers=2**26)
+BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,7 +254,7 @@ def test_a_table_that_would_be_too_large_is_made_coarser_and_the_bound_still_hol
     chain = random_chain(50)
     limit = limit_between(chain, 0.3)
     close = solve(chain, limit)
-    monkeypatch.setattr(recurrence, "THOROUGH", Effort(THOROUGH.close, pairs=1e6, nbytes=2**20))
+    monkeypatch.setattr(recurrence, "THOROUGH", Effort(THOROUGH.close, pairs=1e6, numbers=2**18))
     coarse = solve(chain, limit)
     assert close.lower_bound is not None
     assert coarse.lower_bound is not None
