@@ -26,7 +26,7 @@ from report import write  # noqa: E402
 
 from rotor_solver import Chain, least_in_flight, solve_in_flight, store_all  # noqa: E402
 from rotor_solver.in_flight import PEAKS, Footprint  # noqa: E402
-from tests.solver.test_in_flight import all_sequences  # noqa: E402
+from tests.solver.naive import all_sequences  # noqa: E402
 
 CASES = ((4, 2, 20), (12, 2, 10), (12, 4, 10), (24, 2, 10), (24, 8, 4), (48, 2, 6))
 """Stages, forwards, and how many chains."""

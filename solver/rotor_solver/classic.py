@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_slots
+from rotor_solver.described_error import InvalidValueError, check_count, check_fits
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of, operations_of
 from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from
 from rotor_solver.sequence import Sequence
@@ -41,7 +41,8 @@ class Revolve:
     name = "revolve"
 
     def __post_init__(self) -> None:
-        _check_count(self.snapshots, "snapshots", "stored inputs")
+        if self.snapshots is not None:
+            check_count(self.snapshots, "snapshots")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted. Raises InfeasibleError otherwise.
@@ -60,7 +61,7 @@ def forward_steps(steps: int, snapshots: int) -> int:
     `snapshots` counts the initial state; raises ValueError if it is < 1. 0 for no steps. β(s, r) = C(s+r, s), and r is
     the least with β(s, r) ≥ n.
     """
-    _check_count(snapshots, "snapshots", "stored inputs")
+    check_count(snapshots, "snapshots")
     if steps < 1:
         return 0
     repeats = 0
@@ -106,8 +107,9 @@ class Periodic:
     name = "periodic"
 
     def __post_init__(self) -> None:
-        _check_count(self.every, "every", "stages")
-        _check_count(self.max_checkpoints, "max_checkpoints", "checkpoints")
+        for name in ("every", "max_checkpoints"):
+            if getattr(self, name) is not None:
+                check_count(getattr(self, name), name)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted.
@@ -147,14 +149,8 @@ def _fastest_fitting(chain: Chain, mem_limit: int, schedules: list[Sequence]) ->
     """Return the fastest schedule within `mem_limit` bytes. Raises InfeasibleError if none fits."""
     results = [simulate(chain, each) for each in schedules]
     fitting = [number for number, result in enumerate(results) if result.peak <= mem_limit]
-    if not fitting:
-        raise _refusal(schedules[0].algorithm, min(result.peak for result in results), mem_limit)
+    check_fits(f"{schedules[0].algorithm} needs", min(result.peak for result in results), mem_limit)
     return schedules[min(fitting, key=lambda number: (results[number].makespan, results[number].peak))]
-
-
-def _refusal(name: str, needed: int, mem_limit: int) -> InfeasibleError:
-    message = f"{name} needs at least {needed} bytes; the limit is {mem_limit}"
-    return InfeasibleError(message, min_bytes=needed, mem_limit=mem_limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +169,7 @@ class GriewankHeterogeneous:
     attached: bool = False
 
     def __post_init__(self) -> None:
-        check_slots(self.slots)
+        check_count(self.slots, "slots")
         if not isinstance(self.attached, bool):
             raise InvalidValueError(
                 f"attached is {self.attached!r}; it has to be True or False", kind="not_a_bool", name="attached"
@@ -189,9 +185,7 @@ class GriewankHeterogeneous:
         Exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least limit.
         """
         program = _Heterogeneous(costs_of(_with_fastest_options(chain)), self.attached)
-        needed = chain.input_bytes + int(program.least[0, -1])
-        if mem_limit < needed:
-            raise _refusal(self.name, needed, mem_limit)
+        check_fits(f"{self.name} needs", chain.input_bytes + int(program.least[0, -1]), mem_limit)
         room = min(mem_limit - chain.input_bytes, int(program.full[0, -1]))
         program.fill(room, self.slots)
         sequence = _input_sequence(chain, program.checkpoints(room), self.name)
@@ -416,13 +410,3 @@ def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name:
         return -checkpoints[i, last] if (i, last) in checkpoints else options[i]
 
     return Sequence(operations_of(len(chain), choose), name)
-
-
-def _check_count(value: object, what: str, thing: str) -> None:
-    """Raise ValueError unless `value` is None or a whole number, at least 1."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise InvalidValueError(
-            f"{what} is {value!r}; it has to be a whole number of {thing}, one or more, or None",
-            kind="not_a_count",
-            name=what,
-        )

@@ -76,11 +76,11 @@ def bytes_of_limit(mem_limit: Any) -> int:
     return int(mem_limit)
 
 
-def check_slots(slots: Any) -> None:
-    """Raise ValueError unless `slots` is a whole number, at least 1."""
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+def check_count(value: Any, name: str) -> None:
+    """Raise ValueError unless `value` is a whole number, at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidValueError(
-            f"slots is {slots!r}; memory has to be divided into at least one slot", kind="not_a_count", name="slots"
+            f"{name} is {value!r}; it has to be a whole number, one or more", kind="not_a_count", name=name
         )
 
 
@@ -100,3 +100,11 @@ class InfeasibleError(DescribedError, ValueError, RuntimeError):
         super().__init__(message, kind=kind, stage=stage, min_bytes=min_bytes, mem_limit=mem_limit)
         self.min_bytes = min_bytes
         self.mem_limit = mem_limit
+
+
+def check_fits(what: str, needed: int, mem_limit: int) -> None:
+    """Raise InfeasibleError if `needed` bytes are more than `mem_limit`; `what` begins the sentence."""
+    if needed > mem_limit:
+        raise InfeasibleError(
+            f"{what} at least {needed} bytes; the limit is {mem_limit}", min_bytes=needed, mem_limit=mem_limit
+        )

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_slots
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_count, check_fits
 from rotor_solver.least_memory import Costs, Floats, costs_of
 from rotor_solver.persistent.recurrence import Persistent
 from rotor_solver.segments import store_all
@@ -65,7 +65,7 @@ class Floating:
     name = "floating"
 
     def __post_init__(self) -> None:
-        check_slots(self.slots)
+        check_count(self.slots, "slots")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the best sequence found within `mem_limit` bytes, a_0 counted; never slower than `Persistent`.
@@ -135,9 +135,7 @@ class _Problem:
         for s, column, last in self._problems():
             self.least[self.start[s, column] + last] = self._least_of(s, column, last)
         needed = int(self.least[self.root])
-        if mem_limit < needed:
-            message = f"the chain needs at least {needed} bytes; the limit is {mem_limit}"
-            raise InfeasibleError(message, min_bytes=needed, mem_limit=mem_limit)
+        check_fits("the chain needs", needed, mem_limit)
 
     def units(self, slots: int) -> Iterator[int]:
         """Yield bytes in a slot, finer and finer, until all sizes are whole numbers of slots."""

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_slots
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.recurrence import (
     BRIEF,
@@ -117,7 +117,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     divided into at least `slots`, which also bounds the number of steps. Raises ValueError if a limit is not a number
     of bytes, or if `slots` < 1.
     """
-    check_slots(slots)
+    check_count(slots, "slots")
     problem, stored = Problem.of(chain), store_all(chain)
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_slots
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count, check_fits
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, recompute_all, store_all
 from rotor_solver.sequence import Loss, Operation, Sequence
@@ -252,10 +252,7 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
 
     Raises ValueError if `forwards` < 1, or if the order is not one of `ORDERS`.
     """
-    if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
-        raise InvalidValueError(
-            f"forwards is {forwards!r}; it has to be a whole number, one at least", kind="not_a_count", name="forwards"
-        )
+    check_count(forwards, "forwards")
     if order not in ORDERS:
         raise InvalidValueError(
             f"the order is {order!r}; it has to be {' or '.join(ORDERS)}", kind="unknown_value", name="order"
@@ -376,14 +373,9 @@ def solve_in_flight(
     a number of bytes, if `forwards` or `slots` < 1, or if the order is unknown.
     """
     limit = bytes_of_limit(mem_limit)
-    check_slots(slots)
+    check_count(slots, "slots")
     least = least_in_flight(chain, forwards, order)
-    if limit < least:
-        raise InfeasibleError(
-            f"{forwards} forwards in flight need at least {least} bytes; the limit is {limit}",
-            min_bytes=least,
-            mem_limit=limit,
-        )
+    check_fits(f"{forwards} forwards in flight need", least, limit)
     stored = store_all(chain)
     whole = Footprint.of(chain, stored)
     if peak_in_any_order([whole] * forwards) <= limit:

@@ -38,7 +38,7 @@ from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
-from rotor_solver.described_error import InfeasibleError, bytes_of_limit
+from rotor_solver.described_error import InfeasibleError, bytes_of_limit, check_fits
 from rotor_solver.memory_timeline import moments
 from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent
 from rotor_solver.sequence import ForwardEnable, Moves, Operation, Sequence
@@ -327,14 +327,9 @@ def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Move
     best = step.timetable(moving)
     if best is None:
         moving = list(trips_of(chain, sequence))
+        check_fits("the sequence, whatever it moves, needs", max(step.bytes_while_away(moving)), limit)
         best = step.timetable(moving)
-        if best is None:
-            least = max(step.bytes_while_away(moving))
-            raise InfeasibleError(
-                f"the sequence needs {least} bytes, whatever it moves; the limit is {limit}",
-                min_bytes=least,
-                mem_limit=limit,
-            )
+        assert best is not None
     return _moves(step.fewest(moving, best), len(sequence))
 
 

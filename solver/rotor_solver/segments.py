@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError
+from rotor_solver.described_error import check_fits
 from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
@@ -105,9 +105,5 @@ class RecomputeAll:
 
 
 def _within(chain: Chain, mem_limit: int, sequence: Sequence, what: str) -> Sequence:
-    peak = simulate(chain, sequence).peak
-    if peak > mem_limit:
-        raise InfeasibleError(
-            f"{what} needs {peak} bytes; the limit is {mem_limit}", min_bytes=peak, mem_limit=mem_limit
-        )
+    check_fits(f"{what} needs", simulate(chain, sequence).peak, mem_limit)
     return sequence

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from rotor_solver.chain import Chain
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt
-from rotor_solver.described_error import InvalidValueError, bytes_of_limit, check_slots
+from rotor_solver.described_error import InvalidValueError, bytes_of_limit, check_count
 from rotor_solver.floating import Floating
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import RecomputeAll, StoreAll
@@ -51,7 +51,7 @@ def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persiste
     take the chain, or if `slots` < 1.
     """
     limit = bytes_of_limit(mem_limit)
-    check_slots(slots)
+    check_count(slots, "slots")
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
             raise InvalidValueError(

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count
+from itertools import count, product
 
-from rotor_solver import Chain
+from rotor_solver import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
 
 class Columns:
@@ -174,3 +174,21 @@ def _backward(chain: Columns, state: State) -> Iterator[tuple[float, int, State]
         # Scratch is counted from all of ā on: what is gone of it already makes no difference.
         full = held + (chain.released[i + 1][True] if (i + 1, True) in state.gone else 0)
         yield chain.backward_time[i], max(full + sizes[i] + chain.backward_temp[i], after.held(chain)), after
+
+
+def all_sequences(chain: Chain) -> Iterator[Sequence]:
+    """Every memory-persistent sequence."""
+    length = len(chain)
+
+    def parts(i: int, last: int) -> Iterator[tuple[Operation, ...]]:
+        if i == length:
+            yield (Loss(),)
+            return
+        for option in range(len(chain.stages[i].options)):
+            for rest in parts(i + 1, last) if i < last else [()]:
+                yield ForwardEnable(i, option), *rest, Backward(i)
+        for j in range(i + 1, last + 1):
+            for right, left in product(parts(j, last), parts(i, j - 1)):
+                yield ForwardCheck(i), *map(ForwardNograd, range(i + 1, j)), *right, *left
+
+    return map(Sequence, parts(0, length))

@@ -180,7 +180,7 @@ def test_few_slots_cost_time_but_neither_memory_nor_the_bound(chain: Chain, slot
     assert makespan <= solved(chain, limit, Persistent(slots))
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(40))
 def test_the_bound_of_coarse_slots_holds_for_long_chains(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_solver.floating._FINER_CHOICES", 0)
     random = np.random.default_rng(seed)
@@ -201,20 +201,6 @@ def test_bytes_that_are_no_whole_slots_stay_within_the_limit(share: float) -> No
     assert solved(chain, limit) <= solved(chain, limit, Persistent())
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("share", [0.1, 0.4])
-def test_the_bound_of_coarse_slots_holds_for_finer_ones(
-    seed: int, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chain = random_chain(6, seed)
-    limit = between(chain, share)
-    fine = solved(chain, limit, Floating(20000))
-    monkeypatch.setattr("rotor_solver.floating._FINER_CHOICES", 0)
-    coarse = Floating(20).solve(chain, limit)
-    assert coarse.lower_bound is not None
-    assert coarse.lower_bound <= fine <= simulate(chain, coarse).makespan * 1.0001
-
-
 def test_more_memory_is_never_slower() -> None:
     for chain in (dropped_early(), only_floating_fits(), unit_chain(5)):
         makespans = [solved(chain, limit) for limit in range(simulate(chain, store_all(chain)).peak + 2)]
@@ -231,30 +217,10 @@ def test_everything_is_stored_where_it_fits(length: int) -> None:
     assert plan.lower_bound == stored.lower_bound
 
 
-@pytest.mark.parametrize("length", [0, 1])
-def test_the_shortest_chains_have_one_plan(length: int) -> None:
-    chain = unit_chain(length)
-    least = simulate(chain, store_all(chain)).peak
-    with raises(InfeasibleError, "limit_too_small", min_bytes=least, mem_limit=least - 1) as caught:
-        Floating().solve(chain, least - 1)
-    assert (caught.value.min_bytes, caught.value.mem_limit) == (least, least - 1)
-
-
-def test_equal_times_are_decided_for_the_persistent_plan() -> None:
-    chain = unit_chain(6)
-    limit = min_bytes(chain) + 1
-    assert Floating().solve(chain, limit) == Persistent().solve(chain, limit)
-
-
 def test_sizes_of_zero_bytes_and_times_of_zero_seconds_have_plans() -> None:
     chain = Chain.from_arrays([0] * 3, [0] * 4, [0] * 4, [0] * 3, [5, 0, 7], [0, 2, 9, 0])
     assert solved(chain, 9) == 0
     assert math.isinf(solved(chain, 8))
-
-
-def test_twelve_stages_in_little_memory_are_valid_and_bounded() -> None:
-    chain = unit_chain(12)
-    assert solved(chain, min_bytes(chain) + 2) == solved(chain, min_bytes(chain) + 2, Persistent())
 
 
 def test_chains_that_are_too_long_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -11,16 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import (
-    Backward,
     Chain,
-    ForwardCheck,
-    ForwardEnable,
-    ForwardNograd,
     InfeasibleError,
-    Loss,
-    Operation,
     Option,
-    Sequence,
     Stage,
     least_in_flight,
     recompute_all,
@@ -30,32 +22,10 @@ from rotor_solver import (
     solve_in_flight,
     store_all,
 )
-from rotor_solver.in_flight import Footprint, apart, nested_chain, peak_in_any_order, peak_in_reverse
+from rotor_solver.in_flight import PEAKS, Footprint, apart, nested_chain, peak_in_any_order, peak_in_reverse
 from tests.fields import raises
+from tests.solver.naive import all_sequences
 from tests.solver.strategies import plain_chains, rich_chains
-
-Parts = tuple[list[Operation], list[Operation]]
-PEAKS = {"any": peak_in_any_order, "reverse": peak_in_reverse}
-
-
-def all_sequences(chain: Chain) -> Iterator[Sequence]:
-    """Every memory-persistent sequence."""
-
-    def run(i: int, stop: int, before_loss: bool) -> Iterator[Parts]:
-        if i == stop:
-            yield [], []
-            return
-        for option in range(len(chain.stages[i].options)):
-            for forward, backward in run(i + 1, stop, before_loss):
-                yield [ForwardEnable(i, option), *forward], [*backward, Backward(i)]
-        for j in range(i + 1, stop + before_loss):
-            region = [ForwardCheck(i), *map(ForwardNograd, range(i + 1, j))]
-            for forward, backward in run(j, stop, before_loss):
-                for again, rest in run(i, j, False):
-                    yield [*region, *forward], [*backward, *again, *rest]
-
-    for forward, backward in run(0, len(chain), True):
-        yield Sequence([*forward, Loss(), *backward])
 
 
 @st.composite

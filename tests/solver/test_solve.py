@@ -117,13 +117,6 @@ def test_known_values_of_uniform_chains(length: int) -> None:
     assert simulate(chain, solve(chain, least)).makespan == length * (length + 1) / 2 - 1 + length + 1
 
 
-def test_the_certificate_says_how_far_the_best_can_be() -> None:
-    chain = unit_chain(30)
-    sequence = solve(chain, 12)
-    assert sequence.lower_bound == pytest.approx(simulate(chain, sequence).makespan)
-    assert sequence.algorithm == "persistent"
-
-
 def test_algorithms_by_name_and_as_objects() -> None:
     chain = unit_chain(6)
     assert solve(chain, 100, "store-all") == solve(chain, 100, StoreAll()) == store_all(chain)
@@ -184,47 +177,6 @@ def test_the_programs_mean_the_same_without_the_compiler() -> None:
 def test_the_solver_never_imports_torch() -> None:
     script = "import sys; from tests.solver.strategies import unit_chain; from rotor_solver import solve; "
     assert run(script + "solve(unit_chain(9), 6); print('torch' in sys.modules)") == "False"
-
-
-SEVERAL_AT_ONCE = """
-from threading import Thread
-from benchmarks.chains import random_chain
-from rotor_solver import min_bytes, solve
-chain = random_chain(60)
-threads = [Thread(target=solve, args=(chain, int(1.5 * min_bytes(chain)))) for _ in range(8)]
-for each in threads:
-    each.start()
-for each in threads:
-    each.join()
-"""
-
-
-def test_short_chains_may_be_solved_in_several_threads_whatever_the_threading_layer() -> None:
-    """The layer that is always there ends the process if two threads use it at once: what is small must not."""
-    environment = {**os.environ, "NUMBA_THREADING_LAYER": "workqueue"}
-    subprocess.run([sys.executable, "-c", SEVERAL_AT_ONCE], env=environment, check=True)
-
-
-ONE_THREAD = """
-import torch
-torch.set_num_threads(1)
-torch.get_num_threads()  # from here on, they are what OpenMP says
-from benchmarks.chains import random_chain
-from rotor_solver import min_bytes, solve
-chain = random_chain({stages})
-solve(chain, int(1.5 * min_bytes(chain)), "{algorithm}")
-print(torch.get_num_threads())
-"""
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "stages"),
-    [("persistent", 20), pytest.param("persistent", 320, marks=pytest.mark.slow)],
-)
-def test_the_number_of_threads_of_torch_is_what_it_was(algorithm: str, stages: int) -> None:
-    code = ONE_THREAD.format(algorithm=algorithm, stages=stages)
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "1\n"
 
 
 SOLVER = Path(rotor_solver.__file__).parent

@@ -29,7 +29,7 @@ from functools import cache, partial
 import numpy as np
 
 from rotor_solver.chain import Chain, Option, Stage
-from rotor_solver.described_error import InfeasibleError, check_slots
+from rotor_solver.described_error import InfeasibleError, check_count, check_fits
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.table import Table
@@ -188,7 +188,7 @@ class Persistent:
     name = "persistent"
 
     def __post_init__(self) -> None:
-        check_slots(self.slots)
+        check_count(self.slots, "slots")
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
@@ -249,10 +249,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
     Raises InfeasibleError if no sequence fits within `mem_limit`.
     """
     problem, room = Problem.of(chain), mem_limit - chain.input_bytes
-    if room < problem.needed:
-        least = chain.input_bytes + problem.needed
-        message = f"the chain needs at least {least} bytes; the limit is {mem_limit}"
-        raise InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
+    check_fits("the chain needs", chain.input_bytes + problem.needed, mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
     if best.sequence is None:  # always fits: a table needs a time to improve on

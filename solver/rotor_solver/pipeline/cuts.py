@@ -31,7 +31,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from rotor_solver.chain import Chain, checked_size
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_slots
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count
 from rotor_solver.least_memory import Floats
 from rotor_solver.pipeline.plan import DividedLimits, Part, PipelinePlan, part_of
 from rotor_solver.pipeline.schedules import Schedule
@@ -263,7 +263,7 @@ def plan_pipeline(
     """
     virtual_stages = virtual_stages or (2 if schedule == "interleaved" else 1)
     order = Schedule(schedule, ranks, microbatches, virtual_stages)
-    check_slots(slots)
+    check_count(slots, "slots")
     points = cut_points(chain, boundaries)
     if len(points) <= order.parts:
         places = "" if len(points) > len(chain) else f", which can be cut at {len(points) - 2} places,"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InvalidValueError
+from rotor_solver.described_error import InvalidValueError, check_count
 
 Kind = Literal["F", "B", "I", "W"]
 """Forward, the whole backward, the backward for the inputs only, and the one for the weights: torch's letters."""
@@ -62,11 +62,7 @@ class Schedule:
                 name="schedule",
             )
         for field in ("ranks", "microbatches", "virtual_stages"):
-            number = getattr(self, field)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise InvalidValueError(
-                    f"{field} is {number!r}; it has to be a whole number, one or more", kind="not_a_count", name=field
-                )
+            check_count(getattr(self, field), field)
         if self.name != "interleaved" and self.virtual_stages > 1:
             raise InvalidValueError(
                 f"{self.name} has one part of the chain on each rank; virtual_stages is {self.virtual_stages}. "

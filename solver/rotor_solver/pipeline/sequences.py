@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError
+from rotor_solver.described_error import check_fits
 from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, store_all
@@ -228,9 +228,7 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
     if count == 1:
         return Persistent().solve(chain, mem_limit)
     least, fallback = least_in_flight(chain, count)
-    if mem_limit < least:
-        message = f"{count} microbatches in flight need at least {least} bytes; the limit is {mem_limit}"
-        raise InfeasibleError(message, min_bytes=least, mem_limit=mem_limit)
+    check_fits(f"{count} microbatches in flight need", least, mem_limit)
     assert stored.lower_bound is not None
     costs = costs_of(chain)
     unit, exact = _unit(costs, mem_limit, count, slots)

@@ -13,17 +13,15 @@ from hypothesis import strategies as st
 from rotor_solver import (
     Backward,
     Chain,
-    ForwardCheck,
     ForwardEnable,
-    ForwardNograd,
     Loss,
-    Operation,
     Option,
     Sequence,
     Stage,
     moments,
 )
 from rotor_solver.moving import Link
+from tests.solver.naive import all_sequences
 from tests.solver.strategies import SCRATCH, SIZES, TIMES, rich_chains
 
 RATES = st.sampled_from((0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 64.0))
@@ -65,24 +63,6 @@ def tiny_chains(draw: st.DrawFn, max_stages: int = 3) -> Chain:
 
 Trip = tuple[int, int, int]
 """Where bytes are made, where they are read, and how many they are."""
-
-
-def all_sequences(chain: Chain) -> Iterator[Sequence]:
-    """Every memory-persistent sequence."""
-    length = len(chain)
-
-    def parts(i: int, last: int) -> Iterator[tuple[Operation, ...]]:
-        if i == length:
-            yield (Loss(),)
-            return
-        for option in range(len(chain.stages[i].options)):
-            for rest in parts(i + 1, last) if i < last else [()]:
-                yield ForwardEnable(i, option), *rest, Backward(i)
-        for j in range(i + 1, last + 1):
-            for right, left in product(parts(j, last), parts(i, j - 1)):
-                yield ForwardCheck(i), *map(ForwardNograd, range(i + 1, j)), *right, *left
-
-    return map(Sequence, parts(0, length))
 
 
 def exhaustive_moving_optimum(chain: Chain, limit: int, link: Link) -> float:

@@ -7,41 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations, pairwise
 
-from rotor_solver import (
-    Backward,
-    Chain,
-    ForwardCheck,
-    ForwardEnable,
-    ForwardNograd,
-    Loss,
-    Operation,
-    Sequence,
-    Stage,
-    simulate,
-)
-
-
-def all_sequences(chain: Chain) -> Iterator[Sequence]:
-    """Every memory-persistent sequence."""
-    length = len(chain)
-
-    def runs(i: int, last: int) -> Iterator[list[Operation]]:
-        if i > last:
-            yield []
-            return
-        if i == length:
-            yield [Loss()]
-            return
-        for option in range(len(chain.stages[i].options)):
-            for rest in runs(i + 1, last):
-                yield [ForwardEnable(i, option), *rest, Backward(i)]
-        for j in range(i + 1, last + 1):
-            for right in runs(j, last):
-                for left in runs(i, j - 1):
-                    yield [ForwardCheck(i), *map(ForwardNograd, range(i + 1, j)), *right, *left]
-
-    for operations in runs(0, length):
-        yield Sequence(operations)
+from rotor_solver import Chain, Loss, Stage, simulate
+from tests.solver.naive import all_sequences
 
 
 @cache
