@@ -1,4 +1,4 @@
-"""Kernels for the recurrence of `sequences.optimum`, for all numbers of slots at once.
+"""Kernels for the recurrence of `sequences`, for all numbers of slots at once.
 
 Slot m stands for m · unit + offset bytes; the offset is the remainder of the limit beyond whole slots. `taken` ([2,
 options]) and `activation` ([L+1]), the memory that operations leave, are in slots. If they were rounded up, a sequence
