@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,7 +41,7 @@ from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
 from rotor_solver.described_error import InfeasibleError, bytes_of_limit, check_fits
 from rotor_solver.memory_timeline import moments
 from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent
-from rotor_solver.sequence import ForwardEnable, Moves, Operation, Sequence
+from rotor_solver.sequence import ForwardEnable, Moves, Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.transfers import (
     Link,
@@ -274,32 +274,30 @@ def _price_between(known: list[tuple[int, float]], moved: float, tried: list[flo
 
 def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
     """Let every forward of `sequence` before the loss move all that it could move at no extra cost."""
-    loss = loss_position(sequence)
-
-    def moving(position: int, operation: Operation) -> Operation:
-        if position > loss or not isinstance(operation, ForwardEnable):
-            return operation
-        options = chain.stages[operation.stage].options
-        own = options[operation.option]
+    operations, loss = list(sequence), loss_position(sequence)
+    for position, operation, options, own in _enabled(chain, sequence):
         alike = [k for k, each in enumerate(options) if each.moved > own.moved and _no_worse(each, own)]
-        return ForwardEnable(operation.stage, max(alike, key=lambda k: options[k].moved, default=operation.option))
-
-    return Sequence(map(moving, range(len(sequence)), sequence))
+        if position < loss and alike:
+            operations[position] = replace(operation, option=max(alike, key=lambda k: options[k].moved))
+    return Sequence(operations)
 
 
 def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequence:
     """Replace moving options of `sequence` where nothing is moved, if the others cost no more and keep no more."""
-    moving, loss = moves.stages, loss_position(sequence)
+    operations, moving, loss = list(sequence), moves.stages, loss_position(sequence)
+    for position, operation, options, own in _enabled(chain, sequence):
+        alike = [k for k, each in enumerate(options) if own.moved and not each.moved and _no_worse(each, own)]
+        if alike and not (position < loss and operation.stage in moving):
+            operations[position] = replace(operation, option=alike[0])
+    return Sequence(operations)
 
-    def settled(position: int, operation: Operation) -> Operation:
-        if not isinstance(operation, ForwardEnable) or (position < loss and operation.stage in moving):
-            return operation
-        options = chain.stages[operation.stage].options
-        idle = options[operation.option]
-        alike = (k for k, each in enumerate(options) if idle.moved and not each.moved and _no_worse(each, idle))
-        return ForwardEnable(operation.stage, next(alike, operation.option))
 
-    return Sequence(map(settled, range(len(sequence)), sequence))
+def _enabled(chain: Chain, sequence: Sequence) -> Iterator[tuple[int, ForwardEnable, tuple[Option, ...], Option]]:
+    """Yield the forwards with a graph by their position, the options of their stages, and their own."""
+    for position, operation in enumerate(sequence):
+        if isinstance(operation, ForwardEnable):
+            options = chain.stages[operation.stage].options
+            yield position, operation, options, options[operation.option]
 
 
 def _no_worse(one: Option, other: Option) -> bool:

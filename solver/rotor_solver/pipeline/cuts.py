@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -148,7 +148,7 @@ class PartCosts:
         self._shared = divided.schedule.virtual_stages > 1
         self._solved: dict[_Key, Sequence | None] = {}
         self._guessed: dict[_Key, float] = {}
-        self._parts: dict[tuple[int, int, int], Part] = {}
+        self._stored = cache(partial(divided.part, chain))
 
     def seconds(self, number: int, begin: int, end: int) -> float:
         """Seconds of a microbatch by the fastest sequence; infinite if none fits."""
@@ -202,12 +202,6 @@ class PartCosts:
         part = replace(self._stored(number, begin, end), sequence=sequence)
         assert part.peak_bytes <= self.divided.share(number) + self.divided.room(number)
         return part
-
-    def _stored(self, number: int, begin: int, end: int) -> Part:
-        key = number, begin, end
-        if key not in self._parts:
-            self._parts[key] = self.divided.part(self.chain, number, begin, end)
-        return self._parts[key]
 
     def _key(self, number: int, begin: int, end: int) -> _Key:
         part = self._stored(number, begin, end)

@@ -237,11 +237,6 @@ def part_of(chain: Chain, begin: int, end: int) -> Chain:
     )
 
 
-def left_bytes(part: Chain) -> int:
-    """Bytes that the backwards of a part leave for good; in memory from the beginning of the second microbatch on."""
-    return sum(part.gradient)
-
-
 def with_weights_put_off(part: Chain) -> Chain:
     """Return the part with backwards for the inputs only; the data for the weights' backwards stays in memory.
 
@@ -282,19 +277,17 @@ class DividedLimits:
 
     def share(self, number: int, more: int = 0) -> int:
         """Bytes for a part in addition to that room: the limit of its rank, or its share of it."""
-        average = sum(self.fixed) // self.schedule.parts
-        free = self._free(number, more)
-        ours = (free - self.room(number, more)) * self.flying[number].forwards // self._together(number)
-        return average + ours if self.schedule.virtual_stages > 1 else self.limits[number] + more
+        schedule = self.schedule
+        if schedule.virtual_stages == 1:
+            return self.limits[number] + more
+        same_rank = range(schedule.rank_of(number), schedule.parts, schedule.ranks)
+        together = sum(self.flying[each].forwards for each in same_rank)
+        free = self._free(number, more) - self.room(number, more)
+        return sum(self.fixed) // schedule.parts + free * self.flying[number].forwards // together
 
     def _free(self, number: int, more: int) -> int:
         average = sum(self.fixed) // self.schedule.parts
         return self.limits[self.schedule.rank_of(number)] + more - average * self.schedule.virtual_stages
-
-    def _together(self, number: int) -> int:
-        """Microbatches in flight of all parts on this part's rank."""
-        others = range(self.schedule.rank_of(number), self.schedule.parts, self.schedule.ranks)
-        return sum(self.flying[each].forwards for each in others)
 
     def part(self, chain: Chain, number: int, begin: int, end: int, sequence: Sequence | None = None) -> Part:
         """Build part `number`, with all memory outside its microbatches; stored whole unless `sequence` is given."""
@@ -309,6 +302,6 @@ class DividedLimits:
             sequence=store_all(part) if sequence is None else sequence,
             fixed_bytes=sum(self.fixed[begin:end])
             + (buffer_bytes(part, number, self.schedule, flying) if self.buffers else 0),
-            left_bytes=left_bytes(part) if self.schedule.microbatches > 1 else 0,
-            waiting_bytes=left_bytes(planned) if flying.split else 0,
+            left_bytes=sum(part.gradient) if self.schedule.microbatches > 1 else 0,
+            waiting_bytes=sum(planned.gradient) if flying.split else 0,
         )
