@@ -133,16 +133,6 @@ def test_the_notation_of_the_field() -> None:
     assert str(Sequence(operations)) == "Fe_0, CF_1, Fn_2, Fe_3^1, L, B_3"
 
 
-def test_it_is_a_sequence() -> None:
-    sequence = Sequence.parse("Fe_0, L, B_0")
-    assert len(sequence) == 3
-    assert list(sequence) == [sequence[0], sequence[1], sequence[2]]
-    assert sequence[-1] == Backward(0)
-    assert sequence[:2] == (ForwardEnable(0), Loss())
-    assert Loss() in sequence
-    assert sequence.index(Loss()) == 1
-
-
 def test_what_found_it_does_not_matter_for_equality() -> None:
     assert Sequence([Loss()], "persistent", 3.0) == Sequence([Loss()])
     assert Sequence([Loss()]) != Sequence([])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.published import arrays, published_plan, tables
+from benchmarks.published import published_plan
 from rotor_solver import Chain, InfeasibleError, Sequence, min_bytes, recompute_all, simulate, solve, store_all
 from rotor_solver.persistent import recurrence
 from rotor_solver.persistent.layout import Problem
@@ -22,7 +21,7 @@ from rotor_solver.persistent.table import Table
 from rotor_solver.segments import even_segments
 from tests.solver.long_chains import limit_between, random_chain, repeated_chain
 from tests.solver.naive import exhaustive_optimum, naive_optimum
-from tests.solver.strategies import SCRATCH, SIZES, TIMES, plain_chains, rich_chains, unit_chain
+from tests.solver.strategies import plain_chains, rich_chains
 
 
 @settings(max_examples=60, deadline=None)
@@ -34,11 +33,6 @@ def test_the_plain_recurrence_is_what_solve_attains(chain: Chain, data: st.DataO
     assert best == pytest.approx(naive_optimum(chain, limit))
     assert simulate(chain, solve(chain, limit)).makespan == pytest.approx(best)
     assert optimum(chain, least - 1) == math.inf
-
-
-def test_ten_stages_in_six_bytes() -> None:
-    chain = unit_chain(10)
-    assert optimum(chain, 6) == simulate(chain, solve(chain, 6)).makespan
 
 
 def solved(chain: Chain, limit: int) -> float:
@@ -115,62 +109,6 @@ ENTRIES = json.loads((Path(__file__).resolve().parents[2] / "data" / "chains.jso
 SMALL = [entry for entry in ENTRIES if len(entry["forward_time"]) <= 12]
 
 
-@st.composite
-def classical_chains(draw: st.DrawFn, max_stages: int = 6) -> Chain:
-    length = draw(st.integers(0, max_stages))
-
-    def several(values: st.SearchStrategy[Any], extra: int = 0) -> list[Any]:
-        return draw(st.lists(values, min_size=length + extra, max_size=length + extra))
-
-    return Chain.from_arrays(
-        several(TIMES), several(TIMES, 1), several(SIZES, 1), several(SIZES), several(SCRATCH), several(SCRATCH, 1)
-    )
-
-
-def recursion(chain: Chain, unit: int, slots: int) -> np.ndarray:
-    """The recurrence once more, as a memoised recursion: Opt by (m, i, l), infinite for i > l."""
-    length = len(chain)
-
-    def slots_of(sizes: tuple[int, ...]) -> list[int]:
-        return [math.ceil(size / unit) for size in (*sizes, 0)]
-
-    size, saved = slots_of(chain.activation), slots_of(chain.saved)
-    forward_temp, backward_temp = slots_of(chain.forward_temp), slots_of(chain.backward_temp)
-    forward = (*chain.forward_time, 0.0)
-
-    @cache
-    def best(i: int, last: int, m: int) -> float:
-        if m < 0:
-            return math.inf
-        if i == last:
-            needs = (
-                size[i + 1] + saved[i] + forward_temp[i],
-                size[i] + size[i + 1] + saved[i] + backward_temp[i],
-            )
-            return forward[i] + chain.backward_time[i] if m >= max(needs) else math.inf
-        for k in range(i, last):
-            if m < size[last + 1] + (size[k] if k > i else 0) + size[k + 1] + forward_temp[k]:
-                return math.inf
-        return min(
-            best(i, i, m) + best(i + 1, last, m - saved[i]),
-            *(sum(forward[i:j]) + best(j, last, m - size[j]) + best(i, j - 1, m) for j in range(i + 1, last + 1)),
-        )
-
-    table = np.full((slots + 1, length + 1, length + 1), np.inf)
-    for m, i, last in np.ndindex(table.shape):
-        if i <= last:
-            table[m, i, last] = best(i, last, m)
-    return table
-
-
-@settings(max_examples=40, deadline=None)
-@given(classical_chains(), st.integers(1, 3), st.integers(0, 40))
-def test_the_loop_fills_the_table_of_its_recurrence(chain: Chain, unit: int, slots: int) -> None:
-    times, _ = tables(slots, *arrays(chain, unit))
-    upper = np.triu(np.ones(times.shape[1:], bool))
-    assert np.array_equal(times[:, upper], recursion(chain, unit, slots)[:, upper])
-
-
 @pytest.mark.parametrize("entry", SMALL, ids=range(len(SMALL)))
 def test_plans_are_as_fast_as_those_of_rotor(entry: dict[str, Any]) -> None:
     names = ("forward_time", "backward_time", "activation", "forward_temp", "backward_temp")
@@ -202,8 +140,8 @@ def test_published_conditions_are_too_strict_and_refuse_what_fits() -> None:
     assert published_plan(chain, 19) is not None
 
 
-@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.3, 0.6, 0.9])
-@pytest.mark.parametrize("length", [30, 90, 150])
+@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.6])
+@pytest.mark.parametrize("length", [30, 150])
 def test_the_certified_gap_is_below_half_a_percent(length: int, fraction: float) -> None:
     chain = random_chain(length)
     limit = limit_between(chain, fraction)
@@ -215,8 +153,8 @@ def test_the_certified_gap_is_below_half_a_percent(length: int, fraction: float)
 
 
 @pytest.mark.parametrize("gradient", [0, 10**7])
-@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.7])
-@pytest.mark.parametrize("period", [1, 2, 5])
+@pytest.mark.parametrize("fraction", [0.02, 0.5])
+@pytest.mark.parametrize("period", [1, 3])
 def test_shared_rows_change_no_number(period: int, fraction: float, gradient: int) -> None:
     """The same table, with rows shared and with every row computed. Gradients make the later stages different."""
     plain = repeated_chain(100, period)

@@ -144,8 +144,8 @@ def tables(chain: Chain, fraction: float, slots: int, finer: int, above: float) 
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("fraction", [0.02, 0.1, 0.3, 0.7])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.7])
+@pytest.mark.parametrize("seed", range(2))
 def test_the_bound_inside_the_windows_is_as_good_and_holds(seed: int, fraction: float, whole: bool) -> None:
     _, inside, everything, good = tables(rich_chain(18 + seed, seed, whole=whole), fraction, 60, 4, 1.0)
     assert everything.lower_bound(inside.room) <= inside.lower_bound(inside.room) * (1 + 1e-9)
@@ -155,8 +155,8 @@ def test_the_bound_inside_the_windows_is_as_good_and_holds(seed: int, fraction: 
 
 @pytest.mark.parametrize("slots", [3, 10, 40])
 @pytest.mark.parametrize("above", [1.0, 1.2])
-@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.2, 0.5])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("seed", range(3))
 def test_where_slots_are_exact_the_optimum_is_inside(seed: int, fraction: float, above: float, slots: int) -> None:
     chain = rich_chain(12 + seed, seed, whole=True)
     coarse, inside, everything, good = tables(chain, fraction, slots, 10**6, above)
@@ -171,7 +171,7 @@ def test_where_slots_are_exact_the_optimum_is_inside(seed: int, fraction: float,
 @pytest.mark.parametrize("above", [1.0, 1.3])
 @pytest.mark.parametrize("slots", [10, 10**6])
 @pytest.mark.parametrize("spacing", SPACINGS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_optimum_lies_inside_their_windows(seed: int, spacing: Spacing, slots: int, above: float) -> None:
     chain = rich_chain(24 + seed, seed, whole=True)
     problem, room = Problem.of(chain), limit_between(chain, [0.0, 0.03, 0.1, 0.3][seed % 4]) - chain.input_bytes

@@ -14,7 +14,7 @@ from rotor_solver import plan_pipeline
 from rotor_solver.pipeline import equal_cuts
 from rotor_solver.pipeline.cuts import best_cuts
 from tests.solver.pipeline.naive import all_cuts
-from tests.solver.pipeline.test_plan import EXACT, uniform
+from tests.solver.pipeline.test_plan import uniform
 
 
 @settings(deadline=None, max_examples=100)
@@ -72,13 +72,13 @@ def test_the_policies_run_what_they_say() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_plan_is_never_slower_than_a_policy_that_fits(schedule: str) -> None:
-    chain = uniform(18)
-    for limit in (150, 200, 300, 500, 1000):
-        plan = plan_pipeline(chain, 3, limit, 6, schedule, slots=EXACT)
+    chain = uniform(12)
+    for limit in (150, 300, 1000):
+        plan = plan_pipeline(chain, 3, limit, 6, schedule, slots=100)
         others = equal_cuts(chain, plan)
         assert [each.plan.slowest_seconds for each in others] == sorted(each.plan.slowest_seconds for each in others)
         for other in others:
-            assert other.plan.cuts == (6, 12)
+            assert other.plan.cuts == (4, 8)
             if other.fits:
                 assert plan.slowest_seconds <= other.plan.slowest_seconds
 

@@ -164,7 +164,7 @@ def test_gradients_that_the_first_microbatch_leaves_are_there_from_then_on() -> 
     assert (alone.left_bytes, several.left_bytes) == (0, 200)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(plain_chains(max_stages=6), st.floats(0.3, 1.5))
 def test_where_a_rank_has_several_parts_the_slowest_part_is_as_fast_as_its_share_allows(
     chain: Chain, share: float
