@@ -1,7 +1,7 @@
 """Plans for several forwards in flight: one sequence for all in any order, and different ones in reverse.
 
-    python benchmarks/in_flight.py            # prints the table of docs/benchmarks.md; two to three minutes
-    python benchmarks/in_flight.py --write    # writes benchmarks/results and docs/benchmarks.md, too
+    python benchmarks/in_flight.py            # prints a table; two to three minutes
+    python benchmarks/in_flight.py --write    # writes benchmarks/results
 
 Chains are random. Times are those of all forwards together, as a share more than storing everything takes.
 """

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -60,8 +62,17 @@ def model_file(tmp_path: Path) -> Callable[..., str]:
 @pytest.fixture
 def plan() -> Callable[..., Result]:
     """Run the command in this process."""
+    return invoke
 
-    def run(*arguments: object) -> Result:
-        return invoke(*arguments)
+
+@pytest.fixture
+def report() -> Callable[..., dict[str, Any]]:
+    """Run the command, which has to succeed, and return its JSON."""
+
+    def run(*arguments: object) -> dict[str, Any]:
+        result = invoke(*arguments, "--json", "-")
+        assert result.exit_code == 0, result.output
+        found: dict[str, Any] = json.loads(result.stdout)
+        return found
 
     return run

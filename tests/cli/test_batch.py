@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from rotor_cli.charts import CHOSEN, PLANNED, STORED, batch_chart
 from rotor_py.report.batch_choice import BatchChoice, BatchPoint
 from tests.cli.conftest import SMALL
@@ -27,26 +25,17 @@ sample = torch.randn(8, 4), torch.randn(3, 4)
 """
 
 
-def json_of(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def test_max_is_the_batch_of_which_one_more_finds_no_plan(plan, model_file):
-    file = model_file()
-    report = json_of(plan(file, "--mem-limit", "2.6MB", "--batch", "max", "--json", "-"))
-    batch = report["batch"]["batch"]
-    assert report["batch"]["largest"] == batch
-    assert report["batch"]["beyond"]["batch"] == batch + 1
-    assert report["batch"]["beyond"]["needed_bytes"] > 2_600_000
-    assert report["plan"]["peak_bytes"] <= 2_600_000
-    assert report["batch"]["measured_peak_bytes"] <= 2_600_000
-    alone = json_of(plan(file, "--mem-limit", "2.6MB", "--batch", batch, "--json", "-"))
-    assert alone["min_bytes"] == report["min_bytes"]
-    assert plan(file, "--mem-limit", "2.6MB", "--batch", batch + 1).exit_code == 3
-    stored = report["batch"]["largest_stored"]
-    assert json_of(plan(file, "--mem-limit", "2.6MB", "--batch", stored, "--json", "-"))["plan"]["overhead"] == 1
-    more = json_of(plan(file, "--mem-limit", "2.6MB", "--batch", stored + 1, "--json", "-"))
+def test_max_is_the_batch_of_which_one_more_finds_no_plan(plan, report, model_file):
+    options = (model_file(), "--mem-limit", "2.6MB", "--batch")
+    whole = report(*options, "max")
+    found = whole["batch"]
+    assert found["largest"] == found["batch"] == found["beyond"]["batch"] - 1
+    assert found["beyond"]["needed_bytes"] > 2_600_000
+    assert max(whole["plan"]["peak_bytes"], found["measured_peak_bytes"]) <= 2_600_000
+    assert report(*options, found["batch"])["min_bytes"] == whole["min_bytes"]
+    assert plan(*options, found["batch"] + 1).exit_code == 3
+    stored, more = (report(*options, found["largest_stored"] + each) for each in (0, 1))
+    assert stored["plan"]["overhead"] == 1
     assert more["store_all"]["peak_bytes"] > 2_600_000
 
 
@@ -71,51 +60,30 @@ def test_best_is_a_multiple_has_a_plan_a_chart_and_a_picture(plan, model_file, t
         assert measured[str(found["batch"])] == max(measured.values())
 
 
-def test_accumulation_keeps_the_effective_batch(plan, model_file):
-    arguments = ("--mem-limit", "2.6MB", "--batch", "max", "--grad-accumulation", 60)
-    found = json_of(plan(model_file(), *arguments, "--json", "-"))["batch"]
-    assert found["batch"] * found["accumulation_steps"] == found["effective_batch"] == 60
+def test_accumulation_keeps_the_effective_batch(plan, model_file, tmp_path):
+    arguments = ("--mem-limit", "2.6MB", "--batch", "max", "--grad-accumulation", 60, "--json", tmp_path / "plan.json")
     text = " ".join(plan(model_file(), *arguments).stdout.split())
+    found = json.loads((tmp_path / "plan.json").read_text())["batch"]
+    assert found["batch"] * found["accumulation_steps"] == found["effective_batch"] == 60
     assert f"Step the optimizer after {found['accumulation_steps']} batches of {found['batch']}: 60 samples." in text
     assert f"optimizer.step() after every {found['accumulation_steps']}" in text
 
 
-@pytest.mark.parametrize(
-    "arguments", [(), ("--input", "4,3,32,32")], ids=["the sample of the file", "an input from the command line"]
-)
-def test_a_sample_that_is_a_tensor_is_scaled_along_its_first_dimension(plan, model_file, arguments):
-    text = SMALL.replace("def sample(batch):\n    return torch.randn(batch,", "sample = (torch.randn(4,") + ""
-    text = text.replace("3, 32, 32)\n\ndef loss", "3, 32, 32),)\n\ndef loss")
-    found = json_of(plan(model_file(text), "--mem-limit", "2.6MB", "--batch", "max", *arguments, "--json", "-"))
-    expected = json_of(plan(model_file(), "--mem-limit", "2.6MB", "--batch", "max", "--json", "-"))
-    assert found["batch"]["batch"] == expected["batch"]["batch"]
+def test_a_tensor_of_the_file_or_of_the_command_line_is_scaled_along_its_first_dimension(report, model_file):
+    sample = SMALL.replace(
+        "def sample(batch):\n    return torch.randn(batch, 3, 32, 32)", "sample = torch.randn(4, 3, 32, 32)"
+    )
+    options = ("--mem-limit", "2.6MB", "--batch", "max")
+    expected, *others = (
+        report(model_file(text), *options, *more)["batch"]["batch"]
+        for text, more in ((SMALL, ()), (sample, ()), (SMALL, ("--input", "4,3,32,32")))
+    )
+    assert others == [expected, expected]
 
 
 def test_inputs_without_a_dimension_in_common_are_refused(plan, model_file):
     result = plan(model_file(TWO_INPUTS), "--mem-limit", "1MB", "--batch", "max")
     ends(result, 2, "no_batch_dimension")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kind", "name"),
-    [
-        (("--batch", "big"), "bad_value", "--batch"),
-        (("--batch", "8", "--batch-multiple", "2"), "needs_option", "--batch-multiple"),
-        (("--grad-accumulation", "64"), "needs_option", "--grad-accumulation"),
-        (("--batch", "max", "--max-overhead", "10%"), "excluded_together", "--max-overhead"),
-        (("--batch", "max", "--compile"), "excluded_together", "--compile"),
-        (("--batch", "max", "--fresh-grads", "--grad-accumulation", "64"), "excluded_together", "--fresh-grads"),
-        (
-            ("--batch", "max", "--batch-multiple", "8", "--grad-accumulation", "20"),
-            "not_divisible",
-            "--grad-accumulation",
-        ),
-        (("--batch", "max", "--pipeline", "2"), "excluded_together", "--batch max"),
-    ],
-)
-def test_wrong_use_is_told_in_a_sentence(plan, model_file, arguments, kind, name):
-    result = plan(model_file(), *arguments)
-    ends(result, 2, kind, name=name)
 
 
 def test_a_limit_that_no_batch_fits_ends_with_what_the_least_needs(plan, model_file):

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 from rotor_py import Checkpointable
-from tests.fields import ends
 
 WIDE = """
 import time
@@ -31,16 +30,11 @@ def loss(output):
 """
 
 
-def found(result):
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, model_file, tmp_path):
+def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, report, model_file, tmp_path):
     file, path = model_file(WIDE), tmp_path / "report.json"
-    exact = found(plan(file, "--mem-limit", "1GB", "--json", "-"))
+    exact = report(file, "--mem-limit", "1GB")
     limit = (exact["min_bytes"] + 2 * exact["store_all"]["peak_bytes"]) // 3
-    without = found(plan(file, "--mem-limit", limit, "--json", "-"))
+    without = report(file, "--mem-limit", limit)
     assert "^" not in without["plan"]["sequence"]  # nothing inexact without the word
     result = plan(file, "--mem-limit", limit, "--keep", "bf16", "--verify", "--json", path)
     said = " ".join(result.stdout.split())
@@ -49,16 +43,16 @@ def test_fewer_bits_need_less_and_are_told_of_wherever_they_are_chosen(plan, mod
     assert "stored in bf16" in said
     assert "with what is kept in bf16, gradients differ by " in said
     assert 'keep="bf16"' in said
-    report = json.loads(path.read_text())
-    assert set(report["plan"]["fewer_bits"].values()) == {"bf16"}
-    assert 0 < report["verify"]["gradient_error"] < 0.01
-    assert report["verify"]["measured_peak_bytes"] <= limit
+    found = json.loads(path.read_text())
+    assert set(found["plan"]["fewer_bits"].values()) == {"bf16"}
+    assert 0 < found["verify"]["gradient_error"] < 0.01
+    assert found["verify"]["measured_peak_bytes"] <= limit
 
 
-def test_what_is_said_of_a_saved_plan_loads_it(plan, model_file, tmp_path, monkeypatch):
+def test_what_is_said_of_a_saved_plan_loads_it(plan, report, model_file, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     file = model_file(WIDE + "def optimizer(parameters): return torch.optim.SGD(parameters, 0.1)")
-    exact = found(plan(file, "--mem-limit", "1GB", "--json", "-"))
+    exact = report(file, "--mem-limit", "1GB")
     limit = (exact["min_bytes"] + 2 * exact["store_all"]["peak_bytes"]) // 3
     saved = tmp_path / "plan.json"
     options = ("--keep", "bf16", "--step-in-backward", "--save", saved)
@@ -97,8 +91,3 @@ def test_another_word_than_those_of_keep_is_answered_with_these(plan, model_file
     result = plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "fp4")
     assert result.exit_code == 2
     assert "'bf16', 'fp8', 'int8'" in result.stderr
-
-
-def test_keep_is_for_one_process(plan, model_file):
-    result = plan(model_file(WIDE), "--mem-limit", "1GB", "--keep", "bf16", "--pipeline", 2)
-    ends(result, 2, "excluded_together", name="--keep")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
-from rotor_cli.main import main
 from rotor_py import Checkpointable, least_limit, sweep
 from rotor_py.measure.rounds import StageTimes
 from tests.cli.conftest import SMALL
-
-BATCH = torch.randn(4, 8)
 
 SCRIPT = """
 import torch
@@ -44,45 +39,35 @@ def layers() -> nn.Sequential:
 
 
 @pytest.fixture
-def closely(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether close times were wanted, each time that stages were measured."""
-    found: list[bool] = []
+def closely(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], set[bool]]:
+    """Whether close times are measured while a function runs."""
+    found: set[bool] = set()
     begin = StageTimes.__init__
 
     def noting(times: StageTimes, *, closely: bool = False) -> None:
-        found.append(closely)
+        found.add(closely)
         begin(times, closely=closely)
 
+    def during(run: Callable[[], object]) -> set[bool]:
+        found.clear()
+        run()
+        return {*found}
+
     monkeypatch.setattr(StageTimes, "__init__", noting)
-    return found
+    return during
 
 
 @pytest.mark.parametrize("make", [layers, Captured])
-def test_a_limit_that_is_read_off_the_curve_needs_close_times(
-    make: Callable[[], nn.Module], closely: list[bool]
-) -> None:
-    least_limit(make(), BATCH, max_overhead=0.1, loss=torch.sum)
-    assert {*closely} == {True}
-    closely.clear()
-    sweep(make(), BATCH, loss=torch.sum)
-    least_limit(make(), BATCH, loss=torch.sum)
-    assert {*closely} == {False}
-
-
-@pytest.mark.parametrize("make", [layers, Captured])
-def test_a_limit_that_is_given_does_not(make: Callable[[], nn.Module], closely: list[bool]) -> None:
-    Checkpointable(make(), mem_limit="1MB", loss=torch.sum)(BATCH).sum().backward()
-    assert {*closely} == {False}
+def test_only_a_limit_that_is_read_off_the_curve_needs_close_times(make, closely) -> None:
+    batch = torch.randn(4, 8)
+    assert closely(lambda: least_limit(make(), batch, max_overhead=0.1, loss=torch.sum)) == {True}
+    assert closely(lambda: sweep(make(), batch, loss=torch.sum)) == {False}
+    assert closely(lambda: least_limit(make(), batch, loss=torch.sum)) == {False}
+    assert closely(lambda: Checkpointable(make(), mem_limit="1MB", loss=torch.sum)(batch)) == {False}
 
 
 @pytest.mark.parametrize("text", [SMALL, SCRIPT])
-def test_so_does_the_command(text: str, model_file: Callable[..., str], closely: list[bool]) -> None:
-    def run(*arguments: Any) -> None:
-        closely.clear()
-        result = CliRunner().invoke(main, [model_file(text), "--quiet", "--no-cache", *arguments])
-        assert result.exit_code == 0, result.output
-
-    run("--max-overhead", "50%")
-    assert {*closely} == {True}
-    run("--mem-limit", "1GB")
-    assert {*closely} == {False}
+def test_the_command_measures_closely_for_an_overhead_only(text, model_file, report, closely) -> None:
+    options = (model_file(text), "--quiet", "--no-cache")
+    for more, expected in ((("--max-overhead", "50%"), True), (("--mem-limit", "1GB"), False)):
+        assert closely(lambda more=more: report(*options, *more)) == {expected}

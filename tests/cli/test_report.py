@@ -15,6 +15,10 @@ from rotor_py import Checkpointable, parse_bytes
 from rotor_py.report.terminal import folded
 from rotor_py.units import format_seconds
 from rotor_solver import Sequence
+from tests.cli.conftest import SMALL
+from tests.fields import invoke
+
+STEPPING, INPUT = "step-in-backward", ("--input", "16,3,32,32")
 
 
 def between(report: dict, share: float = 0.5) -> int:
@@ -22,89 +26,59 @@ def between(report: dict, share: float = 0.5) -> int:
     return int(least + share * (most - least))
 
 
-@pytest.fixture
-def loose(plan, model_file) -> dict:
+@pytest.fixture(scope="module")
+def loose(tmp_path_factory) -> dict:
     """The report for a limit that holds everything."""
-    return json.loads(plan(model_file(), "--mem-limit", "1GB", "--json", "-").stdout)
+    file = tmp_path_factory.mktemp("loose") / "net.py"
+    file.write_text(SMALL)
+    return json.loads(invoke(file, "--mem-limit", "1GB", "--json", "-").stdout)
 
 
 def test_json_has_every_key_of_the_schema(loose):
-    assert loose["schema"] == 1
-    assert loose["device"] == "cpu"
-    assert loose["mem_limit"] == 10**9
-    assert set(loose) == {
-        "schema",
-        "device",
-        "mem_limit",
-        "fixed_bytes",
-        "min_bytes",
-        "store_all",
-        "plan",
-        "stages",
-        "time_spread",
-    }
+    assert (loose["schema"], loose["device"], loose["mem_limit"]) == (1, "cpu", 10**9)
+    expected = {"schema", "device", "mem_limit", "fixed_bytes", "min_bytes", "store_all", "plan", "stages"}
+    assert set(loose) == expected | {"time_spread"}
     assert set(loose["store_all"]) == {"peak_bytes", "step_seconds"}
-    of_forwards = {"forwards_in_flight", "backward_order", "sequences"}
     expected = {"peak_bytes", "step_seconds", "overhead", "sequence", "algorithm", "gap"}
-    assert set(loose["plan"]) == expected | of_forwards
+    assert set(loose["plan"]) == expected | {"forwards_in_flight", "backward_order", "sequences"}
     assert loose["plan"]["sequences"] == [loose["plan"]["sequence"]]
-    expected = {"name", "forward_seconds", "backward_seconds", "activation_bytes", "saved_bytes"}
-    expected |= {"forward_temp_bytes", "backward_temp_bytes", "action"}
-    assert expected <= set(loose["stages"][0])
+    expected = {"name", "action", "in_part", "ways", "activation_bytes", "saved_bytes"}
+    expected |= {f"{way}_seconds" for way in ("forward", "nograd", "backward")}
+    expected |= {f"{way}_temp_bytes" for way in ("forward", "nograd", "backward", "replay")}
+    assert set(loose["stages"][0]) == expected
 
 
 def test_everything_is_stored_where_it_fits(loose):
     assert loose["plan"]["sequence"].startswith("Fe_0, Fe_1")
-    assert loose["plan"]["overhead"] == 1
-    assert loose["plan"]["gap"] == 0
+    assert (loose["plan"]["overhead"], loose["plan"]["gap"]) == (1, 0)
     assert {stage["action"] for stage in loose["stages"]} == {"stored"}
+    parameters, loss_and_its_gradient = 4 * ((3 * 9 + 1) * 8 + 5 * (8 * 9 + 1) * 8), 4 + 4
+    assert loose["fixed_bytes"] == 3 * parameters + loss_and_its_gradient  # with gradients and momenta
 
 
-def test_a_tight_limit_is_kept_and_costs_time(plan, model_file, loose):
+def test_a_tight_limit_is_kept_costs_time_and_is_verified(report, model_file, loose):
     limit = between(loose)
-    report = json.loads(plan(model_file(), "--mem-limit", limit, "--json", "-").stdout)
-    assert report["plan"]["peak_bytes"] <= limit < loose["plan"]["peak_bytes"]
-    assert report["plan"]["overhead"] > 1
-    assert any("recomputed" in stage["action"] for stage in report["stages"])
-    Sequence.parse(report["plan"]["sequence"])
+    found = report(model_file(), "--mem-limit", limit, "--verify")
+    assert found["plan"]["peak_bytes"] <= limit < loose["plan"]["peak_bytes"]
+    assert found["plan"]["overhead"] > 1
+    assert any("recomputed" in stage["action"] for stage in found["stages"])
+    Sequence.parse(found["plan"]["sequence"])
+    assert found["verify"]["max_grad_difference"] == 0
+    assert 0.98 * found["plan"]["peak_bytes"] <= found["verify"]["measured_peak_bytes"] <= limit
+    assert found["verify"]["measured_step_seconds"] > 0
 
 
-def test_fixed_part_is_parameters_gradients_and_optimizer_state(loose):
-    parameters = 4 * ((3 * 9 + 1) * 8 + 5 * (8 * 9 + 1) * 8)
-    loss_and_its_gradient = 4 + 4
-    assert loose["fixed_bytes"] == 3 * parameters + loss_and_its_gradient
-
-
-def test_fresh_gradients_make_room(plan, model_file, loose):
-    fresh = json.loads(plan(model_file(), "--mem-limit", "1GB", "--fresh-grads", "--json", "-").stdout)
+def test_freed_gradients_make_room_and_stepping_in_the_backward_more(plan, report, model_file, loose):
+    fresh, freed = (report(model_file(), "--mem-limit", "1GB", f"--{more}") for more in ("fresh-grads", STEPPING))
     assert fresh["fixed_bytes"] < loose["fixed_bytes"]
-    assert fresh["min_bytes"] < loose["min_bytes"]
-
-
-def test_stepping_in_the_backward_makes_more_room(plan, model_file, loose):
-    fresh, freed = (
-        json.loads(plan(model_file(), "--mem-limit", "1GB", more, "--json", "-").stdout)
-        for more in ("--fresh-grads", "--step-in-backward")
-    )
-    assert freed["min_bytes"] < fresh["min_bytes"]
+    assert freed["min_bytes"] < fresh["min_bytes"] < loose["min_bytes"]
     assert freed["freed_gradient_bytes"] > 0
     assert "freed_gradient_bytes" not in fresh
-    result = plan(model_file(), "--mem-limit", freed["min_bytes"], "--step-in-backward", "--verify")
+    result = plan(model_file(), "--mem-limit", freed["min_bytes"], f"--{STEPPING}", "--verify")
     assert result.exit_code == 0
     assert "of gradients are freed in the backward, which steps parameters." in result.stdout
     assert "parameters after the step and buffers differ by at most 0" in " ".join(result.stdout.split())
     assert "step_in_backward=optimizer" in result.stdout
-
-
-def test_verify_measures_a_step_inside_the_limit_with_equal_gradients(plan, model_file, loose):
-    limit = between(loose)
-    result = plan(model_file(), "--mem-limit", limit, "--verify", "--json", "-")
-    report = json.loads(result.stdout)
-    assert result.exit_code == 0
-    assert report["verify"]["max_grad_difference"] == 0
-    assert report["verify"]["measured_peak_bytes"] <= limit
-    assert report["verify"]["measured_peak_bytes"] >= 0.98 * report["plan"]["peak_bytes"]
-    assert report["verify"]["measured_step_seconds"] > 0
 
 
 def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(plan, model_file):
@@ -118,12 +92,11 @@ def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(plan, mode
     assert "\x1b" not in result.stdout
 
 
-def test_the_limit_in_the_three_lines_is_not_more_than_the_limit(plan, model_file, loose):
+def test_the_limit_in_the_three_lines_is_not_more_than_the_limit(plan, report, model_file, loose):
     limit = between(loose) // 10 * 10 + 7
-    result = json.loads(plan(model_file(), "--mem-limit", limit, "--json", "-").stdout)
     printed = plan(model_file(), "--mem-limit", limit).stdout
     written = parse_bytes(ast.literal_eval(printed.partition("mem_limit=")[2].partition(", loss")[0]))
-    assert result["plan"]["peak_bytes"] <= written <= limit
+    assert report(model_file(), "--mem-limit", limit)["plan"]["peak_bytes"] <= written <= limit
 
 
 @pytest.mark.parametrize(
@@ -154,26 +127,18 @@ def test_a_saved_plan_trains_without_measuring(plan, model_file, loose, tmp_path
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_batch_and_input_replace_the_sample(plan, model_file, loose):
-    twice = json.loads(plan(model_file(), "--mem-limit", "1GB", "--batch", 16, "--json", "-").stdout)
-    same = json.loads(plan(model_file(), "--mem-limit", "1GB", "--input", "16,3,32,32", "--json", "-").stdout)
+def test_batch_and_input_replace_the_sample(report, model_file, loose):
+    twice, same = (report(model_file(), "--mem-limit", "1GB", *more) for more in (("--batch", 16), INPUT))
     assert twice["stages"][0]["activation_bytes"] == 2 * loose["stages"][0]["activation_bytes"]
     assert same["min_bytes"] == twice["min_bytes"]
 
 
-def test_a_sample_may_be_a_tensor_tuple_dict_or_function(plan, model_file):
+def test_a_sample_may_be_a_tensor_tuple_dict_or_function(report, model_file):
     head = "import torch\nfrom torch import nn\ndef model():\n    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())\n"
-    reports = []
-    for sample in (
-        "torch.zeros(8, 4)",
-        "(torch.zeros(8, 4),)",
-        "{'input': torch.zeros(8, 4)}",
-        "lambda n: torch.zeros(n, 4)",
-    ):
-        result = plan(model_file(f"{head}sample = {sample}\n"), "--mem-limit", "1MB", "--batch", 8, "--json", "-")
-        assert result.exit_code == 0, result.output
-        reports.append(json.loads(result.stdout)["min_bytes"])
-    assert len(set(reports)) == 1
+    zeros = "torch.zeros(8, 4)"
+    samples = (zeros, f"({zeros},)", f"{{'input': {zeros}}}", "lambda n: torch.zeros(n, 4)")
+    files = (model_file(f"{head}sample = {sample}\n", f"net{at}.py") for at, sample in enumerate(samples))
+    assert len({report(file, "--mem-limit", "1MB", "--batch", 8)["min_bytes"] for file in files}) == 1
 
 
 def test_another_name_and_a_module_path_are_found(plan, model_file, tmp_path, monkeypatch):
@@ -205,9 +170,9 @@ def test_a_loss_that_is_no_number_is_named_and_the_measured_overhead_stands_besi
         assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\); +plain +step +\d", shown)
 
 
-def test_the_order_of_backwards_is_planned_for_and_shown(plan, model_file):
+def test_the_order_of_backwards_is_planned_for_and_shown(plan, report, model_file):
     arguments = ["--mem-limit", "1GB", "--forwards-in-flight", "2", "--backward-order", "reverse"]
-    found = json.loads(plan(model_file(), *arguments, "--json", "-").stdout)["plan"]
+    found = report(model_file(), *arguments)["plan"]
     assert (found["forwards_in_flight"], found["backward_order"]) == (2, "reverse")
     assert len(found["sequences"]) == 2
     shown = "".join(plan(model_file(), *arguments).stdout.split())

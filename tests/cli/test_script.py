@@ -429,20 +429,6 @@ def test_with_run_the_script_ends_as_it_ends_by_itself(script):
     assert script(grown, "--run", limit="2MB").exit_code == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "name"),
-    [
-        (["--batch", "8", "--"], "not_for_a_script", "--batch"),
-        (["--device", "cpu", "--run"], "not_for_a_script", "--device"),
-        (["--run", "--verify"], "excluded_together", "--verify"),
-        (["--run", "--json", "-"], "excluded_together", "--json"),
-    ],
-)
-def test_options_that_a_script_decides_are_refused(script, options, kind, name):
-    result = script(LOOP, *options)
-    ends(result, 2, kind, name=name)
-
-
 def test_arguments_are_for_scripts_alone(plan):
     result = plan("torch.nn:Linear", "--mem-limit", "1GB", "--", "--epochs", "3")
     ends(result, 2, "not_a_script")

@@ -16,7 +16,6 @@ from torch import nn
 from rotor_cli.facts import Facts
 from rotor_cli.trace import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
 from rotor_py import Chain, Checkpointable, Verification, simulate, store_all
-from tests.fields import ends
 
 KEYS = {
     "X": {"ph", "name", "pid", "tid", "ts", "dur", "args"},
@@ -61,19 +60,32 @@ def events(facts: Facts, phase: str, pid: int = PREDICTED) -> list[dict[str, Any
     return [event for event in trace(facts)["traceEvents"] if (event["ph"], event["pid"]) == (phase, pid)]
 
 
-def test_every_event_has_the_fields_of_its_phase(facts: Facts) -> None:
-    found = json.loads(json.dumps(trace(replace(facts, verified=Verification(1000, 0.5, 0.0, 2000, 0.25)))))
+VERIFIED = Verification(1000, 0.5, 0.0, 2000, 0.25)
+
+
+def test_every_event_has_the_fields_of_its_phase_and_a_named_track(facts: Facts) -> None:
+    found = json.loads(json.dumps(trace(replace(facts, verified=VERIFIED))))
     assert set(found) == {"traceEvents", "displayTimeUnit", "otherData"}
     assert found["displayTimeUnit"] in ("ms", "ns")
-    for event in found["traceEvents"]:
+    each = found["traceEvents"]
+    for event in each:
         assert set(event) == KEYS[event["ph"]]
         assert isinstance(event["name"], str)
-        assert event.get("ts", 0) >= 0
         assert event.get("dur", 0) >= 0
         if event["ph"] == "C":
             assert all(isinstance(value, int) for value in event["args"].values())
-    named = {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["name"] == "thread_name"}
-    assert {(e["pid"], e["tid"]) for e in found["traceEvents"] if e["ph"] == "X"} <= named
+        if event["ph"] == "M":
+            expected = ("sort_index", int) if event["name"].endswith("sort_index") else ("name", str)
+            assert [(key, type(value)) for key, value in event["args"].items()] == [expected]
+    named = {(e["pid"], e["tid"]) for e in each if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in each if e["ph"] == "X"} <= named
+    processes = {e["pid"] for e in each if e["name"] == "process_name"}
+    assert processes == {e["pid"] for e in each} == {PREDICTED, MEASURED}
+    kinds = [e["ph"] != "M" for e in each]
+    assert kinds == sorted(kinds), "names come first"
+    times = [e["ts"] for e in each if e["ph"] != "M"]
+    assert times == sorted(times)
+    assert times[0] == 0
 
 
 @pytest.mark.parametrize("whole", [int, round])
@@ -93,35 +105,16 @@ def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(
             assert begin + length <= after
 
 
-def test_names_come_first_and_events_in_the_order_of_time(facts: Facts) -> None:
-    found = trace(replace(facts, verified=Verification(1000, 0.5, 0.0, 2000, 0.25)))["traceEvents"]
-    kinds = [event["ph"] != "M" for event in found]
-    assert kinds == sorted(kinds)
-    times = [event["ts"] for event in found if event["ph"] != "M"]
-    assert times == sorted(times)
-    assert times[0] == 0
-    for event in found:
-        if event["ph"] == "M":
-            expected = ("sort_index", int) if event["name"].endswith("sort_index") else ("name", str)
-            assert [(key, type(value)) for key, value in event["args"].items()] == [expected]
-    named = {event["pid"] for event in found if event["name"] == "process_name"}
-    assert named == {event["pid"] for event in found} == {PREDICTED, MEASURED}
-
-
-def test_operations_are_those_of_the_plan_with_simulated_memory(facts: Facts) -> None:
+def test_operations_of_the_plan_follow_each_other_with_simulated_memory(facts: Facts) -> None:
     simulated, beside = simulate(facts.chain, facts.sequence), facts.budget.beside_chain(facts.sequence)
-    found = [event for event in events(facts, "X") if event["name"] != "before the chain"]
+    first, *found = events(facts, "X")
+    assert first["name"] == "before the chain"
     assert [event["name"].split()[0] for event in found] == list(map(str, facts.sequence))
     assert [event["args"]["bytes_while_it_runs"] - beside for event in found] == list(simulated.during)
     assert [event["args"]["bytes_after"] - beside for event in found] == list(simulated.after)
     assert max(event["args"]["bytes_while_it_runs"] for event in found) == facts.peak_bytes
-
-
-def test_operations_follow_each_other_and_fill_the_predicted_time(facts: Facts) -> None:
-    found = events(facts, "X")
-    assert found[0]["name"] == "before the chain"
     end = 0.0
-    for event in found:
+    for event in (first, *found):
         assert event["ts"] == end
         end = event["ts"] + event["dur"]
     assert end == pytest.approx(facts.step_seconds * 1e6, abs=1 / 16)
@@ -182,10 +175,3 @@ def test_the_command_writes_trace_and_page(plan, model_file, tmp_path) -> None:
     assert "measured peak" in page.read_text()
     lines = "from rotor_py import Checkpointable\nmodel = Checkpointable(model, mem_limit=&#34;1GB&#34;, loss=loss"
     assert lines in page.read_text(), "the page says how to use the plan"
-
-
-@pytest.mark.parametrize("option", ["--trace", "--html", "--save"])
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(plan, model_file, tmp_path, option):
-    for path, kind in ((tmp_path / "none" / "file", "not_writable"), ("-", "stdout_is_for_json")):
-        result = plan(model_file("raise AssertionError"), option, path)
-        ends(result, 2, kind, name=str(path))

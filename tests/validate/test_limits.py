@@ -90,21 +90,6 @@ def test_limits_of_plans_that_move_are_lower_and_each_is_that_of_a_plan(
         assert moving.budget.makespan(point.sequence) == pytest.approx(point.step_seconds)
 
 
-def test_the_model_stays_as_it_was() -> None:
-    model = layers()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    sweep(model, BATCH, loss=torch.sum)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_what_is_missing_or_too_much_is_said() -> None:
-    with raises(ValueError, "no_sample"):
-        least_limit(layers())
-    with raises(ValueError, "sample_given_twice"):
-        sweep(Checkpointable(layers(), BATCH), BATCH)
-
-
 def test_all_questions_take_a_model_and_a_sample_or_what_has_been_measured() -> None:
     for ask in (sweep, least_limit, compare, verify):
         assert [*inspect.signature(ask).parameters][:2] == ["model", "sample"]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +13,6 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.validate.verification import default_loss
 from tests.checkpointable.steps import between, square
 from tests.fields import raises
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Expanded(nn.Module):
@@ -131,18 +125,3 @@ def test_after_other_strategies_were_verified_the_plan_is_what_it_was() -> None:
     assert [each.max_grad_difference for each in found] == [0, 0]
     peaks = [network.budget.peak_bytes(sequence) for sequence in (planned, other)]
     assert [each.measured_peak_bytes for each in found] == pytest.approx(peaks, rel=0.01)
-
-
-@pytest.mark.slow
-def test_trials_are_imported_without_the_command_and_without_a_renderer() -> None:
-    code = "import sys, rotor_py, rotor_py.validate.comparison, rotor_py.validate.verification\n"
-    code += "print(sorted({'click', 'rich', 'jinja2', 'rotor_cli'} & set(sys.modules)))"
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert result.stdout.strip() == "[]"

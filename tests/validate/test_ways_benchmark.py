@@ -43,6 +43,7 @@ def test_columns_are_plans_over_one_measurement(monkeypatch: pytest.MonkeyPatch)
     assert "| tiny | 80% |" in ways.table(list(rows.values()))
 
 
+@pytest.mark.slow
 def test_a_column_has_its_own_ways_alone(tmp_path: Any) -> None:
     torch.manual_seed(0)
     found = ways.Measured(ways.CASES["tiny"](), str(tmp_path))
