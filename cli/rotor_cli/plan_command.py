@@ -13,7 +13,7 @@ from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, limit_on, target_of
 from rotor_cli.text_report import console
 from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, best_batch, largest_batch, verify
-from rotor_py.batch_size.choose import choose_elsewhere
+from rotor_py.batch_size.choose import choose_for_device
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.estimate import recurrent_layers
 from rotor_py.estimation.simulated_step import SimulatedStep
@@ -41,7 +41,7 @@ def plan(request: Request) -> Facts:
         if request.limited and request.overhead is None:
             with target.measuring():
                 limit = limit_on(target.device, request.mem_limit)
-        with nullcontext() if target.elsewhere is None else target.elsewhere.together():
+        with nullcontext() if target.simulated is None else target.simulated.together():
             shown.doing("loading")(0, 0, request.model)
             found = load(request, target)
             if request.step_in_backward and found.optimizer is None:
@@ -81,10 +81,10 @@ def facts_of(
     not the model's. Raises Failure as `plan` does.
     """
     facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
-    elsewhere = None if target is None else target.elsewhere
-    if elsewhere is not None:
-        recurrent = recurrent_layers(network.model, elsewhere.devices.each)
-        facts = replace(facts, device=elsewhere.devices.name, predicted_for=elsewhere.devices, recurrent=recurrent)
+    simulated = None if target is None else target.simulated
+    if simulated is not None:
+        recurrent = recurrent_layers(network.model, simulated.devices.each)
+        facts = replace(facts, device=simulated.devices.name, predicted_for=simulated.devices, recurrent=recurrent)
     if request.sweep or request.overhead is not None:
         others = leanest_of_each(facts, network.model, request.slots, shown.doing("sweeping"))
         with watched(shown.doing("sweeping")):
@@ -92,7 +92,7 @@ def facts_of(
     if request.limited:
         with watched(shown.doing("solving")):
             facts = _plan(facts, network, limit, request)
-        if target is not None and elsewhere is not None:
+        if target is not None and simulated is not None:
             shown.doing("following")(0, 0, "a step by the plan")
             with explained(found.file), target.measuring():
                 facts = _reserve(facts, network, found, request, target)
@@ -177,8 +177,8 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
 def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> Facts:
     """Add the allocator's reservation; without a user limit, lower the limit to fit it."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
-    assert target.elsewhere is not None
-    reserved = target.elsewhere.reserve(_step(network, found, request, target), keep_limit=keep_limit)
+    assert target.simulated is not None
+    reserved = target.simulated.reserve(_step(network, found, request, target), keep_limit=keep_limit)
     assert network.budget is not None
     assert network.sequence is not None
     limit = limit_bytes(network.mem_limit, network.device)
@@ -212,8 +212,8 @@ def _measured_network(
         network.refuse_what_cannot_fit(found.sample)
     with region(target.autocast):
         network.measure(found.sample, closely=request.overhead is not None)
-    if target.elsewhere is not None:
-        target.elsewhere.follow(_step(network, found, request, target))
+    if target.simulated is not None:
+        target.simulated.follow(_step(network, found, request, target))
     return network
 
 
@@ -229,9 +229,9 @@ def _choose(
     """The batch within `limit` bytes, and its planned model. Raises InfeasibleError if not even the smallest fits."""
     aim: Aim = "max" if request.batch_aim == "max" else "best"
     choose_at = largest_batch if aim == "max" else best_batch
-    if target.elsewhere is not None:
+    if target.simulated is not None:
         keep_limit = request.mem_limit is not None
-        choose_at = partial(choose_elsewhere, aim, target.elsewhere, target.autocast, keep_limit=keep_limit)
+        choose_at = partial(choose_for_device, aim, target.simulated, target.autocast, keep_limit=keep_limit)
     return choose_at(
         found.model,
         found.sample_of,

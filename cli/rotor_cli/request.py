@@ -130,7 +130,7 @@ class Request:
         return self.batch if isinstance(self.batch, int) else None
 
     @property
-    def elsewhere(self) -> bool:
+    def simulated(self) -> bool:
         """Whether the device is simulated."""
         named = self.device is not None and not HERE.fullmatch(self.device)
         return named or self.device_memory is not None or self.device_file is not None
@@ -141,8 +141,8 @@ class Request:
         if self.batch_aim is not None:
             return True
         others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
-        alone = self.sweep and not any(others)
-        return not alone or self.mem_limit is not None or self.max_overhead is not None
+        only_sweep = self.sweep and not any(others)
+        return not only_sweep or self.mem_limit is not None or self.max_overhead is not None
 
     @property
     def microbatches_or_default(self) -> int:

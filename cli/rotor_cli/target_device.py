@@ -26,13 +26,13 @@ from rotor_py.plan.sample import arguments_of
 from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
-_OF_MEMORY_ALONE = "a100-80"
+_DEFAULT_DEVICE = "a100-80"
 """Device whose data sheet applies if only a memory size is given. A guess: the middle of the table; times are then off.
 """
 
 
 class LocalTarget:
-    elsewhere: SimulatedDevices | None = None
+    simulated: SimulatedDevices | None = None
     """The simulated devices; None if measured on this machine."""
     autocast: torch.dtype | None = None
     """Autocast dtype of steps; None if they enter a region themselves, or none."""
@@ -61,7 +61,7 @@ class LocalTarget:
 
 
 class SimulatedTarget(LocalTarget):
-    elsewhere: SimulatedDevices
+    simulated: SimulatedDevices
 
     def __init__(
         self,
@@ -72,23 +72,23 @@ class SimulatedTarget(LocalTarget):
     ) -> None:
         super().__init__(torch.device("cpu"))
         self.autocast = autocast
-        self.elsewhere = SimulatedDevices(devices, shard=shard, precision=precision)
+        self.simulated = SimulatedDevices(devices, shard=shard, precision=precision)
 
     def making(self) -> AbstractContextManager[object]:
-        return self.elsewhere.making()
+        return self.simulated.making()
 
     def measuring(self) -> AbstractContextManager[object]:
-        return self.elsewhere.measuring()
+        return self.simulated.measuring()
 
     def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
         for name, value in list(vars(module).items()):
             if isinstance(value, _HOLDERS) and any(each.is_meta for each in tensors_in(value)):
-                setattr(module, name, self.elsewhere.fakes.value(value))
-        return self.elsewhere.model(model)
+                setattr(module, name, self.simulated.fakes.value(value))
+        return self.simulated.model(model)
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
         arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
-        return self.elsewhere.fakes.value(keywords or arguments)
+        return self.simulated.fakes.value(keywords or arguments)
 
 
 def device_of(name: str | None) -> torch.device:
@@ -114,10 +114,10 @@ def target_of(request: Request) -> LocalTarget:
     Raises Failure if there is no such device.
     """
     text, file = request.device, request.device_file
-    if not request.elsewhere:
+    if not request.simulated:
         return LocalTarget(device_of(text))
     with about_option("--device" if file is None else "--device-file"):
-        devices = find_devices(text or _OF_MEMORY_ALONE) if file is None else devices_from_file(file, text)
+        devices = find_devices(text or _DEFAULT_DEVICE) if file is None else devices_from_file(file, text)
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
     autocast = None if request.autocast is None else autocast_dtype(request.autocast)
     if request.device_memory is not None:

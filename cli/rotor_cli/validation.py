@@ -67,7 +67,7 @@ def _device(request: Request) -> _Rules:
         with about_option("--device-memory"):
             parse_bytes(request.device_memory)
     several = False
-    if request.elsewhere:
+    if request.simulated:
         from rotor_py.estimation.device_table import name_and_count, split_count
 
         device = request.device or ""
@@ -103,7 +103,7 @@ def _device(request: Request) -> _Rules:
         "--shard divides parameters among several devices; write --device h100:8",
     )  # fmt: skip
     yield (
-        request.autocast is not None and not request.elsewhere, "needs_option", "--autocast",
+        request.autocast is not None and not request.simulated, "needs_option", "--autocast",
         "--autocast is for a device that need not be here: add --device h100. Here, have the model's forward enter "
         "torch.autocast, or plan the training script itself: rotor-plan train.py --",
     )  # fmt: skip

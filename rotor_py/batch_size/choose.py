@@ -39,7 +39,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
-_ELSEWHERE = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
+_EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
 """Options of `Checkpointable` that leave no choice or concern one batch; and `step_in_backward`, with which each plan
 would step the same parameters.
 """
@@ -100,19 +100,19 @@ def choose_batch(
         batches = MeasuredBatches(model, sample_of, mem_limit, **step)
         return _chosen(aim, batches, options.get("mem_slots", 500), fresh_grads=fresh_grads, **among)
     devices = find_devices(device) if isinstance(device, str) else device
-    elsewhere = SimulatedDevices(Devices(devices) if isinstance(devices, Device) else devices)
-    fakes = elsewhere.fakes
-    with elsewhere.together():
-        fake = elsewhere.model(model).train()
-        with elsewhere.measuring():
+    simulated = SimulatedDevices(Devices(devices) if isinstance(devices, Device) else devices)
+    fakes = simulated.fakes
+    with simulated.together():
+        fake = simulated.model(model).train()
+        with simulated.measuring():
             step["optimizer"] = None if optimizer is None else fakes.optimizer(optimizer)
-            return choose_elsewhere(
-                aim, elsewhere, autocast, fake, lambda batch: fakes.value(sample_of(batch)), mem_limit,
+            return choose_for_device(
+                aim, simulated, autocast, fake, lambda batch: fakes.value(sample_of(batch)), mem_limit,
                 **among, **step,
             )  # fmt: skip
 
 
-def choose_elsewhere(
+def choose_for_device(
     aim: Aim,
     devices: SimulatedDevices,
     autocast: torch.dtype | None,
@@ -292,7 +292,7 @@ def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_
 
 
 def _refuse_others(options: dict[str, Any]) -> None:
-    for name in _ELSEWHERE:
+    for name in _EXCLUDED:
         if options.pop(name, None) not in (None, False):
             raise InvalidValueError(
                 f"{name}= is not for choosing a batch; choose one without it, then plan for that batch",
@@ -324,8 +324,7 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     Args:
         model: any model that `Checkpointable` takes.
         sample_of: a function of the batch size that returns a sample on the model's device: a tensor, a tuple of
-            positional
-            or a dict of keyword arguments.
+            positional or a dict of keyword arguments.
         mem_limit: the peak of a whole step: bytes, or a text such as "4GB", "512MiB", "80%". None is 90 % of the device
             memory available to this process.
         loss: a function of the output, for any batch. Without it, the model's own loss, or else a mean of squares.
@@ -333,13 +332,11 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
         fresh_grads: gradients are freed between steps.
         multiple: only batches that are multiples of it.
         effective_batch: the samples in an optimizer step, over several batches: only batches that divide it. Keeps
-            gradients
-            between batches, so `fresh_grads` is refused.
+            gradients between batches, so `fresh_grads` is refused.
         most: the largest candidate batch.
         progress: called with (stages done, all stages, name of the next) while measuring.
         device: a simulated device, as for `estimate`, by name ("h100"). Nothing is measured and no step is taken: all
-            is
-            predicted, for a copy of the model on fake tensors.
+            is predicted, for a copy of the model on fake tensors.
         autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
         options: other options of `Checkpointable`, except those that plan by hand, compile, read a plan or step in the
             backward.

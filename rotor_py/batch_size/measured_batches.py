@@ -23,7 +23,7 @@ from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import available_bytes, limit_bytes
 from rotor_py.plan.agreement import slowest
-from rotor_py.validate.steps import TrainingStep, left_alone, put_back
+from rotor_py.validate.steps import TrainingStep, state_restored, values_restored
 from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
 
@@ -116,7 +116,7 @@ class MeasuredBatches:
             optimizer.step()
             optimizer.zero_grad(set_to_none=self._fresh_grads)
 
-        with left_alone(network, optimizer), put_back(trained):
+        with state_restored(network, optimizer), values_restored(trained):
             give_gradients()
             optimizer.step()  # the first step makes the state
             with stopwatch(network.device) as watch:
@@ -174,7 +174,7 @@ class MeasuredBatches:
             fresh_grads=self._fresh_grads,
             forwards=network.forwards_in_flight,
         )
-        with left_alone(network, self._optimizer):
+        with state_restored(network, self._optimizer):
             yield step
 
     @property

@@ -161,10 +161,10 @@ class Curve:
                 return best
             looked = sorted({*looked, *more})
 
-    def points(self, candidates: Sequence[int], most: int, wanted: Iterable[int]) -> tuple[BatchPoint, ...]:
-        """Points up to the batch `most`: the `wanted` ones, measured ones, and some at equal ratios."""
+    def points(self, candidates: Sequence[int], most: int, included: Iterable[int]) -> tuple[BatchPoint, ...]:
+        """Points up to the batch `most`: those `included`, measured ones, and some at equal ratios."""
         inside = [batch for batch in candidates if batch <= most]
-        batches = {*_spread(inside, _POINTS), *wanted, *(batch for batch in self.measured if batch in inside)}
+        batches = {*_spread(inside, _POINTS), *included, *(batch for batch in self.measured if batch in inside)}
         found = (self._point(batch) for batch in sorted(batches))
         return tuple(point for point in found if point is not None)
 
@@ -183,7 +183,7 @@ def _spread(candidates: Sequence[int], points: int) -> set[int]:
     ratio = candidates[-1] / candidates[0]
     found = set()
     for at in range(points + 1):
-        wanted = candidates[0] * ratio ** (at / points)
-        place = min(bisect_left(candidates, wanted), len(candidates) - 1)
-        found.add(min(candidates[max(0, place - 1) : place + 1], key=lambda batch: abs(batch - wanted)))
+        target = candidates[0] * ratio ** (at / points)
+        place = min(bisect_left(candidates, target), len(candidates) - 1)
+        found.add(min(candidates[max(0, place - 1) : place + 1], key=lambda batch: abs(batch - target)))
     return found

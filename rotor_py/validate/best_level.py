@@ -16,7 +16,7 @@ from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes
-from rotor_py.validate.steps import TrainingStep, left_alone
+from rotor_py.validate.steps import TrainingStep, state_restored
 from rotor_solver import Sequence, simulate
 
 
@@ -113,7 +113,7 @@ def best_level(
 def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
     assert planned.budget is not None
     planned.sequence = sequence
-    with left_alone(planned):
+    with state_restored(planned):
         with step.taken(planned) as peak:
             pass
         seconds = step.seconds(planned)

@@ -260,8 +260,7 @@ def sweep(model: nn.Module, sample: Any = None, *, slots: int = 500, **options: 
 
     Args:
         model: any model that `Checkpointable` takes, which is measured on `sample` and not changed; or a
-            `Checkpointable`,
-            for the plan in use.
+            `Checkpointable`, for the plan in use.
         sample: a tensor, a tuple of positional or a dict of keyword arguments. Not for a `Checkpointable`.
         slots: memory resolution of the solver.
         options: those of `Checkpointable`: `loss`, `optimizer`, `fresh_grads`, and the others.

@@ -126,7 +126,7 @@ def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Itera
 
 
 @contextmanager
-def left_alone(network: Checkpointable, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Enter training mode without gradients; restore modes, gradients and the optimizer's state afterwards.
 
     Keeps the plan even if a step exceeds the limit. Each measurement restores parameters and buffers itself: see
@@ -134,7 +134,11 @@ def left_alone(network: Checkpointable, optimizer: torch.optim.Optimizer | None 
     """
     gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
     watch, network.watch = network.watch, False
-    with in_training(network), torch.enable_grad(), nullcontext() if optimizer is None else same_state(optimizer):
+    with (
+        in_training(network),
+        torch.enable_grad(),
+        nullcontext() if optimizer is None else optimizer_restored(optimizer),
+    ):
         # The first step would accumulate into them.
         for parameter, _ in gradients:
             parameter.grad = None
@@ -147,7 +151,7 @@ def left_alone(network: Checkpointable, optimizer: torch.optim.Optimizer | None 
 
 
 @contextmanager
-def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Restore the values of `tensors` afterwards."""
     # Copy to the CPU: copies on a CUDA device would count in the measured peaks.
     saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
@@ -163,12 +167,12 @@ def put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def same_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore the optimizer's state: the same tensors with the same values, and no new ones."""
     # Not by load_state_dict: it casts the state to the parameters' dtype and would lose digits.
     entries = [(parameter, *tree_flatten(dict(entry))) for parameter, entry in optimizer.state.items()]
     try:
-        with put_back(tensors_in([leaves for _, leaves, _ in entries])):
+        with values_restored(tensors_in([leaves for _, leaves, _ in entries])):
             yield
     finally:
         optimizer.state.clear()
@@ -195,7 +199,7 @@ class TrainingStep:
             remain.
 
     Each method starts from the same parameters, buffers and random state, and restores them. Gradients and the
-    optimizer's state persist from one to the next, as in training: see `left_alone`.
+    optimizer's state persist from one to the next, as in training: see `state_restored`.
     """
 
     def __init__(
@@ -299,7 +303,7 @@ class TrainingStep:
 
     def _same_state(self) -> AbstractContextManager[None]:
         """Restore the optimizer's state if parameters are compared: the next step has to begin with the same."""
-        return same_state(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
+        return optimizer_restored(self.optimizer) if self.in_backward and self.optimizer is not None else nullcontext()
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -308,7 +312,7 @@ class TrainingStep:
         changing = [*(self.model.parameters() if self.steps_optimizer else ()), *self.model.buffers()]
         state = RandomState.now((self.device,))
         try:
-            with put_back(changing), attributes_kept(self.model):
+            with values_restored(changing), attributes_kept(self.model):
                 yield
         finally:
             state.restore()

@@ -15,7 +15,7 @@ from rotor_profiling import tensors_in
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
 from rotor_py.stage.low_precision import rounded_stages
-from rotor_py.validate.steps import Network, TimedOperation, TrainingStep, left_alone
+from rotor_py.validate.steps import Network, TimedOperation, TrainingStep, state_restored
 from rotor_solver import Sequence, store_all
 from rotor_solver.watching import Progress
 
@@ -123,7 +123,7 @@ class Rounded:
         return None
 
 
-def rounded_beside(found: Outcome, plain: Outcome, noise: float, word: str) -> Rounded:
+def compare_rounded(found: Outcome, plain: Outcome, noise: float, word: str) -> Rounded:
     """Compare a step of the plan with a plain one; two plain steps differ by `noise`."""
     count = len(plain.results) - plain.buffers
     exact = torch.stack([each.double().norm() for each in plain.results[:count]]).norm()
@@ -203,13 +203,11 @@ def verify(
 
     Args:
         model: a `Checkpointable`, whose plan is verified (its first step makes a missing plan); or any model that it
-            takes,
-            which is planned first.
+            takes, which is planned first.
         sample: a batch on the model's device: a tensor, a tuple of positional or a dict of keyword arguments.
         loss: a function of the output that returns a single number; `default_loss` if omitted.
         optimizer: steps in the steps whose peak is measured. Pass the one given to the `Checkpointable`. One that steps
-            in
-            the backward is known already; parameters are then compared instead of gradients.
+            in the backward is known already; parameters are then compared instead of gradients.
         fresh_grads: gradients are freed between steps. None: as for the `Checkpointable`.
         others: sequences to follow instead of the plan.
         operations: take two more planned steps, for the time and memory of each operation.
@@ -245,7 +243,7 @@ def verify(
         if progress is not None:
             progress(done, 3 + len(others), name)
 
-    with left_alone(network, optimizer):
+    with state_restored(network, optimizer):
         tell(0, "a step with the plan")
         with_plan = measure_outcome(step, network)
         word = word_of_plan(network)
@@ -289,7 +287,7 @@ def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | N
     if plain is None:
         return Verification(found.peak_bytes, found.seconds, None, None, None, loss=found.loss)
     compared = (difference(found.results, plain.results), plain.peak_bytes, plain.seconds, noise)
-    rounded = None if word is None else rounded_beside(found, plain, noise, word)
+    rounded = None if word is None else compare_rounded(found, plain, noise, word)
     return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss, rounded=rounded)
 
 

@@ -158,8 +158,8 @@ def test_counters_run_through_the_bytes_that_were_written(opened: Perfetto, writ
             expected[event["pid"], f"{event['name']} bytes"][event["ts"] * 1000] = event["args"]["bytes"]
     pids = {"predicted step": 1, "measured step": 2}
     found: dict[Any, dict[float, int]] = defaultdict(dict)
-    for process, track, time, size in opened.query(COUNTERS):
-        found[pids[process], track][time] = size
+    for process, track, moment, size in opened.query(COUNTERS):
+        found[pids[process], track][moment] = size
     assert found.keys() == expected.keys()
     for track, points in expected.items():
         assert {time: _at(found[track], time) for time in points} == points

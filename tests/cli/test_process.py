@@ -71,6 +71,13 @@ def test_help_loads_neither_torch_nor_numba():
     assert "rotor-plan model.py --mem-limit 4GB" in result.stdout
 
 
+def test_questions_in_python_load_neither_the_command_nor_a_renderer():
+    code = "import sys; from rotor_py import Checkpointable, compare, verify; "
+    code += "assert not {'click', 'rich', 'jinja2', 'rotor_cli'} & set(sys.modules)"
+    result = python(code)
+    assert result.returncode == 0, result.stderr
+
+
 WRONG_USE = [
     ["neet.py", "--mem-limit", "4GB"],
     ["net.py", "--mem-limit", "4XB"],
