@@ -132,9 +132,9 @@ def test_text_and_page_say_what_is_exact_predicted_and_assumed(text_and_page, na
     for shown in (text, page):
         for each in ("Exact:", "Predicted:", "Assumed:", "reserved (predicted)"):
             assert each in shown
-        for each in words:
-            assert each in shown.replace("&#39;", "'")
         assert ("fitted to" in shown) == (name == "h100")
+    for each in words:
+        assert each in text
     assert "Nothing was measured. Exact:" in text
     assert "attention by the kernel that torch" in text
     assert ("cuBLAS" in text) == (name != "mi300x")

@@ -145,7 +145,7 @@ WRONG_USE = """
 @pytest.mark.parametrize("case", WRONG_USE.strip().splitlines())
 def test_wrong_use_ends_with_2_and_one_sentence_before_the_model_is_loaded(plan, model_file, case):
     arguments, kind, name = case.split(" | ")
-    result = plan(model_file("raise RuntimeError('loaded')"), *arguments.split())
+    result = plan(model_file("model = sample = None\nraise RuntimeError('loaded')"), *arguments.split())
     ends(result, 2, kind, name=name)
     assert len(result.stderr.strip().splitlines()) == 1
 
