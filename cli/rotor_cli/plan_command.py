@@ -44,10 +44,10 @@ def plan(request: Request) -> Facts:
         with nullcontext() if target.simulated is None else target.simulated.together():
             shown.doing("loading")(0, 0, request.model)
             found = load(request, target)
-            if request.step_in_backward and found.optimizer is None:
-                message = "--step-in-backward needs an optimizer; define `optimizer` in the model file"
-                raise usage("no_optimizer", "--step-in-backward", message)
-            if request.step_in_backward and found.optimizer is not None:
+            if request.step_in_backward:
+                if found.optimizer is None:
+                    message = "--step-in-backward needs an optimizer; define `optimizer` in the model file"
+                    raise usage("no_optimizer", "--step-in-backward", message)
                 with about_option("--step-in-backward"):
                     refuse_optimizer(found.optimizer)
             with target.measuring():
