@@ -5,13 +5,11 @@
     python benchmarks/solver.py --write    # also benchmarks/results/solver-cpu.json and docs/solver.svg
 
 Limits are given as shares of the way from the least possible (0) to storing everything (1). Seconds are medians of
-repeated runs in one process, without compiling: those of `solve`, its replay by the simulator included, on all the
-threads that Numba has (NUMBA_NUM_THREADS), against the published program as a plain loop, which is serial
-(`published.py`). Both start with as many slots. *Gap* is how much longer a plan takes, at most, than the best of all
+repeated runs in one process, without compiling: those of `solve`, its replay by the simulator included, against the
+published program as a plain loop (`published.py`), both on one core. Both start with as many slots. *Gap* is how much longer a plan takes, at most, than the best of all
 persistent ones: makespan / lower_bound - 1. Every plan's peak is checked against its limit.
 
-The machine has to be idle: with other work on its cores, threads wait for each other, and small chains take many times
-as long.
+The machine has to be idle.
 """
 
 from __future__ import annotations

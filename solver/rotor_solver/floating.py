@@ -77,7 +77,15 @@ class Floating:
         stored, length = store_all(chain), len(chain)
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
-        _check_size(length, min(self.slots, mem_limit) + 1)
+        width = min(self.slots, mem_limit) + 1
+        nbytes = _table_bytes(length, width)
+        if nbytes > _LARGEST_TABLE:
+            raise InvalidValueError(
+                f"{length} stages with memory in {width} slots need a table of {nbytes / 2**30:.1f} GiB, and at most "
+                f'{_LARGEST_TABLE / 2**30:.1f} GiB are allowed; use algorithm="persistent", or fewer slots',
+                kind="table_too_large",
+                nbytes=nbytes,
+            )
         problem = _Problem(costs_of(chain), mem_limit)
         stored_seconds = stored.lower_bound or 0.0
         candidates, best, makespan, bound = [], None, math.inf, 0.0
@@ -287,14 +295,3 @@ class _Problem:
 
 def _table_bytes(length: int, width: int) -> int:
     return (length + 1) * (length + 2) * (length + 6) // 6 * width * 8
-
-
-def _check_size(length: int, width: int) -> None:
-    nbytes = _table_bytes(length, width)
-    if nbytes > _LARGEST_TABLE:
-        raise InvalidValueError(
-            f"{length} stages with memory in {width} slots need a table of {nbytes / 2**30:.1f} GiB, and at most "
-            f'{_LARGEST_TABLE / 2**30:.1f} GiB are allowed; use algorithm="persistent", or fewer slots',
-            kind="table_too_large",
-            nbytes=nbytes,
-        )

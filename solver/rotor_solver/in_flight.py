@@ -119,9 +119,9 @@ def simulate_forwards(
     """Run one forward of `chain` by each of `sequences`.
 
     `order` names a forward three times: for its forward, its loss and its backward. It defaults to that of a sum of
-    losses: all forwards, all losses, and the backwards from last to first. The memory
-    that a forward leaves after its backward, input and output included, stays to the end. Raises ValueError if a
-    sequence is not valid, or if `order` does not name every forward three times.
+    losses: all forwards, all losses, and the backwards from last to first. The memory that a forward leaves after its
+    backward, input and output included, stays to the end. Raises ValueError if a sequence is not valid, or if `order`
+    does not name every forward three times.
     """
     for each in sequences:
         simulate(chain, each)  # for its errors, which name the operation
@@ -160,15 +160,12 @@ class _RunningForward:
 
 
 def nested_chain(chain: Chain, forwards: int, *, at_most: bool = False) -> Chain:
-    """Chain `forwards` copies of `chain` one after another, with a joint between each two.
+    """Chain `forwards` copies of `chain` one after another, with a joint between each two, which is never recomputed.
 
-    A joint stands for the memory between two forwards. Its forward makes the input of the next forward and the gradient
-    of the output of the one before; its backward is the loss of the one before. It is never recomputed: the backward of
-    a forward cannot recompute another forward.
-
-    The nested chain holds no more than the forwards do, or, with `at_most`, no less. They differ only by an output that
-    the caller keeps while its own forward goes backward through the last stage: part of the stage's saved bytes if it
-    was stored, extra if not. `at_most` counts both, else neither counts twice.
+    A joint's forward makes the input of the next forward and the gradient of the output of the one before; its backward
+    is the loss of the one before. The nested chain holds no more than the forwards do, or, with `at_most`, no less.
+    They differ only by an output that the caller keeps while its own forward goes backward through the last stage: part
+    of the stage's saved bytes if it was stored, extra if not.
     """
     output, held = chain.activation[-1], chain.activation[-1] if chain.output_held else 0
     loss = Option(

@@ -74,30 +74,25 @@ def priced(chain: Chain, price: float) -> Chain:
 
     A forward after the loss does not move: no copy goes out then. So these options cannot be used there.
     """
-    stages = [
-        replace(
-            stage,
-            options=tuple(_priced_option(option, price) for option in stage.options),
-            # Their defaults come from the first option, which may have a price now.
-            nograd_time=stage.seconds_without_graph,
-            nograd_temp=stage.temp_without_graph,
-        )
-        for stage in chain.stages
-    ]
+    stages: list[Stage] = []
+    for stage in chain.stages:
+        options = [
+            replace(
+                option,
+                forward_time=option.forward_time + price * option.moved,
+                forward_temp=option.forward_temp + option.moved,
+                backward_temp=option.backward_temp + option.moved,
+                replay_temp=LARGEST_SIZE,  # of a forward after the loss: more than any limit
+                moved=0,
+            )
+            if option.moved
+            else option
+            for option in stage.options
+        ]
+        # Costs without a graph default to those of the first option, which may have a price now.
+        nograd_time, nograd_temp = stage.seconds_without_graph, stage.temp_without_graph
+        stages.append(replace(stage, options=tuple(options), nograd_time=nograd_time, nograd_temp=nograd_temp))
     return replace(chain, stages=tuple(stages))
-
-
-def _priced_option(option: Option, price: float) -> Option:
-    if not option.moved:
-        return option
-    return replace(
-        option,
-        forward_time=option.forward_time + price * option.moved,
-        forward_temp=option.forward_temp + option.moved,
-        backward_temp=option.backward_temp + option.moved,
-        replay_temp=LARGEST_SIZE,  # of a forward after the loss: more than any limit
-        moved=0,
-    )
 
 
 class Line(NamedTuple):

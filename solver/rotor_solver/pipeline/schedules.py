@@ -98,11 +98,6 @@ class Schedule:
         return SCHEDULES[self.name](self, rank)
 
 
-def _gpipe(schedule: Schedule, rank: int) -> list[Action]:
-    microbatches = range(schedule.microbatches)
-    return [Action("F", rank, each) for each in microbatches] + [Action("B", rank, each) for each in microbatches]
-
-
 def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
     """Rank r runs P - r forwards ahead, and from then on a backward before each forward."""
     ahead = min(schedule.microbatches, schedule.ranks - rank)
@@ -147,8 +142,9 @@ def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = N
     return actions
 
 
+_WHOLE: tuple[Kind, ...] = ("F", "B")
 SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
-    "gpipe": _gpipe,
+    "gpipe": lambda schedule, rank: [Action(kind, rank, n) for kind in _WHOLE for n in range(schedule.microbatches)],
     "1f1b": _one_forward_one_backward,
     "interleaved": lambda schedule, rank: _rounds(schedule, rank, per_hop=2),
     # Rank r postpones the weights' backwards of r microbatches; rank 0 postpones none: its backward stays whole.
