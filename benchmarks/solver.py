@@ -6,8 +6,9 @@
 
 Limits are given as shares of the way from the least possible (0) to storing everything (1). Seconds are medians of
 repeated runs in one process, without compiling: those of `solve`, its replay by the simulator included, against the
-published program as a plain loop (`published.py`), both on one core. Both start with as many slots. *Gap* is how much longer a plan takes, at most, than the best of all
-persistent ones: makespan / lower_bound - 1. Every plan's peak is checked against its limit.
+published program as a plain loop (`published.py`), both on one core. Both start with as many slots. *Gap* is how much
+longer a plan takes, at most, than the best of all persistent ones: makespan / lower_bound - 1. Every plan's peak is
+checked against its limit.
 
 The machine has to be idle.
 """
