@@ -29,26 +29,6 @@ def test_the_range_of_seconds_is_wider_than_the_typical_error_on_the_page() -> N
     assert 1 + 1.4 * max(errors) / 100 < provenance._ANCHORED < provenance._GUESSED
 
 
-def test_no_row_is_judged_by_efficiencies_that_were_fitted_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    lessons = []
-
-    def fitted(name: str, rows: tuple[object, ...]) -> object:
-        lessons.append((name, rows))
-        return find_device(name)
-
-    monkeypatch.setattr(anchors, "_fitted_once", fitted)
-    monkeypatch.setattr(anchors, "tokens_per_second", lambda row, device: row.tokens_per_second)
-    rows = anchors.mpt_rows()
-    assert len(rows) == sum(len(published(name)) for name in ("h100", "a100-80", "a100-40")) == 37 + 59 + 46
-    judged = [(name, size) for name in ("h100", "a100-80", "a100-40")
-              for size in dict.fromkeys(row.size for row in published(name))]  # fmt: skip
-    for (name, size), (taught, others) in zip(judged, lessons, strict=True):
-        assert taught == name
-        own = published(name)
-        assert not [row for row in others if row.size == size and row in own]
-        assert name == "a100-40" or {row.size for row in others} == {row.size for row in own} - {size}
-
-
 def test_a_step_of_mpt_computes_what_its_parameters_say() -> None:
     """6 operations for each parameter and token, and the published formula for attention, halved as it is causal."""
     row = next(row for row in published("h100") if (row.size, row.length, row.batch) == ("1b", 2048, 14))

@@ -90,7 +90,7 @@ def unpadded(inputs: dict[str, Any]) -> dict[str, Any]:
 
 TRIFLES = {"GPT-2": 200, "Swin": 64, "T5": 16, "Whisper": 16}
 """A stage of these saves single numbers that operators wrap, which no dispatch shows."""
-SLOW = ("GPT-2", "T5", "Swin", "Mixtral", "Whisper", "BERT", "ResNet", "ViT", "ConvNeXt")
+OTHERS = ("GPT-2", "T5", "Swin", "Mixtral", "Whisper", "BERT", "ResNet", "ViT", "ConvNeXt")
 
 
 @cache
@@ -107,7 +107,8 @@ def both_of(name: str) -> tuple[Checkpointable, Checkpointable]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["Llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("U-Net", *SLOW))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "U-Net", *OTHERS])
 def test_captured_models_hold_what_is_measured(name: str) -> None:
     pytest.importorskip("transformers")
     assert_alike(*both_of(name), TRIFLES.get(name, 0))
@@ -130,7 +131,8 @@ def peaks(real: Checkpointable, predicted: Checkpointable, inputs: dict[str, Any
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "within"), [("Llama", 0.01), pytest.param("U-Net", 0.10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "within"), [("Llama", 0.01), ("U-Net", 0.10)])
 def test_steps_by_plans_made_without_memory_take_what_was_predicted(name: str, within: float) -> None:
     pytest.importorskip("transformers")
     import ecosystem

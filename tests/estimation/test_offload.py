@@ -20,20 +20,10 @@ from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.report import Report
 from rotor_py.stage.compression import Packed
 from rotor_py.stage.storage_modes import ELSEWHERE
+from tests.estimation.networks import WIDTH, Block
 from tests.fields import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
-WIDTH = 256
-
-
-class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.drop(self.down(nn.functional.gelu(self.up(self.norm(value)))))
 
 
 class Captured(nn.Module):
@@ -55,7 +45,7 @@ def fast_link() -> Device:
     return replace(find_device("h100"), pcie_bandwidth=1e12)
 
 
-@pytest.mark.parametrize("make", [chain, Captured])
+@pytest.mark.parametrize("make", [pytest.param(chain, marks=pytest.mark.slow), Captured])
 def test_what_can_leave_is_the_same_on_tensors_without_memory(make: Callable[[], nn.Module], tmp_path: Path) -> None:
     batch = torch.randn(512, WIDTH)
     here = Checkpointable(make(), cache=False, offload=f"file:{tmp_path}", loss=torch.mean)

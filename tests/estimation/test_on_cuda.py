@@ -20,22 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from gpu_parts.device_like import device_like
 
+from tests.estimation.networks import Block
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
 WIDTH, ROWS = 1024, 8192
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.down(nn.functional.gelu(self.up(self.norm(value))))
-
-
 def blocks() -> nn.Sequential:
-    return nn.Sequential(*(Block() for _ in range(6)))
+    return nn.Sequential(*(Block(WIDTH, dropout=0.0) for _ in range(6)))
 
 
 def this_device() -> Device:

@@ -164,6 +164,7 @@ def test_the_default_limit_leaves_what_fragmentation_needs() -> None:
     assert default.overhead > given.overhead > 1
 
 
+@pytest.mark.slow
 def test_a_limit_of_the_users_is_kept_and_warned_of() -> None:
     found = report(700 * MiB, mem_limit="90%")
     warnings = [each for each in found.remarks() if each.startswith("Warning")]
@@ -197,3 +198,6 @@ def test_what_does_not_fit_says_how_large_a_device_would_have_to_be() -> None:
     assert replay(events).allocated_bytes == 190 * MiB
     assert 0 <= found.reserved_bytes - replay(events).reserved_bytes <= 20 * MiB
     assert found.missing_bytes == found.reserved_bytes - 250 * MiB > 0
+    assert "predicted to run out of memory although its tensors fit" in found.warning(200 * MiB)
+    assert "with which it fits" not in found.warning(200 * MiB)
+    assert "with which it fits" in replace(found, expandable_bytes=found.usable_bytes).warning(200 * MiB)
