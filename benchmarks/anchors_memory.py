@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rotor_py.estimation.caching_allocator import replay
-from rotor_py.estimation.communication import gathering_apart
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.reservation import FollowedStep
+from rotor_py.estimation.simulated_target import gathering_apart
 
 aten = torch.ops.aten
 PUBLISHED = {8: 82.4, 128: 67.0}

@@ -19,12 +19,11 @@ from rotor_profiling import memory_meter
 from rotor_profiling.backends import using
 from rotor_profiling.memory import Phase
 from rotor_py import Checkpointable, InfeasibleError, Plan
-from rotor_py.estimation.communication import Communication
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
 from rotor_py.estimation.simulated_step import SimulatedStep
-from rotor_py.estimation.simulated_target import shard_parameters, world_of
+from rotor_py.estimation.simulated_target import Communication, shard_parameters, world_of
 from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
 from tests.distributed import fsdp_models

@@ -18,11 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling.backends import using
 from rotor_py import Checkpointable, InfeasibleError, Plan, UnsupportedModelError, estimate
-from rotor_py.estimation.communication import Communication
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.simulated_step import SimulatedStep
-from rotor_py.estimation.simulated_target import blocks_of, shard_parameters, world_of
+from rotor_py.estimation.simulated_target import Communication, blocks_of, shard_parameters, world_of
 from rotor_solver import store_all
 from tests.distributed import fsdp_layers
 from tests.distributed.processes import NOT_WHOLE, Processes
