@@ -12,30 +12,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rotor_py.estimation.cuda_operators import Attention, cuda_operators
+from tests.estimation.shared import Calls
 
 H100, A100, RTX4090, V100 = (9, 0), (8, 0), (8, 9), (7, 0)
 
 
-class Seen(TorchDispatchMode):
-    """The names of operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
-def seen_on(capability: tuple[int, int]) -> Iterator[list[str]]:
-    with FakeTensorMode(), cuda_operators(capability), Seen() as seen:
-        yield seen.names
+def seen_on(capability: tuple[int, int]) -> Iterator[Calls]:
+    with FakeTensorMode(), cuda_operators(capability), Calls() as calls:
+        yield calls
 
 
 def call(
@@ -112,13 +100,13 @@ def test_what_a_checkpoint_runs_again_in_the_backward_runs_the_same_operators() 
         lambda loss: torch.autograd.grad(loss, leaf),
     ]
     for start in starts:
-        with seen_on(A100) as names:
+        with seen_on(A100) as calls:
             leaf = value()
             loss = checkpoint(attend, leaf, use_reentrant=False).sum()
-            names.clear()
+            calls.seen.clear()
             start(loss)
-        assert "_scaled_dot_product_flash_attention" in names
-        assert "_scaled_dot_product_flash_attention_backward" in names
+        assert "_scaled_dot_product_flash_attention" in calls.names
+        assert "_scaled_dot_product_flash_attention_backward" in calls.names
 
 
 def test_afterwards_the_operators_are_those_of_the_cpu() -> None:
@@ -126,18 +114,18 @@ def test_afterwards_the_operators_are_those_of_the_cpu() -> None:
     with pytest.raises(KeyError), cuda_operators(A100):
         raise KeyError
     assert torch.autograd._engine_run_backward is run  # type: ignore[attr-defined]
-    with Seen() as seen:
+    with Calls() as seen:
         attend(torch.randn(1, 2, 4, 8))
     assert "_scaled_dot_product_flash_attention_for_cpu" in seen.names
 
 
 def test_dropout_keeps_one_byte_for_each_number() -> None:
     saved: list[torch.Tensor] = []
-    with seen_on(H100) as names, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):  # type: ignore[func-returns-value,arg-type]
+    with seen_on(H100) as calls, torch.autograd.graph.saved_tensors_hooks(saved.append, lambda x: x):  # type: ignore[func-returns-value,arg-type]
         value = torch.empty(100, requires_grad=True)
         nn.Dropout(0.1)(value)
         torch.dropout(value, 0.1, True)
         nn.Dropout(0.1).eval()(value)
         functional.dropout(value, 0.0)
-    assert names.count("native_dropout") == 2
+    assert calls.names.count("native_dropout") == 2
     assert [each.dtype for each in saved] == [torch.bool, torch.bool]

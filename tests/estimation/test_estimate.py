@@ -17,7 +17,7 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
 from rotor_py.estimation.device_table import find_device
 from rotor_py.report import Report
-from tests.estimation.networks import Block
+from tests.estimation.shared import Block
 from tests.fields import raises
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))

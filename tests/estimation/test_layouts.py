@@ -7,24 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling import tensors_in
 from rotor_py.estimation.fake_tensors import DeviceFakeMode
-
-
-class Strides(TorchDispatchMode):
-    """The strides of all that operators of a name return."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.found = name, list[tuple[int, ...]]()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        if self.name in func._schema.name:
-            self.found += [each.stride() for each in tensors_in(result)]
-        return result
+from tests.estimation.shared import Calls
 
 
 def transposed(*shape: int) -> torch.Tensor:
@@ -58,10 +44,11 @@ def test_results_are_laid_out_as_the_kernels_lay_them_out(
     gradient: Callable[..., torch.Tensor],
 ) -> None:
     def strides() -> list[tuple[int, ...]]:
-        with Strides(name) as seen:
+        with Calls() as calls:
             given = value[0](*value[1:]).requires_grad_()
             run(given).backward(gradient(*value[1:]))
-        return seen.found
+        found = [out for func, *_, out in calls.seen if name in func._schema.name]
+        return [each.stride() for each in tensors_in(found)]
 
     real = strides()
     with DeviceFakeMode():

@@ -20,7 +20,7 @@ from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.report import Report
 from rotor_py.stage.compression import Packed
 from rotor_py.stage.storage_modes import ELSEWHERE
-from tests.estimation.networks import WIDTH, Block
+from tests.estimation.shared import WIDTH, Block
 from tests.fields import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it

@@ -9,7 +9,7 @@ from torch import nn
 from rotor_py import estimate
 from rotor_py.estimation.cuda_operators import cuda_operators
 from rotor_py.estimation.fake_tensors import DeviceFakeMode
-from tests.estimation.test_cuda_operators import Seen
+from tests.estimation.shared import Calls
 
 fused = pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has no such kernel")
 
@@ -17,10 +17,10 @@ fused = pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reaso
 @fused
 @pytest.mark.parametrize("weight", [True, False])
 def test_it_is_one_operator_in_each_direction(weight: bool) -> None:
-    with DeviceFakeMode(), cuda_operators((9, 0)), Seen() as seen:
+    with DeviceFakeMode(), cuda_operators((9, 0)), Calls() as seen:
         norm = nn.RMSNorm(64, elementwise_affine=weight, dtype=torch.bfloat16)
         value = torch.empty(4, 64, dtype=torch.bfloat16, requires_grad=True)
-        seen.names.clear()
+        seen.seen.clear()
         norm(value).sum().backward()
         assert value.grad is not None
         assert (norm.weight is None) or norm.weight.grad.shape == (64,)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from rotor_py.data_sheet import Device, Efficiencies, Rates
 from rotor_py.estimation.roofline import Roofline, bytes_of, operations_of
+from tests.estimation.shared import Calls
 
 aten = torch.ops.aten
 SIMPLE = Device(
@@ -29,19 +29,6 @@ SIMPLE = Device(
     launch_seconds=0.0,
 )
 """A byte takes a nanosecond, as does an operation in float32."""
-
-
-class Calls(TorchDispatchMode):
-    """Every operator that runs, with what it was given and returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any], Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.seen.append((func, args, kwargs or {}, out))
-        return out
 
 
 def sums(run: Callable[[], object]) -> tuple[int, int]:

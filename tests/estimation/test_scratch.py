@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,28 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotor_py.data_sheet import workspace_bytes
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.scratch import scratch_bytes
+from tests.estimation.shared import Calls
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
 
 
-class Largest(TorchDispatchMode):
+def largest(run: Callable[..., object], *args: Any, **options: Any) -> int:
     """The most that an operator holds inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, scratch_bytes(func, args, kwargs or {}, out))
-        return out
-
-
-def largest(run: Callable[[], object]) -> int:
-    with FakeTensorMode(), Largest() as found:
-        run()
-    return found.bytes
+    with FakeTensorMode(), Calls() as calls:
+        run(*args, **options)
+    return max(scratch_bytes(*each) for each in calls.seen)
 
 
 def backward_of(output: torch.Tensor) -> None:
@@ -43,7 +33,7 @@ def backward_of(output: torch.Tensor) -> None:
     output.backward(torch.ones_like(output))
 
 
-def flash(heads: int, key_heads: int, length: int, width: int, *, apart: bool = False) -> Callable[[], object]:
+def flash(heads: int, key_heads: int, length: int, width: int, *, apart: bool = False) -> None:
     """With all heads of a place together in memory, as models make them, or each head for itself."""
 
     def made(count: int) -> torch.Tensor:
@@ -51,69 +41,57 @@ def flash(heads: int, key_heads: int, length: int, width: int, *, apart: bool = 
         new = torch.empty(size, dtype=HALF)
         return (new if apart else new.transpose(1, 2)).requires_grad_()
 
-    def run() -> None:
-        query, key, value = made(heads), made(key_heads), made(key_heads)
-        backward_of(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0])
-
-    return run
+    query, key, value = made(heads), made(key_heads), made(key_heads)
+    backward_of(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0])
 
 
 def test_the_backward_of_flash_attention_sums_queries_in_32_bits_by_blocks_of_128() -> None:
-    assert largest(flash(4, 4, 128, 32)) == 4 * 128 * 4 * (32 + 1)
-    assert largest(flash(4, 4, 100, 24)) == 4 * 128 * 4 * (32 + 1)
-    assert largest(flash(1, 1, 128, 200)) == 128 * 4 * (256 + 1)
+    assert largest(flash, 4, 4, 128, 32) == 4 * 128 * 4 * (32 + 1)
+    assert largest(flash, 4, 4, 100, 24) == 4 * 128 * 4 * (32 + 1)
+    assert largest(flash, 1, 1, 128, 200) == 128 * 4 * (256 + 1)
     # With fewer heads of keys, theirs are made for every head; an output of heads apart is copied with its gradient.
-    for run in (flash(4, 1, 128, 32), flash(4, 4, 128, 32, apart=True)):
-        assert largest(run) == largest(flash(4, 4, 128, 32)) + 2 * 4 * 128 * 32 * 2
+    for found in (largest(flash, 4, 1, 128, 32), largest(flash, 4, 4, 128, 32, apart=True)):
+        assert found == largest(flash, 4, 4, 128, 32) + 2 * 4 * 128 * 32 * 2
 
 
-def embedding(tokens: int, rows: int, width: int = 64) -> Callable[[], object]:
-    def run() -> None:
-        table = torch.nn.Embedding(rows, width, dtype=HALF)
-        backward_of(table(torch.zeros(tokens, dtype=torch.long)))
-
-    return run
+def embedding(tokens: int, rows: int, width: int = 64) -> None:
+    table = torch.nn.Embedding(rows, width, dtype=HALF)
+    backward_of(table(torch.zeros(tokens, dtype=torch.long)))
 
 
 def test_the_backward_of_an_embedding_sorts_long_batches_and_sums_them_in_32_bits() -> None:
-    assert largest(embedding(3072, 10_000)) == 0  # one kernel, without sorting
+    assert largest(embedding, 3072, 10_000) == 0  # one kernel, without sorting
     parts = 400 + 4000
-    assert largest(embedding(4000, 10_000)) == parts * 64 * 4 + 8 * (2 * 4000 + 3 * 4000 + parts)
-    assert largest(embedding(4000, 50, width=1)) == 8 * 5 * 4000  # sorting holds more than summing
-    assert largest(embedding(4000, 50)) < largest(embedding(4000, 10_000))  # no more sums than rows
+    assert largest(embedding, 4000, 10_000) == parts * 64 * 4 + 8 * (2 * 4000 + 3 * 4000 + parts)
+    assert largest(embedding, 4000, 50, width=1) == 8 * 5 * 4000  # sorting holds more than summing
+    assert largest(embedding, 4000, 50) < largest(embedding, 4000, 10_000)  # no more sums than rows
 
 
-def efficient(dtype: torch.dtype, width: int, length: int = 128) -> Callable[[], object]:
-    def run() -> None:
-        given = [torch.empty(1, 2, length, width, dtype=dtype, requires_grad=True) for _ in range(3)]
-        backward_of(aten._scaled_dot_product_efficient_attention(*given, None, True)[0])
-
-    return run
+def efficient(dtype: torch.dtype, width: int, length: int = 128) -> None:
+    given = [torch.empty(1, 2, length, width, dtype=dtype, requires_grad=True) for _ in range(3)]
+    backward_of(aten._scaled_dot_product_efficient_attention(*given, None, True)[0])
 
 
 def test_the_backward_of_efficient_attention_sums_queries_in_32_bits_and_wide_heads_all() -> None:
     sums = 2 * 128 * 64 * 4
-    assert largest(efficient(HALF, 64)) == largest(efficient(torch.float32, 64)) == sums + 2 * 128 * 4
-    assert largest(efficient(HALF, 256)) == 3 * 4 * sums + 2 * 128 * 4
+    assert largest(efficient, HALF, 64) == largest(efficient, torch.float32, 64) == sums + 2 * 128 * 4
+    assert largest(efficient, HALF, 256) == 3 * 4 * sums + 2 * 128 * 4
 
 
-def norm(rows: int, width: int) -> Callable[[], object]:
-    def run() -> None:
-        value = torch.empty(rows, width, dtype=HALF, requires_grad=True)
-        backward_of(torch.nn.LayerNorm(width, dtype=HALF)(value))
-
-    return run
+def norm(rows: int, width: int) -> None:
+    value = torch.empty(rows, width, dtype=HALF, requires_grad=True)
+    backward_of(torch.nn.LayerNorm(width, dtype=HALF)(value))
 
 
 def test_the_backward_of_a_norm_sums_long_batches_of_narrow_rows_in_two_steps() -> None:
-    assert largest(norm(64 * 1024, 64)) == 0
+    assert largest(norm, 64 * 1024, 64) == 0
     parts = 128 * 1024 // 32
-    assert largest(norm(128 * 1024, 64)) == 2 * parts * 64 * 2 + largest(summed(parts, 64))
-    assert largest(norm(128 * 1024, 4096)) == 0
+    assert largest(norm, 128 * 1024, 64) == 2 * parts * 64 * 2 + largest(summed, parts, 64)
+    assert largest(norm, 128 * 1024, 4096) == 0
 
 
-def summed(rows: int, width: int) -> Callable[[], object]:
-    return lambda: torch.empty(rows, width).sum(0)
+def summed(rows: int, width: int) -> None:
+    torch.empty(rows, width).sum(0)
 
 
 @pytest.mark.parametrize(
@@ -122,25 +100,24 @@ def summed(rows: int, width: int) -> Callable[[], object]:
 )
 def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold(rows: int, width: int, measured: int) -> None:
     """With torch 2.11; the sum itself is counted there."""
-    assert largest(summed(rows, width)) == pytest.approx(measured, abs=4 * width)
+    assert largest(summed, rows, width) == pytest.approx(measured, abs=4 * width)
 
 
 def test_sums_of_few_rows_and_along_rows_hold_nothing() -> None:
     assert largest(lambda: (torch.empty(8, 8) @ torch.empty(8, 8)).relu().softmax(-1)) == 0
-    assert largest(summed(512, 2048)) == 0
+    assert largest(summed, 512, 2048) == 0
     assert largest(lambda: torch.empty(4096, 1024).sum(1)) == 0
     assert largest(lambda: torch.empty(1024, 4096).t().sum(0)) == 0
     assert largest(lambda: torch.empty(1024, 4096).sum()) == largest(lambda: torch.empty(1024, 4096).sum((0, 1))) == 0
 
 
 def test_convolutions_whose_channels_are_last_need_no_copies() -> None:
-    def run(layout: torch.memory_format) -> Callable[[], object]:
-        return lambda: torch.nn.functional.conv2d(
-            torch.empty(2, 8, 16, 16).to(memory_format=layout), torch.empty(8, 8, 3, 3).to(memory_format=layout)
-        )
+    def run(layout: torch.memory_format) -> None:
+        image, weight = torch.empty(2, 8, 16, 16), torch.empty(8, 8, 3, 3)
+        torch.nn.functional.conv2d(image.to(memory_format=layout), weight.to(memory_format=layout))
 
-    assert largest(run(torch.contiguous_format)) >= 4 * 2 * 8 * 16 * 16
-    assert largest(run(torch.channels_last)) == 0
+    assert largest(run, torch.contiguous_format) >= 4 * 2 * 8 * 16 * 16
+    assert largest(run, torch.channels_last) == 0
 
 
 def test_cublas_keeps_what_pytorch_gives_it_by_generation_in_two_threads() -> None:
@@ -149,13 +126,13 @@ def test_cublas_keeps_what_pytorch_gives_it_by_generation_in_two_threads() -> No
     assert workspace_bytes(replace(find_device("l4"), vendor="cpu")) == 0
 
 
-def unfolded(images: int, stride: int = 1) -> Callable[[], object]:
-    return lambda: torch.nn.functional.unfold(torch.empty(images, 8, 32, 32), 3, stride=stride)
+def unfolded(images: int, stride: int = 1) -> None:
+    torch.nn.functional.unfold(torch.empty(images, 8, 32, 32), 3, stride=stride)
 
 
 def test_columns_are_first_made_as_large_as_the_image() -> None:
-    assert largest(unfolded(4)) == 4 * 8 * 32 * 32 * 4
-    assert largest(unfolded(4, stride=3)) == 0
+    assert largest(unfolded, 4) == 4 * 8 * 32 * 32 * 4
+    assert largest(unfolded, 4, stride=3) == 0
 
 
 @pytest.mark.gpu
@@ -163,13 +140,13 @@ def test_columns_are_first_made_as_large_as_the_image() -> None:
 @pytest.mark.parametrize(
     ("run", "name"),
     [
-        (flash(8, 2, 1000, 64), "flash"),
-        (flash(8, 2, 1000, 64, apart=True), "flash of heads apart"),
-        (efficient(torch.float32, 64, 1000), "efficient"),
-        (embedding(8192, 32_000, 512), "embedding"),
-        (norm(128 * 1024, 1024), "norm"),
-        (summed(4096, 1024), "sum"),
-        (unfolded(16), "unfold"),
+        (partial(flash, 8, 2, 1000, 64), "flash"),
+        (partial(flash, 8, 2, 1000, 64, apart=True), "flash of heads apart"),
+        (partial(efficient, torch.float32, 64, 1000), "efficient"),
+        (partial(embedding, 8192, 32_000, 512), "embedding"),
+        (partial(norm, 128 * 1024, 1024), "norm"),
+        (partial(summed, 4096, 1024), "sum"),
+        (partial(unfolded, 16), "unfold"),
     ],
 )
 def test_what_is_computed_is_what_cuda_allocates(run: Callable[[], object], name: str) -> None:
