@@ -155,14 +155,10 @@ def test_the_history_of_the_allocator_is_replayed_under_its_addresses() -> None:
         ("NVIDIA H200", 139.8, "NVIDIA H200 SXM 141 GB"),
         ("NVIDIA H100 80GB HBM3", 79.1, "NVIDIA H100 SXM 80 GB"),
         ("NVIDIA H100 PCIe", 79.1, "NVIDIA H100 PCIe 80 GB"),
-        ("NVIDIA A100-SXM4-80GB", 79.3, "NVIDIA A100 SXM 80 GB"),
         ("NVIDIA A100-SXM4-40GB", 39.5, "NVIDIA A100 SXM 40 GB"),
         ("NVIDIA L40S", 44.5, "NVIDIA L40S 48 GB"),
-        ("NVIDIA L4", 22.0, "NVIDIA L4 24 GB"),
         ("NVIDIA L40", 44.5, None),
-        ("NVIDIA GeForce RTX 4090", 23.6, "NVIDIA GeForce RTX 4090 24 GB"),
         ("AMD Instinct MI300X", 191.9, "AMD Instinct MI300X 192 GB"),
-        ("Quadro P400", 2.0, None),
     ],
 )
 def test_a_device_is_found_by_what_it_calls_itself(reported: str, memory: float, found: str | None) -> None:

@@ -115,10 +115,11 @@ def mixed_c(block: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def mixed_e(block: nn.Module, x: Tensor) -> list[Tensor]:
-    single, double = through(block, "branch3x3", "1", x), through(block, "branch3x3dbl", "12", x)
+    one, single = unit(block.branch1x1, x), through(block, "branch3x3", "1", x)
     singles = torch.cat([unit(block.branch3x3_2a, single), unit(block.branch3x3_2b, single)], 1)
+    double = through(block, "branch3x3dbl", "12", x)
     doubles = torch.cat([unit(block.branch3x3dbl_3a, double), unit(block.branch3x3dbl_3b, double)], 1)
-    return [unit(block.branch1x1, x), singles, doubles, unit(block.branch_pool, average(x))]
+    return [one, singles, doubles, unit(block.branch_pool, average(x))]
 
 
 MIXED: dict[str, Callable[[nn.Module, Tensor], list[Tensor]]] = {
