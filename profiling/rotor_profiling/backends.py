@@ -1,8 +1,7 @@
 """Select where memory and time are read from, for all measurements.
 
-Three protocols: a `MemoryMeter`, a `Stopwatch`, and `Storages`, which identifies storages and counts their bytes.
-Devices present, CPU or CUDA, are measured. For an absent device, `using` installs instruments that predict; the same
-code then runs on fake tensors.
+Devices present, CPU or CUDA, are measured. For an absent device, `using` installs a `Prediction`; the same code then
+runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -18,12 +17,9 @@ import torch
 from torch import nn
 
 from rotor_profiling.memory import CpuMeter, CudaMeter, MemoryMeter
-from rotor_profiling.timing import Stopwatch, cpu_stopwatch, cuda_stopwatch
+from rotor_profiling.timing import CudaStopwatch, Stopwatch, cpu_stopwatch
 from rotor_profiling.torch_compat import function_mode_stack, pop_function_mode, push_function_mode
 from rotor_solver.described_error import InvalidValueError
-
-_CUDA_BLOCK = 512
-"""The caching allocator rounds every request up to a multiple of these bytes (`kMinBlockSize` in torch)."""
 
 
 class Storages(Protocol):
@@ -36,53 +32,46 @@ class Storages(Protocol):
         """Return the bytes that the device's allocator counts for a request of `size` bytes."""
 
 
-class Backend(Protocol):
-    """Instruments for memory and time of one device."""
+class Prediction(Protocol):
+    """Instruments for an absent device, and its properties.
+
+    `kind` is its type ("cuda", though the tensors are on the CPU), `name` its display name, `all_names` that of all
+    devices that train together. `memory_bytes` are available to this process, of which libraries keep
+    `workspace_bytes`. `host_bandwidth`: bytes per second to host memory, and as many back at the same time.
+    `operators` returns a context that runs the operators that PyTorch chooses on that device.
+    """
 
     @property
     def storages(self) -> Storages: ...
 
-    def memory_meter(self, device: torch.device) -> MemoryMeter:
-        """Return a meter for `device`."""
-
-    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
-        """Return a stopwatch for this thread's work on `device`."""
-
-
-class Prediction(Backend, Protocol):
-    """Backend for an absent device, with its properties."""
+    @property
+    def kind(self) -> str: ...
 
     @property
-    def name(self) -> str:
-        """Display name of the device."""
+    def name(self) -> str: ...
 
     @property
-    def all_names(self) -> str:
-        """Display name of all devices that train together, of which it is one."""
+    def all_names(self) -> str: ...
 
     @property
-    def kind(self) -> str:
-        """Type of the predicted device: "cuda", though the tensors are on the CPU."""
+    def memory_bytes(self) -> int: ...
 
     @property
-    def memory_bytes(self) -> int:
-        """Memory of the device available to this process."""
+    def workspace_bytes(self) -> int: ...
 
     @property
-    def host_bandwidth(self) -> float:
-        """Bytes per second to host memory; as many back at the same time."""
+    def host_bandwidth(self) -> float: ...
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes that libraries allocate once and keep."""
+    def memory_meter(self, device: torch.device) -> MemoryMeter: ...
 
-    def operators(self) -> AbstractContextManager[object]:
-        """Return a context that runs the operators that PyTorch chooses on that device."""
+    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]: ...
+
+    def operators(self) -> AbstractContextManager[object]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Addresses:
-    block: int = 1
+    block: int
 
     def key(self, storage: torch.UntypedStorage) -> int:
         return storage.data_ptr()
@@ -91,25 +80,8 @@ class _Addresses:
         return -(-size // self.block) * self.block
 
 
-class _MeasuredOnCpu:
-    storages: Storages = _Addresses()
-
-    def memory_meter(self, device: torch.device) -> MemoryMeter:
-        return CpuMeter()
-
-    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
-        return cpu_stopwatch()
-
-
-class _MeasuredOnCuda:
-    storages: Storages = _Addresses(_CUDA_BLOCK)
-
-    def memory_meter(self, device: torch.device) -> MemoryMeter:
-        _wake_engine(device)
-        return CudaMeter(device)
-
-    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
-        return nullcontext(cuda_stopwatch(device))
+_STORAGES = {"cpu": _Addresses(1), "cuda": _Addresses(512)}
+"""CUDA's caching allocator rounds every request up to a multiple of 512 bytes (`kMinBlockSize` in torch)."""
 
 
 @cache
@@ -123,7 +95,6 @@ def _wake_engine(device: torch.device) -> None:
         torch.autograd.grad(scalar.exp(), scalar)
 
 
-_MEASURED: dict[str, Backend] = {"cpu": _MeasuredOnCpu(), "cuda": _MeasuredOnCuda()}
 _prediction: ContextVar[Prediction | None] = ContextVar("rotor_profiling.prediction", default=None)
 
 
@@ -142,43 +113,50 @@ def prediction() -> Prediction | None:
     return _prediction.get()
 
 
-def backend_for(kind: str) -> Backend:
-    """Return the instruments for a device type. Raises ValueError if its allocator cannot be read."""
-    found = _prediction.get() or _MEASURED.get(kind)
-    if found is None:
+def _measurable(device: torch.device) -> str:
+    if device.type not in _STORAGES:
         raise InvalidValueError(
-            f"memory can be measured on cpu and cuda devices, not on {kind!r}; move the model to one",
+            f"memory can be measured on cpu and cuda devices, not on {device.type!r}; move the model to one",
             kind="unknown_device",
-            name=kind,
+            name=device.type,
         )
-    return found
+    return device.type
 
 
 def memory_meter(device: torch.device) -> MemoryMeter:
     """Return a meter for `device`. Raises ValueError for a device type whose allocator cannot be read."""
-    return backend_for(device.type).memory_meter(device)
+    if (predicted := prediction()) is not None:
+        return predicted.memory_meter(device)
+    if _measurable(device) == "cpu":
+        return CpuMeter()
+    _wake_engine(device)
+    return CudaMeter(device)
 
 
 def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
     """Return a stopwatch for this thread's work on `device`."""
-    return backend_for(device.type).stopwatch(device)
+    if (predicted := prediction()) is not None:
+        return predicted.stopwatch(device)
+    return cpu_stopwatch() if _measurable(device) == "cpu" else nullcontext(CudaStopwatch(device))
 
 
 def storages_of(kind: str) -> Storages:
     """Return the storage counter of a device type; for an unknown type, that of the CPU."""
-    return (_prediction.get() or _MEASURED.get(kind, _MEASURED["cpu"])).storages
+    if (predicted := prediction()) is not None:
+        return predicted.storages
+    return _STORAGES.get(kind, _STORAGES["cpu"])
 
 
 def operators() -> AbstractContextManager[object]:
     """Return a context that runs the operators that the device chooses, even if it is absent."""
-    found = _prediction.get()
-    return nullcontext() if found is None else found.operators()
+    predicted = prediction()
+    return nullcontext() if predicted is None else predicted.operators()
 
 
 @contextmanager
 def operators_as_called() -> Iterator[None]:
     """Suspend the substitution of operators for an absent device, which TorchDynamo would trace."""
-    if _prediction.get() is None:
+    if prediction() is None:
         yield
         return
     aside = [pop_function_mode() for _ in function_mode_stack()]

@@ -34,14 +34,20 @@ class Stopwatch(Protocol):
 
 @contextmanager
 def cpu_stopwatch() -> Iterator[Stopwatch]:
-    """Make a stopwatch for this thread's work on the CPU."""
-    with _waiting_for_a_core() as waited:
-        yield _CpuStopwatch(waited)
+    """Make a stopwatch for this thread's work on the CPU.
 
-
-def cuda_stopwatch(device: torch.device) -> Stopwatch:
-    """Make a stopwatch for this thread's work on a CUDA device."""
-    return _CudaStopwatch(device)
+    It leaves out the time for which the thread was runnable but not running. Linux counts it: the second number in
+    `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds. Other systems do not.
+    """
+    try:
+        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        yield _CpuStopwatch(lambda: 0.0)
+        return
+    try:
+        yield _CpuStopwatch(lambda: int(os.pread(file, 64, 0).split()[1]) / 1e9)
+    finally:
+        os.close(file)
 
 
 def seconds_of(run: Callable[[], object], watch: Stopwatch, before: Callable[[], None] | None = None) -> float:
@@ -85,24 +91,6 @@ def _quantile(samples: list[float], part: float) -> float:
     return ordered[below] + (at - below) * (ordered[above] - ordered[below])
 
 
-@contextmanager
-def _waiting_for_a_core() -> Iterator[Callable[[], float]]:
-    """Yield a function that returns the seconds for which this thread was runnable but not running.
-
-    Linux counts them: the second number in `schedstat` (Documentation/scheduler/sched-stats.rst), in nanoseconds.
-    Returns 0 on other systems.
-    """
-    try:
-        file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-    except OSError:
-        yield lambda: 0.0
-        return
-    try:
-        yield lambda: int(os.pread(file, 64, 0).split()[1]) / 1e9
-    finally:
-        os.close(file)
-
-
 class _CpuStopwatch:
     """Seconds in which this thread runs, or waits for anything but a core."""
 
@@ -137,7 +125,7 @@ class _CpuStopwatch:
         return [max(0.0, after - before) for before, after in zip(self._times, self._times[1:], strict=False)]
 
 
-class _CudaStopwatch:
+class CudaStopwatch:
     """Times CUDA events, not the host's clock: kernels run long after their launch returns."""
 
     exact = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,7 +24,6 @@ class PredictedStopwatch(TorchDispatchMode):
     """Adds up the `seconds` of operators called while the mode is active."""
 
     exact = True
-    waiting = 0.0
 
     def __init__(self, seconds: OperatorSeconds) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -43,10 +42,6 @@ class PredictedStopwatch(TorchDispatchMode):
     def lap(self) -> None:
         self._laps.append(self._lap)
         self._lap = 0.0
-
-    def warm(self, tensors: Iterable[torch.Tensor]) -> None: ...
-
-    def cool(self) -> None: ...
 
     def stop(self) -> list[float]:
         return self._laps
