@@ -31,7 +31,7 @@ from report import merged, write
 from torch import nn
 
 from rotor_profiling import StageBytes, StageCost, measured_peak, tensors_in
-from rotor_profiling.stage.bytes import clearly_less
+from rotor_profiling.stage.cost import clearly_less
 from rotor_py import Checkpointable, format_bytes
 from rotor_py.measure import stage_measurer
 from rotor_py.measure.measurement import Way
@@ -97,9 +97,8 @@ class Measured:
         self.planned = Checkpointable(
             copy.deepcopy(model), loss=self.loss, keep="bf16", offload=f"file:{folder}", cache=False
         )
-        # What would stand in for others, or be better than they are, is not in every column.
+        # What would replace others, or be better than they are, is not in every column.
         with (
-            patch.object(stage_measurer, "stand_ins", lambda _: {}),
             patch.object(stage_measurer, "saving_ones", _all_that_save),
             patch.object(stage_measurer, "worth_choosing", lambda whole, ways: tuple(ways)),
         ):

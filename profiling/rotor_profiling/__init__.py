@@ -5,10 +5,10 @@ from rotor_profiling.isolate import RandomState, buffers_kept, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
-from rotor_profiling.stage.bytes import StageBytes
-from rotor_profiling.stage.cost import StageCost, measure_options, measure_ways, run_before_measuring, time_ways
+from rotor_profiling.stage.cost import StageBytes, StageCost, measure_ways
 from rotor_profiling.stage.gradients import Layouts, leaves_of
 from rotor_profiling.stage.runs import loss_layouts, stage_layouts
+from rotor_profiling.stage.seconds import time_ways
 from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.stage.stage_signature import stage_signature, value_signature
 from rotor_profiling.step import StepWatch, measured_curve, measured_peak, measured_phases, watch_step
@@ -33,14 +33,12 @@ __all__ = [
     "leaves_of",
     "loss_layouts",
     "measure_loss",
-    "measure_options",
     "measure_ways",
     "measured_curve",
     "measured_peak",
     "measured_phases",
     "memory_meter",
     "optimizer_cost",
-    "run_before_measuring",
     "stage_layouts",
     "stage_signature",
     "storage_bytes",

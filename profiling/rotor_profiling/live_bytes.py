@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.followed_storages import FollowedStorages
-from rotor_profiling.storage import allocated, local
+from rotor_profiling.storage import allocated
 
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 """Returns the temporary bytes of an operator's kernel, from (operator, arguments, keywords, result)."""
@@ -31,29 +31,18 @@ class LiveBytes(FollowedStorages):
         """live bytes of storages created since construction or `reset`"""
         self.peak = 0
         """most live bytes since construction, `reset` or `begin_peak`"""
-        self.peak_with_held = 0
-        """the peak if no storage passed to `hold` had been freed"""
         self._kinds, self._kind, self._scratch = kinds, kind, scratch
         self._sizes: dict[int, int] = {}
-        self._to_hold: set[int] = set()
-        self._gone = 0
 
     def reset(self) -> None:
         """Forget live storages: only those created from now on count."""
         self.forget()
         self._sizes.clear()
-        self.now = self.peak = self.peak_with_held = self._gone = 0
-        self._to_hold.clear()
+        self.now = self.peak = 0
 
     def begin_peak(self) -> None:
         """Restart the peak at the present live bytes."""
-        self.peak, self.peak_with_held = self.now, self.now + self._gone
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor in `peak_with_held` as if it was never freed."""
-        number = self._followed.get(local(tensor).untyped_storage()._cdata)
-        if number in self._sizes:
-            self._to_hold.add(number)
+        self.peak = self.now
 
     def follows(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type in self._kinds
@@ -61,18 +50,10 @@ class LiveBytes(FollowedStorages):
     def taken(self, number: int, size: int) -> None:
         self._sizes[number] = allocated(size, self._kind)
         self.now += self._sizes[number]
-        self._reach(self.now)
+        self.peak = max(self.peak, self.now)
 
     def freed(self, number: int) -> None:
-        size = self._sizes.pop(number)
-        self.now -= size
-        if number in self._to_hold:
-            self._to_hold.remove(number)
-            self._gone += size
+        self.now -= self._sizes.pop(number)
 
     def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self._reach(self.now + self._scratch(func, args, kwargs, out))
-
-    def _reach(self, held: int) -> None:
-        self.peak = max(self.peak, held)
-        self.peak_with_held = max(self.peak_with_held, held + self._gone)
+        self.peak = max(self.peak, self.now + self._scratch(func, args, kwargs, out))

@@ -17,10 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling import torch_compat
-from rotor_profiling.timing import Stopwatch
 
 _MARK = "rotor_profiling.mark:"
-_HOLD = "rotor_profiling.hold:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +28,6 @@ class Phase:
     start: int
     peak: int
     end: int
-    peak_with_held: int | None = field(default=None, compare=False)
-    """The peak if no tensor passed to `hold` had been freed; None where single frees are not visible."""
 
     @property
     def rise(self) -> int:
@@ -48,16 +44,13 @@ class MemoryMeter(Protocol):
     """A context manager that splits the work inside it into named phases.
 
     `mark(name)` starts the phase `name`, up to the next mark or the end of the context. Work before the first mark is
-    the phase `""`. `phases` is valid after the context exits. After `hold(tensor)`, the storage of a tensor made inside
-    counts for `Phase.peak_with_held` as if it was never freed.
+    the phase `""`. `phases` is valid after the context exits.
     """
 
     @property
     def phases(self) -> dict[str, Phase]: ...
 
     def mark(self, name: str) -> None: ...
-
-    def hold(self, tensor: torch.Tensor) -> None: ...
 
     def __enter__(self) -> MemoryMeter: ...
 
@@ -88,10 +81,11 @@ class CpuMeter:
         return self
 
     def mark(self, name: str) -> None:
-        _record(_MARK + name)
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        _record(f"{_HOLD}{tensor.untyped_storage().data_ptr()}")
+        # An event among the allocations, so that one clock orders both.
+        _record_operators(True)
+        with torch.profiler.record_function(_MARK + name):
+            pass
+        _record_operators(False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -106,24 +100,13 @@ class CpuMeter:
             self.phases, self.curve = _split(events)
 
 
-def _record(name: str) -> None:
-    # An event among the allocations, so that one clock orders both.
-    _record_operators(True)
-    with torch.profiler.record_function(name):
-        pass
-    _record_operators(False)
-
-
 def _record_operators(enabled: bool) -> None:
     """Set whether profilers see this thread's operators, as they do by default."""
     torch_compat.enable_record_function(enabled)  # thread-local switch without a public name
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
-    """Yield (time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-).
-
-    Calls of `hold` have no mark and 0 bytes.
-    """
+    """Yield (time in ns, mark or "", address, bytes) of every mark and every CPU allocation (+) or free (-)."""
     pending = list(roots)
     while pending:
         event = pending.pop()
@@ -136,8 +119,6 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
         pending.extend(event.children)
         if name.startswith(_MARK):
             yield event.start_time_ns, name, 0, 0
-        elif name.startswith(_HOLD):
-            yield event.start_time_ns, "", int(name.removeprefix(_HOLD)), 0
 
 
 def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], list[tuple[float, int]]]:
@@ -145,32 +126,20 @@ def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], l
     curve: list[tuple[float, int]] = []
     live: dict[int, int] = {}
     name, start, peak, held = "", 0, 0, 0  # before the first mark
-    to_hold: set[int] = set()
-    gone, with_held = 0, 0  # freed bytes to be held, and the peak with them
     for time, mark, address, size in events:
         if mark:
-            phases[name] = Phase(start, peak, held, with_held)
-            name, start, peak, with_held = mark.removeprefix(_MARK), held, held, held + gone
-        elif not size:
-            if address in live:
-                to_hold.add(address)
+            phases[name] = Phase(start, peak, held)
+            name, start, peak = mark.removeprefix(_MARK), held, held
         else:
             # By address, not by the size of the free: frees of blocks allocated under an earlier meter are reported
             # too. A block at the address of a new allocation was freed by a thread whose events are not collected.
-            freed = live.pop(address, 0)
-            held -= freed
-            if address in to_hold:
-                to_hold.remove(address)
-                gone += freed
+            held -= live.pop(address, 0)
             if size > 0:
                 held += size
                 live[address] = size
-                if held > peak:
-                    peak = held
-        if held + gone > with_held:
-            with_held = held + gone
+                peak = max(peak, held)
         curve.append(((time - events[0][0]) / 1e9, held))
-    phases[name] = Phase(start, peak, held, with_held)
+    phases[name] = Phase(start, peak, held)
     return phases, curve
 
 
@@ -220,63 +189,8 @@ class CudaMeter:
         self._name, self._start = name, held
         torch.cuda.reset_peak_memory_stats(self.device)  # to the present bytes, so the next peak is of its phase
 
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Do nothing: counters do not show when a single tensor is freed."""
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
             self.mark("")  # ends the last phase; the phase that this begins is never read
-
-
-class ClockedMeter:
-    """Add the `seconds` of phases to `meter`, timed by `watch`, without the time of marking.
-
-    Phases of one name add up. The phase begun by the end of the context has no seconds; without a watch, none has.
-    """
-
-    def __init__(self, meter: MemoryMeter, watch: Stopwatch | None) -> None:
-        self._meter, self._watch = meter, watch
-        self._names = [""]
-        self.seconds: dict[str, float] = {}
-
-    @property
-    def phases(self) -> dict[str, Phase]:
-        """Phases of the meter."""
-        return self._meter.phases
-
-    def mark(self, name: str) -> None:
-        """Begin the phase `name`."""
-        with self._uncounted(name):
-            self._meter.mark(name)
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor, as the meter does."""
-        with self._uncounted(self._names[-1]):
-            self._meter.hold(tensor)
-
-    @contextmanager
-    def _uncounted(self, then: str) -> Iterator[None]:
-        """Exclude this context from the time; `then` is the phase that continues or begins."""
-        if self._watch is not None:
-            self._watch.lap()
-        yield
-        if self._watch is not None:
-            self._watch.lap()
-            self._names.append(then)
-
-    def __enter__(self) -> ClockedMeter:
-        self._meter.__enter__()
-        if self._watch is not None:
-            self._watch.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._watch is not None:
-            laps = self._watch.stop()[::2]  # every other lap is marking
-            for name, seconds in zip(self._names, laps, strict=False):
-                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        self._meter.__exit__(kind, error, trace)

@@ -22,7 +22,7 @@ and the end of the backward. So a watch starts, marks and stops wherever our cod
 #     earlier watch, or must not be freed. If others are freed, the sums are too small from then on.
 #  5. Memory that processes send to each other is freed by its last holder. If that is a backend thread, the profiler
 #     misses the free, and a step would show too many bytes. So with several processes, nothing is watched. (Stages are
-#     measured several times instead, and the least counts: see `measure_bytes` in `stage/cost.py`.)
+#     measured several times instead, and the least counts: see `measure_ways` in `stage/cost.py`.)
 """
 
 from __future__ import annotations

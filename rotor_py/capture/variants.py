@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rotor_profiling import StageCost
-from rotor_profiling.stage.bytes import LEAST_SHARE
+from rotor_profiling.stage.cost import LEAST_SHARE
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.whole_graph import Room, compiled_whole, compiling

@@ -73,12 +73,9 @@ class PredictedMeter:
     def mark(self, name: str) -> None:
         live = self._live
         live.settle()
-        self.phases[self._name] = Phase(self._start, live.peak, live.now, live.peak_with_held)
+        self.phases[self._name] = Phase(self._start, live.peak, live.now)
         self._name, self._start = name, live.now
         live.begin_peak()
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        self._live.hold(tensor)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

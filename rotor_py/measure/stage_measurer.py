@@ -36,7 +36,7 @@ from rotor_profiling import (
 from rotor_profiling.attributes import kept_bytes
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import trained_parameters
-from rotor_profiling.stage.seconds import AsNode
+from rotor_profiling.stage.seconds import AsNode, StageRun
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
 from rotor_py.measure.cache import KeptKinds, StageMemory, measurement_cache
@@ -44,7 +44,7 @@ from rotor_py.measure.cut import Cut, run_prefix
 from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
 from rotor_py.measure.measurement import Carried, Measurement, Way
 from rotor_py.measure.rounds import StageTimes
-from rotor_py.measure.stage_ways import OffloadableBytes, offered_everywhere, saving_ones, stand_ins, worth_choosing
+from rotor_py.measure.stage_ways import OffloadableBytes, offered_everywhere, saving_ones, worth_choosing
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.stage.error_context import During
 from rotor_py.stage.forward_state import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
@@ -376,21 +376,21 @@ class StageMeasurer:
         with stopwatch(self._device) as watch:
             # Exact clocks would also count the meter's extra work.
             ways = self._stored(number, offered)
-            (whole, *others), run, output = measure_ways(
-                ways, value, context, None if watch.exact else watch, stand_ins(offered)
-            )
-        assert whole is not None
-        measured = [(name, way) for name, way in zip(offered, others, strict=True) if way is not None]
-        less = saving_ones(whole, measured, self._group, self._device)
-        names, found = tuple(name for name, _ in less), (whole, *(way for _, way in less))
+            found, run, output = measure_ways(ways, value, context, None if watch.exact else watch)
+        less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._group, self._device)
+        names = tuple(name for name, _ in less)
         if run is not None:
-            if len(run.ways) > 1:
-                seconds = {name: each for (name, _), each in zip(measured, run.ways[1:], strict=True)}
-                run = replace(run, ways=(run.ways[0], *(seconds[way] for way in names)))
-            self._times.add(kind, run)
+            seconds = dict(zip(("", *offered), run.ways, strict=True))
+            self._times.add(kind, StageRun(tuple(seconds[name] for name in ("", *names))))
         self._unkept.add(kind)
-        undecided = decides_nothing(function)
-        return StageMemory(found, decided_bytes(function), recall_moving(function), names, undecided), output
+        memory = StageMemory(
+            (found[0], *(way for _, way in less)),
+            decided_bytes(function),
+            recall_moving(function),
+            names,
+            decides_nothing(function),
+        )
+        return memory, output
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         runner = self._chain.runner(number, ways)

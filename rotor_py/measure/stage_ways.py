@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rotor_profiling import StageBytes, StageCost, isolated, leaves_of
-from rotor_profiling.stage.bytes import clearly_less
+from rotor_profiling.stage.cost import clearly_less
 from rotor_profiling.storage import allocated
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere, largest_anywhere
@@ -34,16 +34,6 @@ def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, de
         if not name or most != -least_negated:
             break
     return tuple(names[:position])
-
-
-def stand_ins(names: Sequence[str]) -> dict[int, int]:
-    """Map each storage mode to the one that replaces it if that saves clearly less: see `saving_ones`.
-
-    Numbered from 1; 0 stores the stage whole.
-    """
-    at = {name: number for number, name in enumerate(names, 1)}
-    bases = ((name, base_of(name, at)) for name in names if word_of([name]) is None)
-    return {at[base]: at[name] for name, base in bases if base is not None}
 
 
 def saving_ones(

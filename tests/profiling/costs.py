@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import StageContext, StageCost, measure_options, storage_bytes, storages, tensors_in
+from rotor_profiling import (
+    StageContext,
+    StageCost,
+    measure_ways,
+    stage_layouts,
+    storage_bytes,
+    storages,
+    tensors_in,
+    time_ways,
+)  # fmt: skip
+from rotor_profiling.backends import stopwatch
+from rotor_profiling.stage.seconds import estimate
 from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
@@ -35,10 +46,14 @@ def square(bias: bool = False) -> nn.Linear:
 
 
 def cost(function: Callable[[Any], Any], value: Any, **options: Any) -> StageCost:
-    """What `function` costs on `value`: bytes only, no random state kept, parameters owned by the caller."""
+    """What `function` costs on `value`, with no random state kept, and parameters owned by the caller."""
     options = {"device": CPU, "input_bytes": storage_bytes(tensors_in(value))} | options
     parameters = function.parameters() if isinstance(function, nn.Module) else ()
     owned = [*storages(parameters), *options.pop("owned", ())]
     runner = StageRunner(function, "stage", preserve_rng_state=False)
-    (cost,) = measure_options((runner,), value, StageContext(owned=owned, **options))
-    return cost
+    context = StageContext(owned=owned, **options)
+    stage_layouts(runner, value, context.device)  # the first run: libraries choose algorithms
+    found = measure_ways((runner,), value, context).bytes[0]
+    with stopwatch(context.device) as watch:
+        runs = [time_ways((runner,), value, context, watch)[0] for _ in range(3)]
+    return StageCost.of(found, estimate(runs)[0])

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import StageCost, storages
-from rotor_profiling.stage import bytes as stage_bytes
+from rotor_profiling import StageBytes, StageCost, storages
 from rotor_profiling.stage import runs
-from rotor_profiling.stage.bytes import WatchedInput, can_be_watched
+from rotor_profiling.stage.runs import WatchedInput, can_be_watched
 from rotor_py.stage.protocol import StageOffers
 from tests.profiling.costs import BIAS, START, UNIT, WEIGHT, cost, square, unit
 
@@ -184,7 +183,7 @@ FUNCTIONS: dict[str, tuple[Callable[[], Callable[[Any], Any]], Callable[[], Any]
 def test_bytes_are_those_that_a_copy_shows(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make, value = FUNCTIONS[which]
     function, given = make(), value()
-    names = list(stage_bytes.StageBytes.__dataclass_fields__)
+    names = list(StageBytes.__dataclass_fields__)
     watched = cost(function, given)
     monkeypatch.setattr(runs, "can_be_watched", lambda value: False)
     copied = cost(function, given)

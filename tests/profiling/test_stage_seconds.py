@@ -11,8 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotor_profiling.stage.cost import measure_ways
-from rotor_profiling.stage.seconds import StageRun, estimate, spread_of, time_stage
+from rotor_profiling.stage.seconds import StageRun, estimate, spread_of, time_ways
 from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile
 from rotor_py.execute.single_stage_replay import single_stage_node
@@ -98,49 +97,51 @@ class Scripted:
         return self.seconds
 
 
+RUNS: list[tuple[bool, bool]] = []
+
+
+class Noting(nn.Linear):
+    """Notes of each run whether it has a graph, and whether there is a gradient already."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = super().forward(value)
+        RUNS.append((made.requires_grad, self.weight.grad is not None))
+        return made
+
+
 @pytest.mark.parametrize(
     ("as_node", "laps", "expected"),
     [
         (single_stage_node, (2.0, 5.0, 2.5, 7.5), (2.5, 7.5)),
         (None, (2.0, 5.0, 2.5, 1.5), (2.5, 6.5)),  # the second run, and the backward of the first way
+        ("no", (2.0, 5.0), None),
     ],
 )
-def test_a_stage_is_timed_in_training_and_as_a_node(as_node: Any, laps: Any, expected: tuple[float, float]) -> None:
-    layer, watch = nn.Linear(4, 4), Scripted(*laps)
-    value = torch.randn(2, 4, requires_grad=True)
-    runners, parameters = [StageRunner(layer, "layer")], [*layer.parameters()]
-    run, output = time_stage(runners, value, parameters, watch, as_node=as_node)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_stage_is_timed_in_training_and_as_a_node_with_the_gradients_of_training(
+    as_node: Any, laps: Any, expected: tuple[float, float] | None, fresh: bool
+) -> None:
+    RUNS.clear()
+    layer, watch, value = Noting(4, 4), Scripted(*laps), torch.randn(2, 4, requires_grad=True)
+    context = StageContext(CPU, 32, fresh_gradients=fresh)
+    again = as_node != "no"
+    run, output = time_ways(
+        [StageRunner(layer, "layer")], value, context, watch, as_node=as_node if again else None, again=again
+    )
     assert run == StageRun(((2.0, 5.0),), expected)
-    assert torch.equal(output, layer(value))
+    assert [graph for graph, _ in RUNS] == ([True, False, True] if again else [True])
+    assert RUNS[0] == (True, not fresh)
+    assert torch.equal(output, nn.functional.linear(value, layer.weight, layer.bias))
     assert output.is_leaf
-    # Backwards add their gradients up, as in a step that has some.
-    assert layer.bias.grad is not None
-    assert layer.bias.grad.tolist() == [(2 if as_node else 1) * len(value)] * 4
-
-
-def test_a_node_is_left_out_if_nobody_asks_for_it() -> None:
-    layer, watch = nn.Linear(4, 4), Scripted(1.0, 2.0)
-    value = torch.randn(2, 4, requires_grad=True)
-    run, output = time_stage([StageRunner(layer, "layer")], value, [*layer.parameters()], watch, again=False)
-    assert run == StageRun(((1.0, 2.0),))
-    assert torch.equal(output, layer(value))
+    assert layer.weight.grad is None
 
 
 def test_a_node_runs_its_stage_once_in_the_forward_and_once_in_the_backward() -> None:
-    class Noting(nn.Linear):
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            made = super().forward(value)
-            runs.append(made.requires_grad)
-            return made
-
-    runs: list[bool] = []
+    RUNS.clear()
     layer, value = Noting(4, 4), torch.randn(2, 4, requires_grad=True)
-    run_node = single_stage_node(StageRunner(layer, "layer"))
-    assert runs == []
-    output = run_node(value)
-    assert runs == [False]
+    output = single_stage_node(StageRunner(layer, "layer"))(value)
     output.sum().backward()
-    assert runs == [False, True]
+    assert [graph for graph, _ in RUNS] == [False, True]
     plain, expected = value.detach().requires_grad_(), nn.Linear(4, 4)
     expected.load_state_dict(layer.state_dict())
     expected(plain).sum().backward()
@@ -165,8 +166,8 @@ def test_a_gradient_in_another_layout_than_the_input_is_not_copied() -> None:
     layer = Transposing(3, 4)
     value = torch.randn(3, 5, requires_grad=True)
     with cpu_stopwatch() as watch, Calls() as calls:
-        runner = StageRunner(layer, "layer")
-        time_stage([runner], value, [*layer.parameters()], watch, fresh_gradients=True, as_node=single_stage_node)
+        context = StageContext(CPU, 60, fresh_gradients=True)
+        time_ways([StageRunner(layer, "layer")], value, context, watch, as_node=single_stage_node)
     assert (3, 5) not in [shape for name, shape in calls.found if name in ("clone", "copy_")]
     assert value.grad is None
 
@@ -180,7 +181,7 @@ def test_a_gradient_is_given_away_so_that_the_engine_adds_to_it_in_place() -> No
 
     value = torch.randn(3, 5, requires_grad=True)
     with cpu_stopwatch() as watch, profile(activities=[ProfilerActivity.CPU]) as profiled:
-        time_stage([StageRunner(Residual(), "layer")], value, [], watch, again=False)
+        time_ways([StageRunner(Residual(), "layer")], value, StageContext(CPU, 60), watch, again=False)
     added = [event.name for event in profiled.events() or () if event.name in ("aten::add", "aten::add_")]
     assert added == ["aten::add", "aten::add_"]  # forward and backward
 
@@ -197,12 +198,3 @@ class Calls(TorchDispatchMode):
         if isinstance(found, torch.Tensor):
             self.found.append((func._opname, tuple(found.shape)))  # type: ignore[attr-defined]
         return found
-
-
-def test_the_run_that_shows_bytes_shows_seconds_in_training_alone() -> None:
-    layer, value = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
-    with cpu_stopwatch() as watch:
-        found = measure_ways([StageRunner(layer, "layer")], value, StageContext(CPU, 32), watch).run
-    assert found is not None
-    assert (len(found.ways), found.node) == (1, None)
-    assert min(found.ways[0]) > 0

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
-from rotor_profiling import timing
+from rotor_profiling import StageContext, measure_ways, stage_layouts, timing
 from rotor_profiling.backends import stopwatch
-from rotor_profiling.memory import ClockedMeter, CpuMeter
+from rotor_profiling.memory import CpuMeter
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile, seconds_of, spread
+from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")
 
@@ -72,24 +74,15 @@ def test_what_is_quick_runs_more_often_but_not_for_long(monkeypatch: pytest.Monk
         assert len(count) == runs
 
 
-def test_the_runs_under_a_meter_are_timed_without_its_marks() -> None:
-    class Slow(CpuMeter):
-        def mark(self, name: str) -> None:
-            time.sleep(0.05)
-            super().mark(name)
-
-        def hold(self, tensor: torch.Tensor) -> None:
-            time.sleep(0.05)
-            super().hold(tensor)
-
+def test_the_runs_that_show_bytes_are_timed_without_the_marks_of_their_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = CpuMeter.mark
+    monkeypatch.setattr(CpuMeter, "mark", lambda meter, name: (time.sleep(0.1), mark(meter, name))[1])
+    stage, value = StageRunner(nn.Linear(4, 4), "stage"), torch.randn(2, 4, requires_grad=True)
+    stage_layouts(stage, value, CPU)
     with cpu_stopwatch() as watch:
-        meter = ClockedMeter(Slow(), watch)
-        with meter:
-            meter.mark("work")
-            time.sleep(0.005)
-            meter.hold(torch.empty(1))
-            time.sleep(0.005)
-            meter.mark("between")
-    assert 0.01 <= meter.seconds["work"] < 0.05
-    assert set(meter.seconds) == {"", "work"}
-    assert set(meter.phases) == {"", "work", "between"}
+        run = measure_ways([stage], value, StageContext(CPU, 32), watch).run
+    assert run is not None
+    assert run.node is None
+    ((forward, backward),) = run.ways
+    assert 0 < forward < 0.1
+    assert 0 < backward < 0.1

@@ -5,37 +5,89 @@ A phase begins at each mark. The phase "between" does not count: frees, and allo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
 
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, isolated
 from rotor_profiling.memory import MemoryMeter
-from rotor_profiling.stage.bytes import Freed, Made, WatchedInput, can_be_watched, run_to_release
 from rotor_profiling.stage.gradients import (
     Layouts,
     Strides,
     enter_graph,
-    gradients_at,
     gradients_for,
     leaves_of,
     scalar_after,
 )
 from rotor_profiling.stage.stage_context import Runner, StageContext
-from rotor_profiling.storage import layout_of, local, storage_bytes, storages, tensors_in, wait_for
-from rotor_profiling.torch_classes import is_fake
+from rotor_profiling.storage import allocated, layout_of, local, storage_bytes, storages, tensors_in, wait_for
+from rotor_profiling.timing import Stopwatch
+from rotor_profiling.torch_compat import tree_map_only
+
+# Input and output bytes that a run with a graph frees.
+#
+# Most inputs can be observed directly (`WatchedInput`). Tensor subclasses and fake tensors cannot: the run releases a
+# copy of them instead.
 
 
-def run_unmeasured(runner: Runner, value: Any) -> None:
-    """Warm up the stage before measuring."""
-    leaf = leaves_of(value)
-    source = scalar_after(runner.forward(leaf))
-    if source is not None:
-        source.backward()
-        wait_for(gradients_at(leaf))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SHARED = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+})  # fmt: skip
+"""Dtypes that every torch release exchanges with itself by DLPack."""
+
+
+class WatchedInput:
+    """`value` with aliases of its tensors over the same memory, each with a storage of its own.
+
+    The tensors themselves have other holders while their stage is measured, which hide whether a graph holds them. A
+    copy would take as much memory again. Tensors with `owned` storages are no part of the input, and are not aliased.
+    """
+
+    def __init__(self, value: Any, owned: frozenset[int]) -> None:
+        self.nbytes = 0
+        """bytes of all aliases, as if each was allocated"""
+        self._watched: list[tuple[StorageWeakRef, int]] = []
+        self.value: Any = tree_map_only(torch.Tensor, lambda each: self._twin(each, owned), value)
+
+    def let_go(self) -> int:
+        """Release the aliases; return the bytes that nothing else holds."""
+        self.value = None
+        return self.freed()
+
+    def freed(self) -> int:
+        """Return the bytes of aliases freed since the last call."""
+        gone = [(storage, size) for storage, size in self._watched if storage.expired()]
+        self._watched = [each for each in self._watched if each not in gone]
+        return sum(size for _, size in gone)
+
+    def _twin(self, tensor: torch.Tensor, owned: frozenset[int]) -> torch.Tensor:
+        if owned.issuperset(storages([tensor])):
+            return tensor
+        twin = from_dlpack(tensor.detach())
+        if twin.stride() != tensor.stride():  # some releases write stride 1 for sides of length one
+            twin = twin.as_strided(tensor.shape, tensor.stride())
+        size = allocated(tensor.numel() * tensor.element_size(), tensor.device.type)
+        self.nbytes += size
+        self._watched.append((StorageWeakRef(twin.untyped_storage()), size))
+        return twin.requires_grad_(tensor.requires_grad)
+
+
+def can_be_watched(value: Any) -> bool:
+    """Whether all tensors of `value` are plain memory, which can be aliased."""
+    return all(
+        type(tensor) in _PLAIN
+        and tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and tensor.dtype in _SHARED
+        and not (tensor.is_conj() or tensor.is_neg())
+        for tensor in tensors_in(value)
+    )
 
 
 def run_first(runner: Runner, value: Any, context: StageContext) -> tuple[Any, int]:
@@ -46,100 +98,63 @@ def run_first(runner: Runner, value: Any, context: StageContext) -> tuple[Any, i
     return surroundings, meter.phases[""].rise
 
 
-def run_again(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter) -> Any:
-    """Run phase "again", without a graph; return the output."""
-    meter.mark("again")
-    with torch.no_grad():
-        output = runner.again(value, surroundings)
-    meter.mark("between")
-    return output
-
-
-def made_by(output: Any, context: StageContext) -> Made:
-    """Return the bytes of the output of a run without a graph."""
-    carried = storages(tensors_in(output)[position] for position in context.carried)
-    activation = storage_bytes(tensors_in(output), [*context.owned, *carried])
-    return Made(activation, sum(size for address, size in carried.items() if address not in context.owned))
-
-
 def run_in_graph(
-    runner: Runner, value: Any, parameters: list[torch.Tensor], context: StageContext, meter: MemoryMeter
-) -> Freed | None:
-    """Run as in plain training, in up to four phases; return the bytes of the input and output that the graph freed.
+    runner: Runner,
+    value: Any,
+    parameters: list[torch.Tensor],
+    context: StageContext,
+    meter: MemoryMeter,
+    watch: Stopwatch | None,
+) -> tuple[float, float]:
+    """Run as in plain training; return the seconds of forward and backward, zero without a watch.
 
-    Phases: "forward"; "end of forward", which releases the output; and if there is a backward, "gradients" of the
-    output and "backward". The meter is told to hold the gradients that a graph of its own would keep to the end of its
-    backward, and training's frees after use. Returns None if the input cannot be aliased, or a gradient cannot be held.
+    Phases: "forward"; and if there is a backward, "gradients" of the output and "backward".
     """
-    watched = _watched(value, context)
-    entered = enter_graph(torch.empty(0, requires_grad=True), value if watched is None else watched.value)
+    entered = enter_graph(torch.empty(0, requires_grad=True), value)
     torch.clear_autocast_cache()  # else weights cast by an earlier run would not count
+
+    def begin_backward(_: list[torch.Tensor]) -> None:
+        meter.mark("backward")
+        if watch is not None:
+            watch.lap()
+
     meter.mark("forward")
+    if watch is not None:
+        watch.start()
     output = runner.forward(entered)
+    if watch is not None:
+        watch.lap()
     meter.mark("between")
-    holding = _Holding(meter)
-    source = scalar_after(output, context.silent, context.arriving, made=holding.begin_backward)
+    source = scalar_after(output, context.silent, context.arriving, made=begin_backward)
     del entered
-    with_input = 0 if watched is None else watched.let_go()
-    meter.mark("end of forward")
     if not context.output_held:
         output = None  # in training, only graphs hold it by then
-    with_output = 0 if watched is None else watched.freed()
-    meter.mark("between")
     if source is not None:
         one = torch.ones_like(source)
-        with holding.gradients_of(parameters):
-            meter.mark("gradients")
-            source.backward(one)
+        meter.mark("gradients")
+        source.backward(one)
+        if watch is not None:
+            watch.lap()
         del one
     meter.mark("between")
     forget_if_fresh(parameters, context)
-    return None if holding.unknown else _freed(watched, with_input, with_output, context)
-
-
-class _Holding:
-    """Make `meter` hold gradients of the output and of parameters.
-
-    They are freed when added to others, or when a parameter keeps a copy in its own layout.
-    """
-
-    def __init__(self, meter: MemoryMeter) -> None:
-        self.unknown = False
-        """whether a gradient could not be held"""
-        self._meter = meter
-
-    def begin_backward(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Hold the output's gradients, and begin the phase "backward"."""
-        for gradient in gradients:
-            self._hold(gradient)
-        self._meter.mark("backward")
-
-    @contextmanager
-    def gradients_of(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Hold the gradients that a backward inside brings to `parameters`."""
-        hooks = [parameter.register_hook(self._hold) for parameter in parameters]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _hold(self, gradient: torch.Tensor) -> None:
-        if gradient.layout is torch.strided and (type(gradient) is torch.Tensor or is_fake(gradient)):
-            self._meter.hold(gradient)
-        else:  # sparse gradients, those of embedding tables, have several parts
-            self.unknown = True
+    # The second lap makes the gradients of the output.
+    seconds = [0.0] if watch is None else watch.stop()
+    return seconds[0], seconds[2] if len(seconds) > 1 else 0.0
 
 
 def run_with_own_graph(
     runner: Runner, value: Any, context: StageContext, meter: MemoryMeter, surroundings: Any
-) -> tuple[tuple[int, ...], Freed | None]:
-    """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, and the freed bytes.
+) -> tuple[tuple[int, ...], tuple[int, int] | None]:
+    """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, and those freed.
 
     Phases: "attach"; "gradient", which makes the output's; "letting go" of the output; and "replay". The gradients'
-    bytes are those of their storages. If the input cannot be aliased, the phases of `run_to_release` follow.
+    bytes are those of their storages. Freed: bytes of aliases of the input, and of the input with the output, once only
+    the graph holds them. If the input cannot be aliased: None, and the phases of `_run_to_release` follow.
     """
-    watched = _watched(value, context)
+    # Storages in `value` that the chain does not count as input.
+    owned = frozenset(() if storage_bytes(tensors_in(value)) == context.input_bytes else context.owned)
+    watched = WatchedInput(value, owned) if can_be_watched(value) else None
     given = value if watched is None else watched.value
     torch.clear_autocast_cache()  # as above
     meter.mark("attach")
@@ -159,34 +174,30 @@ def run_with_own_graph(
     sizes = tuple(0 if each is None else storage_bytes([each]) for each in inputs)
     del kept, inputs
     if watched is None:
-        run_to_release(runner, value, _not_input(value, context), meter)
-    return sizes, _freed(watched, with_input, with_output, context)
-
-
-def _watched(value: Any, context: StageContext) -> WatchedInput | None:
-    return WatchedInput(value, _not_input(value, context)) if can_be_watched(value) else None
-
-
-def _freed(watched: WatchedInput | None, with_input: int, with_output: int, context: StageContext) -> Freed | None:
-    if watched is None:
-        return None
+        _run_to_release(runner, value, owned, meter)
+        return sizes, None
     # Aliases of another size than the chain's input are not comparable, so nothing is promised.
-    return Freed(with_input if watched.nbytes == context.input_bytes else 0, with_output)
+    return sizes, (with_input if watched.nbytes == context.input_bytes else 0, with_output)
 
 
-def _not_input(value: Any, context: StageContext) -> frozenset[int]:
-    """Return the storages in `value` that the chain does not count as input."""
-    whole_input = storage_bytes(tensors_in(value)) == context.input_bytes
-    return frozenset() if whole_input else frozenset(context.owned)
+def _run_to_release(runner: Runner, value: Any, owned: frozenset[int], meter: MemoryMeter) -> None:
+    """Run phases "copy" of the input, "run", and "input" and "output", in which these are released.
 
-
-def run_to_save(runner: Runner, value: Any, surroundings: Any, meter: MemoryMeter) -> None:
-    """Run phase "attach" alone, to show the saved bytes of one mode."""
-    torch.clear_autocast_cache()  # as above
-    meter.mark("attach")
-    attached, output = runner.attach(value, surroundings)
+    Tensors with `owned` storages are not copied.
+    """
+    leaf = leaves_of(value)
+    meter.mark("copy")
+    # A copy, as if another layer had made it: the input itself has other holders and would never be freed.
+    copy = tree_map_only(torch.Tensor, lambda each: each if owned.issuperset(storages([each])) else each.clone(), leaf)
+    meter.mark("run")
+    output = runner.forward(copy)
+    source = scalar_after(output)
+    meter.mark("input")
+    del copy
+    meter.mark("output")
+    del output
     meter.mark("between")
-    del attached, output
+    del source
 
 
 def forget_if_fresh(parameters: list[torch.Tensor], context: StageContext) -> None:
@@ -200,14 +211,6 @@ def forget_if_fresh(parameters: list[torch.Tensor], context: StageContext) -> No
 # and on the layouts of the arriving gradients.
 
 
-BeforeBackward = Callable[[Any, Any, Sequence[torch.Tensor]], None]
-"""Called with the input of a stage, its output in the graph, and the parameters that it trains."""
-
-
-Watch = Callable[[Callable[[Any], Any]], Callable[[Any], Any]]
-"""Wraps a run of a stage to observe it, with the same result."""
-
-
 def stage_layouts(
     runner: Runner,
     value: Any,
@@ -215,8 +218,8 @@ def stage_layouts(
     *,
     silent: Sequence[int] = (),
     arriving: Layouts = (),
-    before_backward: BeforeBackward | None = None,
-    watch: Watch | None = None,
+    before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] | None = None,
+    watch: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
 ) -> tuple[Layouts, Any]:
     """Return the gradient layouts that a stage's backward gives to its input `value`, and the output.
 
@@ -228,8 +231,8 @@ def stage_layouts(
         device: Its device.
         silent: Indices of outputs without gradient.
         arriving: Layouts of the gradients of the outputs.
-        before_backward: Called before the backward.
-        watch: Wraps the forward.
+        before_backward: Called before the backward with the input, the output in the graph, and the parameters.
+        watch: Wraps the forward to observe it, with the same result.
     """
     with isolated(runner.function, device) as parameters, torch.enable_grad():
         leaf = leaves_of(value)

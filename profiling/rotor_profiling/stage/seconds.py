@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from rotor_profiling.stage.gradients import Layouts, enter_graph, leaves_of, scalar_after
-from rotor_profiling.stage.stage_context import Runner
+from rotor_profiling.isolate import isolated
+from rotor_profiling.stage.gradients import enter_graph, leaves_of, scalar_after
+from rotor_profiling.stage.stage_context import Runner, StageContext
 from rotor_profiling.timing import Stopwatch, lower_quartile, spread
 
 
@@ -81,15 +82,12 @@ AsNode = Callable[[Any], Callable[[Any], Any]]
 It is the executor's own, so it includes its overhead."""
 
 
-def time_stage(
+def time_ways(
     runners: Sequence[Runner],
     value: Any,
-    parameters: Sequence[torch.Tensor],
+    context: StageContext,
     watch: Stopwatch,
     *,
-    fresh_gradients: bool = False,
-    silent: Sequence[int] = (),
-    arriving: Layouts = (),
     as_node: AsNode | None = None,
     again: bool = True,
 ) -> tuple[StageRun, Any]:
@@ -100,18 +98,34 @@ def time_stage(
     Args:
         runners: One runner per mode with a graph.
         value: Input of the stage.
-        parameters: Parameters that the stage trains.
+        context: Position of the stage in its chain.
         watch: Times the laps.
-        fresh_gradients: See `StageContext`; `silent` and `arriving` too.
         as_node: Times the run as a node as a whole. Without it, its parts are timed, and its backward counts as long as
             the first mode's.
         again: Whether to time a run as a node.
     """
-    laps = _Laps(watch)
+    with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
+        return _time_ways(runners, value, parameters, context, _Laps(watch), as_node, again=again)
+
+
+def _time_ways(
+    runners: Sequence[Runner],
+    value: Any,
+    parameters: list[torch.Tensor],
+    context: StageContext,
+    laps: _Laps,
+    as_node: AsNode | None,
+    *,
+    again: bool,
+) -> tuple[StageRun, Any]:
     origin = torch.empty(0, requires_grad=True)
 
     def enter() -> Any:
-        _prepare(parameters, fresh_gradients)
+        for parameter in parameters:  # gradients exactly where training has some before a backward
+            if context.fresh_gradients:
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         return enter_graph(origin, value)
 
     def forward(run: Callable[[Any], Any], name: str) -> list[Any]:
@@ -123,7 +137,7 @@ def time_stage(
 
     def backward(outputs: list[Any], name: str) -> None:
         """From gradients that the engine owns, as in training: it may add to them in place."""
-        source = scalar_after(outputs.pop(), silent, arriving, made=lambda _: laps.end())
+        source = scalar_after(outputs.pop(), context.silent, context.arriving, made=lambda _: laps.end())
         if source is None:
             laps.end()
         else:
@@ -133,7 +147,7 @@ def time_stage(
     for runner in runners:
         runner.make_ready()
     output = None
-    watch.start()
+    laps.watch.start()
     for runner in runners:
         made = forward(runner.forward, "forward")
         if runner is runners[0]:
@@ -173,24 +187,15 @@ class _Laps:
     """Laps of a watch by name; unnamed laps do not count."""
 
     def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
+        self.watch = watch
         self._names: list[str] = []
 
     def end(self, name: str = "") -> None:
-        self._watch.lap()
+        self.watch.lap()
         self._names.append(name)
 
     def stop(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
-        for name, seconds in zip(self._names, self._watch.stop(), strict=True):
+        for name, seconds in zip(self._names, self.watch.stop(), strict=True):
             found.setdefault(name, []).append(seconds)
         return found
-
-
-def _prepare(parameters: Sequence[torch.Tensor], fresh_gradients: bool) -> None:
-    """Give parameters gradients exactly where training has some before a backward."""
-    for parameter in parameters:
-        if fresh_gradients:
-            parameter.grad = None
-        elif parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
