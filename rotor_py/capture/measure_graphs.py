@@ -36,7 +36,6 @@ from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.sharding import Sharding, as_left, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.planning_lock import freeze_new_objects
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import unmeasured_loss
 from rotor_py.units import format_bytes
@@ -153,7 +152,6 @@ def measure_graphs(
             if not graph.trains:  # it saves nothing for a backward, so nothing counts
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            freeze_new_objects()
             measured, outputs = _measure_graph(graph, arguments, device, sharding, options)
         found.graphs.append(measured)
         return outputs

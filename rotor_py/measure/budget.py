@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from rotor_profiling import OptimizerCost
-from rotor_py.measure.fixed_memory import count_fixed_memory, kept_gradient_bytes, trained_bytes
+from rotor_py.measure.fixed_memory import (
+    kept_gradient_bytes,
+    known_memory,
+    trained_bytes,
+    unaccounted_bytes,
+    unsplit_bytes,
+)
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.step_memory import StepMemory
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
@@ -61,7 +67,7 @@ class Budget(StepMemory):
 
     def with_backward_order(self, order: str) -> Budget:
         """Return the budget for backwards in this order, one of `rotor_solver.in_flight.ORDERS`."""
-        return self if order == self.backward_order else replace(self, backward_order=order)
+        return replace(self, backward_order=order)
 
     def _chain(self, measurement: Measurement, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
         chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=forwards)
@@ -222,16 +228,16 @@ def make_budget(
         buckets: Whether `communication` is already allocated, as DistributedDataParallel's buckets are.
         stepped: Parameters stepped in the backward.
     """
-    fixed = count_fixed_memory(
-        model,
-        sample,
-        measurement,
-        device,
-        fresh_gradients=fresh_gradients,
-        optimizer=optimizer,
+    known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
+    accounted = known.parameters + known.buffers + known.batch + (communication if buckets else 0)
+    fixed = replace(
+        known,
         communication=communication,
-        buckets=buckets,
-        stepped=stepped,
+        batch=known.batch if measurement.prefix else 0,
+        other=measurement.loss.kept_bytes
+        + measurement.returned_bytes
+        + unsplit_bytes(device, sum(stage.saved_bytes for stage in measurement.stages))
+        + unaccounted_bytes(device, list(model.parameters()), accounted, optimizer),
     )
     # The caller holds the batch and the output until the step ends, through the optimizer's step.
     prefix = measurement.prefix

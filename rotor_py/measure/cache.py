@@ -31,7 +31,6 @@ from rotor_profiling.stage.stage_signature import Unlike
 from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import current_dispatch_mode
 from rotor_py.errors import record_fields
-from rotor_solver import InvalidValueError
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ def _processor() -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Unlike):
-        raise UnstableKeyError("an object that is equal to itself alone")
+        raise UnstableKeyError("its stage has an object that is equal to itself alone")
     if isinstance(value, enum.Enum):
         return f"{_name(type(value))}.{value.name}"
     if value is None or value is Ellipsis or isinstance(value, bool | int | float | complex | str | bytes):
@@ -182,11 +181,11 @@ def _text(value: Any) -> str:
         return f"slice{_text((value.start, value.stop, value.step))}"
     if isinstance(value, torch_compat.OpOverload | torch_compat.OpOverloadPacket):
         if str(value).partition(".")[0] not in _NAMESPACES:
-            raise UnstableKeyError(f"the operator {value}")
+            raise UnstableKeyError(f"its stage has the operator {value}")
         return f"operator {value}"
     if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | types.MethodDescriptorType):
         return _name(value)
-    raise UnstableKeyError(f"a {type(value).__name__}")
+    raise UnstableKeyError(f"its stage has a {type(value).__name__}")
 
 
 def _name(value: Any) -> str:
@@ -196,13 +195,13 @@ def _name(value: Any) -> str:
     name = getattr(value, "__qualname__", "")
     path = f"{module}.{name}"
     if isinstance(value, types.FunctionType) and (value.__closure__ or "<" in name):
-        raise UnstableKeyError(f"the function {path}, which is bound to something")
+        raise UnstableKeyError(f"its stage has the function {path}, which is bound to something")
     known = path.startswith(_LIBRARIES) or getattr(operator, name, None) is value
     if known or (isinstance(value, type) and path.startswith(_OWN_TYPES)):
         return path
     code = code_of(value) if isinstance(value, type) else None
     if code is None:
-        raise UnstableKeyError(f"{path}, whose code may change")
+        raise UnstableKeyError(f"its stage has {path}, whose code may change")
     return f"{path} of {code}"
 
 
@@ -229,111 +228,59 @@ def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementC
 
 
 class MeasurementCache:
-    """Measurements in `folder` that were made in the same environment."""
+    """Bytes and seconds by stage signature in `folder`, measured in the same environment.
+
+    Findings of the discovery pass are not kept: some weights show that a stage's numbers depend on the graph and others
+    do not, so every model is examined anew.
+    """
 
     def __init__(self, folder: Path, surroundings: Hashable) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._surroundings = surroundings
+        with suppress(OSError):
+            files = list(folder.iterdir())
+            if len(files) > _MOST_FILES:
+                for file in sorted(files, key=lambda each: each.stat().st_mtime)[: len(files) // 2]:
+                    file.unlink(missing_ok=True)
 
-    def find(self, kind: Hashable) -> dict[str, Any] | None:
-        """Return the data of a stage signature; None if absent or unreadable."""
+    def find(self, kind: Hashable) -> tuple[StageMemory, Runs] | None:
+        """Return the bytes and seconds of a stage signature; None if absent or unreadable."""
         try:
-            found = json.loads(self._file(kind).read_text(encoding="utf-8"))
-        except (UnstableKeyError, OSError, ValueError):
+            return _read(json.loads(self._file(kind).read_text(encoding="utf-8")))
+        except (UnstableKeyError, OSError, KeyError, TypeError, ValueError):  # some raised by a file that was edited
             return None
-        return found if isinstance(found, dict) else None
 
-    def keep(self, kind: Hashable, data: dict[str, Any]) -> None:
-        """Store `data` of a stage signature, if the signature is stable across processes and the disk takes it."""
+    def keep(self, kind: Hashable, found: StageMemory, runs: Runs) -> None:
+        """Store bytes and seconds of a stage signature, if that is stable across processes and the disk takes it."""
+        data = {**asdict(found), "moving": sorted(found.moving), "runs": [asdict(run) for run in runs]}
         try:
             file = self._file(kind)
             # Written to a temporary file and renamed, so readers see all of it or nothing.
             with NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="utf-8") as made:
                 json.dump(data, made)
             os.replace(made.name, file)
-        except UnstableKeyError as error:
-            _log.debug("a measurement is not kept: its stage has %s", error, extra=record_fields("not_cached"))
-        except OSError as error:
+        except (UnstableKeyError, OSError) as error:
             _log.debug("a measurement is not kept: %s", error, extra=record_fields("not_cached"))
-
-    def make_room(self) -> None:
-        """Remove the older half of the files if there are too many."""
-        with suppress(OSError):
-            files = list(self._folder.iterdir())
-            if len(files) > _MOST_FILES:
-                for file in sorted(files, key=lambda each: each.stat().st_mtime)[: len(files) // 2]:
-                    file.unlink(missing_ok=True)
 
     def _file(self, kind: Hashable) -> Path:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
 
 
-# Bytes and seconds by stage signature, kept for later runs.
-#
-# Findings of the discovery pass are not kept: some weights show that a stage's numbers depend on the graph and others
-# do not, so every model is examined anew.
-
-
-_UNREADABLE = (KeyError, TypeError, ValueError)
-"""Errors raised by a file that was edited."""
-
-
-class KeptKinds:
-    """Cached measurements by stage signature; empty without a `cache`."""
-
-    def __init__(self, cache: MeasurementCache | None) -> None:
-        self._cache = cache
-        if cache is not None:
-            cache.make_room()
-
-    def measured(self, kind: Hashable) -> tuple[StageMemory, Runs] | None:
-        """Return the bytes and seconds that an earlier run measured."""
-        data = self._find("measured", kind)
-        try:
-            return None if data is None else (_weighed(data), tuple(map(_run, data["runs"])))
-        except _UNREADABLE:
-            return None
-
-    def keep_measured(self, kind: Hashable, found: StageMemory, runs: Runs) -> None:
-        """Store measured bytes and seconds."""
-        data = {
-            "bytes": [asdict(way) for way in found.bytes],
-            "ways": list(found.ways),
-            "decided_bytes": found.decided_bytes,
-            "moving": sorted(found.moving),
-            "undecided": found.undecided,
-            "runs": [asdict(run) for run in runs],
-        }
-        self._keep("measured", kind, data)
-
-    def _find(self, what: str, kind: Hashable) -> dict[str, Any] | None:
-        return None if self._cache is None else self._cache.find((what, kind))
-
-    def _keep(self, what: str, kind: Hashable, data: dict[str, Any]) -> None:
-        if self._cache is not None:
-            self._cache.keep((what, kind), data)
-
-
-def _weighed(data: dict[str, Any]) -> StageMemory:
+def _read(data: dict[str, Any]) -> tuple[StageMemory, Runs] | None:
     found = tuple(
         StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
         for way in data["bytes"]
     )
-    ways = tuple(map(str, data["ways"]))
-    if len(found) != 1 + len(ways) or all(run["node"] is None for run in data["runs"]):
-        raise InvalidValueError(
-            "a stage is stored whole, and in each of its ways, and was run", kind="bad_field", name="kinds"
+    names = tuple(map(str, data["ways"]))
+    runs = [
+        StageRun(
+            tuple((float(forward), float(backward)) for forward, backward in run["ways"]),
+            None if run["node"] is None else (float(run["node"][0]), float(run["node"][1])),
         )
-    return StageMemory(
-        found, int(data["decided_bytes"]), frozenset(map(int, data["moving"])), ways, bool(data.get("undecided"))
-    )
-
-
-def _run(data: dict[str, Any]) -> StageRun:
-    ways = tuple((float(forward), float(backward)) for forward, backward in data["ways"])
-    node = data["node"]
-    if node is not None:
-        forward, backward = map(float, node)
-        node = forward, backward
-    return StageRun(ways, node)
+        for run in data["runs"]
+    ]
+    if len(found) != 1 + len(names) or all(run.node is None for run in runs):
+        return None  # a stage is stored whole, and in each of its ways, and was run
+    moving = frozenset(map(int, data["moving"]))
+    return StageMemory(found, int(data["decided_bytes"]), moving, names, bool(data["undecided"])), runs

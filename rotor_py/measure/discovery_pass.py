@@ -93,14 +93,6 @@ class WalkedChain:
 # copy as large as the output.
 
 
-Known = Callable[[int, Layouts], Layouts | None]
-"""The layouts that a stage gives its input for arriving layouts; None if unknown."""
-
-
-def _nothing_known(stage: int, arriving: Layouts) -> None:
-    return None
-
-
 class GradientLayouts:
     """For each stage of a chain, the gradient layouts used to measure it, and those that actually arrive."""
 
@@ -125,14 +117,11 @@ class GradientLayouts:
         """Whether these tensors have the recorded shapes and strides of a stage's output."""
         return self._outputs[stage] == _layouts_of(output)
 
-    def differ(self) -> bool:
-        """Whether gradients arrive at any stage in other layouts than it was measured with."""
-        return self.last_that_differs() is not None
-
-    def last_that_differs(self, known: Known = _nothing_known) -> int | None:
+    def last_that_differs(self, known: Callable[[int, Layouts], Layouts | None]) -> int | None:
         """Return the last stage whose gradients arrive in other layouts than it was measured with.
 
-        A stage whose result for the arriving layouts is `known` counts as measured with them from now on.
+        `known` returns the layouts that a stage gives its input for arriving ones, None if unknown. If known, the stage
+        counts as measured with them from now on.
         """
         last = None
         for stage in reversed(range(len(self._outputs))):
@@ -147,10 +136,7 @@ class GradientLayouts:
 
     def take_over(self) -> None:
         """Measure stages from now on with the arriving layouts."""
-        self.arriving = self._due()
-
-    def _due(self) -> list[Layouts]:
-        return [_unlike(output, given) for output, given in zip(self._outputs, self._given[1:], strict=True)]
+        self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._given[1:], strict=True)]
 
 
 def _layouts_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from torch import nn
 from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
 from rotor_profiling.backends import prediction
 from rotor_py.measure.device import allocated_bytes, segments_expand
-from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError
@@ -73,36 +72,6 @@ def known_memory(
     )
 
 
-def count_fixed_memory(
-    model: nn.Module,
-    sample: object,
-    measurement: Measurement,
-    device: torch.device,
-    *,
-    fresh_gradients: bool,
-    optimizer: OptimizerCost | None,
-    communication: int,
-    buckets: bool,
-    stepped: SteppedParameters = NONE_STEPPED,
-) -> FixedMemory:
-    """Count the fixed memory of a step of `model` on `sample`. `optimizer` is None if unknown.
-
-    `buckets`: `communication` is already allocated, as DistributedDataParallel's buckets are. Gradients of parameters
-    `stepped` in the backward are not fixed.
-    """
-    known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
-    accounted = known.parameters + known.buffers + known.batch + (communication if buckets else 0)
-    return replace(
-        known,
-        communication=communication,
-        batch=known.batch if measurement.prefix else 0,
-        other=measurement.loss.kept_bytes
-        + measurement.returned_bytes
-        + unsplit_bytes(device, sum(stage.saved_bytes for stage in measurement.stages))
-        + _unaccounted(device, list(model.parameters()), accounted, optimizer),
-    )
-
-
 def kept_gradient_bytes(
     model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
 ) -> int:
@@ -137,7 +106,7 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
     return min(_UNSPLIT, saved // 100)
 
 
-def _unaccounted(
+def unaccounted_bytes(
     device: torch.device, parameters: list[nn.Parameter], accounted: int, optimizer: OptimizerCost | None
 ) -> int:
     """Return bytes that the process holds on the device beyond `accounted`; zero on the CPU, where they are unknown.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Event, RLock
+from threading import RLock
 
 planning = RLock()
 """Held while a model is measured, captured or solved for.
@@ -14,9 +14,6 @@ PyTorch's profiler cannot run twice in a process; two models at once would disto
 Numba's threading layers allow one caller only. Reentrant, because measuring holds it and then solves, which takes it
 too.
 """
-
-_aside = Event()
-"""Set while `freeze_gc` has objects frozen."""
 
 
 @contextmanager
@@ -29,21 +26,9 @@ def freeze_gc() -> Iterator[None]:
     if gc.get_freeze_count():  # the caller's own frozen objects would be unfrozen
         yield
         return
-    _put_aside()
-    _aside.set()
+    gc.collect(1)  # young garbage, which may hold tensors
+    gc.freeze()
     try:
         yield
     finally:
-        _aside.clear()
         gc.unfreeze()
-
-
-def freeze_new_objects() -> None:
-    """Freeze the objects made since `freeze_gc`: a captured graph stays to the end."""
-    if _aside.is_set():
-        _put_aside()
-
-
-def _put_aside() -> None:
-    gc.collect(1)  # young garbage, which may hold tensors
-    gc.freeze()

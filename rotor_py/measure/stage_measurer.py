@@ -39,7 +39,7 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.stage.seconds import AsNode, StageRun
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
-from rotor_py.measure.cache import KeptKinds, StageMemory, measurement_cache
+from rotor_py.measure.cache import StageMemory, measurement_cache
 from rotor_py.measure.cut import Cut, run_prefix
 from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
 from rotor_py.measure.measurement import Carried, Measurement, Way
@@ -165,7 +165,7 @@ class StageMeasurer:
         self._as_node = options.as_node
         self._times = StageTimes(closely=options.closely)
         words = tuple(keeper.name for keeper in options.keepers)
-        self._kept = KeptKinds(
+        self._cache = (
             measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
             if options.cache and not cut.sharding
             else None
@@ -240,7 +240,8 @@ class StageMeasurer:
             self._unkept |= {self._kinds[number] for number in wanted}
         while self._unkept:
             kind = self._unkept.pop()
-            self._kept.keep_measured(kind, self._known[kind].weighed, self._times.runs_of(kind))
+            if self._cache is not None:
+                self._cache.keep(kind, self._known[kind].weighed, self._times.runs_of(kind))
 
     def measurement(self, loss: LossCost) -> Measurement:
         """Return the measurement, with the cost of the `loss`."""
@@ -337,8 +338,7 @@ class StageMeasurer:
         arriving = self._survey.arriving[number]
         last = number == len(self._stages) - 1
         # The key contains the input's bytes, which do not follow from its shape, since carried or owned tensors do not
-        # count. It also contains the discovery pass's findings, which do not follow from the signature: see
-        # `KeptKinds`.
+        # count. It also contains the discovery pass's findings, which do not follow from the signature.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         kind = (stage_signature(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
@@ -363,7 +363,7 @@ class StageMeasurer:
 
     def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> tuple[StageMemory, Any]:
         """Return the bytes of a stage, measured now or cached; and its output, if it ran now."""
-        kept = self._kept.measured(kind)
+        kept = None if self._cache is None else self._cache.find(kind)
         # An earlier run may have found more modes: the same layer may have been captured in its model.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             weighed, runs = kept

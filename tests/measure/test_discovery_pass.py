@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.discovery_pass import DiscoveryPass, WalkedChain
-from rotor_py.measure.planning_lock import freeze_gc, freeze_new_objects
+from rotor_py.measure.planning_lock import freeze_gc
 from rotor_py.measure.stepped_parameters import NONE_STEPPED
 from tests.fields import raises
 
@@ -74,21 +74,6 @@ def test_old_objects_are_aside_while_a_model_is_measured_and_not_afterwards() ->
     assert gc.get_freeze_count() == 0
     with pytest.raises(ArithmeticError):
         planned.measure(torch.randn(5, 4))
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.usefixtures("nothing_aside")
-def test_what_is_made_meanwhile_is_put_aside_when_asked_and_only_then() -> None:
-    freeze_new_objects()
-    assert gc.get_freeze_count() == 0
-    with freeze_gc():
-        before = gc.get_freeze_count()
-        made = [[number] for number in range(10_000)]
-        assert gc.get_freeze_count() <= before
-        freeze_new_objects()
-        assert gc.get_freeze_count() >= before + len(made) // 2
-    assert gc.get_freeze_count() == 0
-    freeze_new_objects()
     assert gc.get_freeze_count() == 0
 
 

@@ -101,21 +101,25 @@ def test_a_loss_says_in_which_layout_it_gives_gradients() -> None:
     assert loss_layouts(lambda found: found["c"].sum(), output, CPU) == (None, None, (0, 0))
 
 
+def nothing_known(stage: int, arriving: Any) -> None:
+    return None
+
+
 def test_layouts_that_mean_the_same_do_not_differ() -> None:
     layouts = GradientLayouts(2)
     layouts.note(0, (), [torch.empty(1, 5), torch.empty(4, 3), torch.empty(0, 3)])
     layouts.note(1, ((1, 1), (3, 1), (1, 7)), [torch.empty(2, 2)])
-    assert not layouts.differ()
+    assert layouts.last_that_differs(nothing_known) is None
     layouts.note(1, ((1, 1), (1, 4), None), [torch.empty(2, 2)])
-    assert layouts.differ()
+    assert layouts.last_that_differs(nothing_known) == 0
     layouts.take_over()
     assert layouts.arriving == [(None, (1, 4), None), ()]
-    assert not layouts.differ()
+    assert layouts.last_that_differs(nothing_known) is None
     layouts.give_output(((1, 2),))
-    assert layouts.differ()
+    assert layouts.last_that_differs(nothing_known) == 1
 
 
-def test_what_a_stage_of_the_same_kind_has_shown_needs_no_walk() -> None:
+def test_a_stage_whose_signature_has_shown_its_layouts_needs_no_walk() -> None:
     layouts = GradientLayouts(3)
     for stage in range(3):
         layouts.note(stage, ((2, 1),), [torch.empty(4, 2)])
