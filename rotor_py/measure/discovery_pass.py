@@ -163,46 +163,40 @@ def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) ->
 _log = logging.getLogger("rotor_py")
 
 
-class LostGradients:
-    """Examine the tensors that the stage `function` makes in a run that begins now."""
+def refuse_lost_gradients(
+    name: str, function: nn.Module, before: Attributes, value: Any, output: Any, parameters: Sequence[torch.Tensor]
+) -> None:
+    """Raise UnsupportedModelError if a stage uses a parameter that it only refers to, for example in a list.
 
-    def __init__(self, name: str, function: nn.Module) -> None:
-        self._name, self._function = name, function
-        self._attributes = Attributes(function)
+    Its recomputed graph ends at its own parameters, so the other would get no gradient. Warns if an attribute keeps
+    a tensor with a gradient.
 
-    def refuse(self, value: Any, output: Any, parameters: Sequence[torch.Tensor]) -> None:
-        """Raise UnsupportedModelError if the stage uses a parameter that it only refers to, for example in a list.
-
-        Its recomputed graph ends at its own parameters, so the other would get no gradient. Warns if an attribute keeps
-        a tensor with a gradient.
-
-        Args:
-            value: Input of the run.
-            output: Its output, with the graph.
-            parameters: The stage's trained parameters.
-        """
-        if kept := with_gradients(self._attributes.changes()):
-            self._warn(kept[0])
-        known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
-        lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
-        if lost:
-            raise UnsupportedModelError(
-                f"stage {self._name!r} ({type(self._function).__name__}) uses a parameter of shape "
-                f"{tuple(lost[0].shape)} that is not its own, and would get no gradient there when the stage is run "
-                "again; make the module that has it a submodule of the stage (an attribute, or in an nn.ModuleList)",
-                kind="foreign_parameter",
-                name=self._name,
-            )
-
-    def _warn(self, attribute: str) -> None:
-        """Warn of an attribute that has no graph after the forward of a recomputed stage."""
+    Args:
+        name: Name of the stage.
+        function: The stage.
+        before: Its attributes before the run.
+        value: Input of the run.
+        output: Its output, with the graph.
+        parameters: The stage's trained parameters.
+    """
+    if kept := with_gradients(before.changes()):
         _log.warning(
             "stage %r (%s) keeps a tensor with a gradient in its attribute %r. Where a plan runs the stage again, the "
             "one that is there after the forward has none: a loss that reads it trains nothing through it. Return it "
             "from the stage, or give a model that is no nn.Sequential, whose graph is captured.",
-            self._name, type(self._function).__name__, attribute,
-            extra=record_fields("kept_in_attribute", name=self._name, attribute=attribute),
+            name, type(function).__name__, kept[0],
+            extra=record_fields("kept_in_attribute", name=name, attribute=kept[0]),
         )  # fmt: skip
+    known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
+    lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
+    if lost:
+        raise UnsupportedModelError(
+            f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is not "
+            "its own, and would get no gradient there when the stage is run again; make the module that has it a "
+            "submodule of the stage (an attribute, or in an nn.ModuleList)",
+            kind="foreign_parameter",
+            name=name,
+        )
 
 
 class DiscoveryPass:
@@ -219,7 +213,7 @@ class DiscoveryPass:
         """Which tensors of a stage's output need a gradient in training."""
         self._chain = chain
         self._stages = chain.cut.stages
-        self._layouts = GradientLayouts(len(self._stages))
+        self.layouts = GradientLayouts(len(self._stages))
         self._alike: dict[int, Hashable] = {}
         """Signature of each stage, without the arriving gradients."""
 
@@ -229,22 +223,9 @@ class DiscoveryPass:
         other._effects, other._trials, other._given = self._effects, self._trials, self._given
         return other
 
-    @property
-    def arriving(self) -> list[Layouts]:
-        """Layouts of the gradients that arrive at each stage."""
-        return self._layouts.arriving
-
     def paying(self, number: int) -> set[str]:
         """Return the names of the keepers worth using for a stage."""
         return {name for name, trial in self._trials[self._alike[number]].items() if trial.pays}
-
-    def laid_out_as_with_a_graph(self, number: int, output: Any) -> bool:
-        """Whether a stage's output without a graph is laid out as with one."""
-        return self._layouts.laid_out_as_noted(number, tensors_in(output))
-
-    def give_output(self, layouts: Layouts) -> None:
-        """Set the gradient layouts of the chain's output."""
-        self._layouts.give_output(layouts)
 
     def walk(self, progress: Progress | None = None, last: int | None = None) -> Any:
         """Walk up to the stage `last`, by default all; return its output."""
@@ -257,13 +238,13 @@ class DiscoveryPass:
 
     def settle(self) -> bool:
         """Walk until gradients arrive in the known layouts; return whether layouts changed."""
-        chain, before = self._chain, list(self.arriving)
+        chain, before = self._chain, list(self.layouts.arriving)
         # Terminates: gradients of a stage depend only on the stages after it, so every walk settles one more.
-        while anywhere((last := self._layouts.last_that_differs(self._known)) is not None, chain.group, chain.device):
-            self._layouts.take_over()
+        while anywhere((last := self.layouts.last_that_differs(self._known)) is not None, chain.group, chain.device):
+            self.layouts.take_over()
             # Processes must run equally many stages, and others may differ at later ones.
             self.walk(last=None if several_processes() else last)
-        return anywhere(self.arriving != before, chain.group, chain.device)
+        return anywhere(self.layouts.arriving != before, chain.group, chain.device)
 
     def _known(self, number: int, arriving: Layouts) -> Layouts | None:
         """Return the layouts that a stage gives for arriving ones; None if no stage of its signature has shown them."""
@@ -271,22 +252,19 @@ class DiscoveryPass:
         return None if given is None else self._with_handed_on(number, given, arriving)
 
     def _asked(self, number: int, arriving: Layouts) -> Hashable:
-        passed = tuple(self._handed_on(number).items())
+        passed = tuple(offers_of(self._stages[number][1]).handed_on.items())
         return self._alike[number], self._chain.silent_of(number), passed, self._to_run(number, arriving)
-
-    def _handed_on(self, number: int) -> Mapping[int, int]:
-        return offers_of(self._stages[number][1]).handed_on
 
     def _to_run(self, number: int, arriving: Layouts) -> Layouts:
         """Return the arriving layouts that affect a stage's result."""
-        passed = self._handed_on(number)
+        passed = offers_of(self._stages[number][1]).handed_on
         found = tuple(None if position in passed else each for position, each in enumerate(arriving))
         return found if any(found) else ()
 
     def _with_handed_on(self, number: int, given: Layouts, arriving: Layouts) -> Layouts:
         """Complete a stage's layouts with those that only pass through it."""
         found = list(given)
-        for end, begin in self._handed_on(number).items():
+        for end, begin in offers_of(self._stages[number][1]).handed_on.items():
             if end < len(arriving) and arriving[end] is not None and found[begin] is not None:
                 found[begin] = arriving[end]
         return tuple(found)
@@ -300,7 +278,7 @@ class DiscoveryPass:
             # With collectives, all processes run a stage that is new to any of them.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
             self._alike[number] = alike
-            arriving = self.arriving[number]
+            arriving = self.layouts.arriving[number]
             asked = self._asked(number, arriving)
             made = None
             with During("measuring", name):
@@ -322,7 +300,7 @@ class DiscoveryPass:
             # A stage of a known signature did not run yet, and its numbers are its own.
             value = chain.run(chain.runner(number), value) if made is None else made
             given = self._with_handed_on(number, self._given[asked], arriving)
-            self._layouts.note(number, given, tensors_in(value))
+            self.layouts.note(number, given, tensors_in(value))
         self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
 
@@ -331,15 +309,15 @@ class DiscoveryPass:
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
         # A captured stage describes all its effects, and owns all its parameters.
-        lost = LostGradients(name, function) if new and not isinstance(function, HasKind) else None
+        described = not new or isinstance(function, HasKind)
         run = partial(
             stage_layouts,
             runner,
             value,
             chain.device,
             silent=chain.silent_of(number),
-            arriving=self._to_run(number, self.arriving[number]),
-            before_backward=None if lost is None else lost.refuse,
+            arriving=self._to_run(number, self.layouts.arriving[number]),
+            before_backward=None if described else partial(refuse_lost_gradients, name, function, Attributes(function)),
         )
         # Of nested hooks, autograd calls only the innermost. And no process may run a stage more often than the others.
         together = trials[:1] if not several_processes() else []

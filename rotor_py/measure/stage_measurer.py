@@ -65,16 +65,12 @@ class CarriedTensors:
 
     def __init__(self) -> None:
         self.now: Mapping[str, int] = {}
-        self._found: dict[str, Carried] = {}
+        self.found: dict[str, Carried] = {}
 
-    @property
-    def found(self) -> tuple[Carried, ...]:
-        """All carried tensors found so far."""
-        return tuple(self._found.values())
-
-    def addresses(self, value: Any) -> list[int]:
-        """Return their storage addresses in `value`, the stage's input."""
-        return list(storages(self._tensors(value)))
+    def tensors(self, value: Any) -> list[torch.Tensor]:
+        """Return them from `value`, the stage's input."""
+        tensors = tensors_in(value)
+        return [tensors[position] for position in self.now.values()]
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
         """Record the gradient bytes that the stage's backward gives to tensors carried into it.
@@ -83,9 +79,8 @@ class CarriedTensors:
         """
         # The maximum over stages: each may return the gradient in a storage of another size.
         for name, position in self.now.items():
-            known = self._found[name]
-            size = sizes[position]
-            self._found[name] = replace(known, gradient_bytes=max(size, known.gradient_bytes))
+            known = self.found[name]
+            self.found[name] = replace(known, gradient_bytes=max(sizes[position], known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
         """Advance to the input `value` of `stage`, with the carried tensors at `positions`.
@@ -93,14 +88,10 @@ class CarriedTensors:
         `owned` are storage addresses already counted: a new tensor may be a view of an old one.
         """
         self.now = positions
-        for name, tensor in zip(positions, self._tensors(value), strict=True):
-            if name not in self._found:
-                self._found[name] = Carried(storage_bytes([tensor], owned), stage, stage)
-            self._found[name] = replace(self._found[name], last=stage)
-
-    def _tensors(self, value: Any) -> list[torch.Tensor]:
-        tensors = tensors_in(value)
-        return [tensors[position] for position in self.now.values()]
+        for name, tensor in zip(positions, self.tensors(value), strict=True):
+            if name not in self.found:
+                self.found[name] = Carried(storage_bytes([tensor], owned), stage, stage)
+            self.found[name] = replace(self.found[name], last=stage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,16 +144,14 @@ class StageMeasurer:
         self._cut = cut
         self._stages = cut.stages
         self._device = device
-        self._group = group = options.group
-        self._fresh_gradients = options.fresh_gradients
+        self._options = options
         self.stepped = options.stepped
         # Only tensors alive throughout: other addresses may be reused.
         self._owned = list(storages(tensors_in(value)))
         self._known: dict[Hashable, _Found] = {}
         self._unkept: set[Hashable] = set()
         """Signatures with new findings, not yet stored in the cache."""
-        self._offloadable = OffloadableBytes(device, group) if options.elsewhere else None
-        self._as_node = options.as_node
+        self._offloadable = OffloadableBytes(device, options.group) if options.elsewhere else None
         self._times = StageTimes(closely=options.closely)
         words = tuple(keeper.name for keeper in options.keepers)
         self._cache = (
@@ -177,7 +166,7 @@ class StageMeasurer:
             self._input,
             device,
             silent,
-            group,
+            options.group,
             options.preserve_rng_state,
             tuple(options.keepers),
             layer_offers,
@@ -188,14 +177,10 @@ class StageMeasurer:
     def of(self, cut: Cut) -> StageMeasurer:
         """Return a measurer of the same chain and input, where `cut` runs the stages differently."""
         other = copy(self)  # keeps findings by signature
-        other.take(cut)
+        other._cut, other._stages, other._chain = cut, cut.stages, replace(self._chain, cut=cut)
+        other._survey = self._survey.of(other._chain)
+        other._begin()
         return other
-
-    def take(self, cut: Cut) -> None:
-        """Restart with `cut`, another cut of the same chain."""
-        self._cut, self._stages, self._chain = cut, cut.stages, replace(self._chain, cut=cut)
-        self._survey = self._survey.of(self._chain)
-        self._begin()
 
     def walk(self, progress: Progress | None = None) -> Any:
         """Measure all stages; return the chain's output."""
@@ -209,7 +194,7 @@ class StageMeasurer:
 
         `of_output` are the gradient layouts of the chain's output, as made by the loss.
         """
-        self._survey.give_output(of_output)
+        self._survey.layouts.give_output(of_output)
         if self._survey.settle():
             self._measure()
 
@@ -222,8 +207,11 @@ class StageMeasurer:
                 progress(number, len(self._stages), name)
             value = self._measure_stage(number, value)
         remember_moved_elsewhere(function for _, function in self._stages)
-        self._held_bytes = self._bytes_of_silent(value)
-        del value
+        # Outputs without gradient, except carried ones.
+        outputs = tensors_in(value)
+        positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
+        self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)
+        del value, outputs
         if progress is not None:
             progress(len(self._stages), len(self._stages), "again, for their times")
         self._time()
@@ -257,7 +245,7 @@ class StageMeasurer:
             loss=loss,
             prefix=self._prefix,
             snapshot_bytes=_snapshot_bytes(self._cut) + self._decided_bytes,
-            carried=self._carried.found,
+            carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
             spread=self._times.spread(self._kinds),
@@ -276,7 +264,7 @@ class StageMeasurer:
         _, function = self._stages[number]
         carried = offers_of(function).carried
         with gathered(function, self._cut.sharding):
-            beside = self._carried.addresses(value)
+            beside = list(storages(self._carried.tensors(value)))
             found, output = self._find(number, value, beside, carried)
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
@@ -285,7 +273,7 @@ class StageMeasurer:
                 exact = [way for way in found.weighed.ways if word_of([way]) is None]
                 self._offloadable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
             # A run without a graph makes the same numbers (`side_effects`), though perhaps another layout.
-            if output is not None and self._survey.laid_out_as_with_a_graph(number, output):
+            if output is not None and self._survey.layouts.laid_out_as_noted(number, tensors_in(output)):
                 value = self._handed_on(number, output)
             else:
                 value = self._chain.run(self._chain.runner(number), value)
@@ -295,9 +283,9 @@ class StageMeasurer:
         return value
 
     def _wanted(self) -> set[int]:
-        """Return the stages to time in the next round; with collectives, those that any process wants."""
         wanted = self._times.wanted(self._kinds)
-        return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._group, self._device)}
+        # With collectives, all processes time the stages that any of them wants.
+        return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._options.group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
         value = self._input
@@ -310,7 +298,9 @@ class StageMeasurer:
                         found = self._known[kind]
                         ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
                         again = self._times.again_wanted(kind)
-                        run, output = time_ways(ways, value, found.context, watch, as_node=self._as_node, again=again)
+                        run, output = time_ways(
+                            ways, value, found.context, watch, as_node=self._options.as_node, again=again
+                        )
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
@@ -324,18 +314,12 @@ class StageMeasurer:
             tensor.requires_grad_(needed)
         return value
 
-    def _bytes_of_silent(self, output: Any) -> int:
-        """Return bytes of the chain's outputs without gradient, except carried ones."""
-        tensors = tensors_in(output)
-        positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
-        return storage_bytes([tensors[i] for i in positions], self._owned)
-
     def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> tuple[_Found, Any]:
         """Measure the bytes of a stage, or look them up by signature; return them, and the output if the stage ran."""
         _, function = self._stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple({*carried.values(), *silent})
-        arriving = self._survey.arriving[number]
+        arriving = self._survey.layouts.arriving[number]
         last = number == len(self._stages) - 1
         # The key contains the input's bytes, which do not follow from its shape, since carried or owned tensors do not
         # count. It also contains the discovery pass's findings, which do not follow from the signature.
@@ -343,10 +327,10 @@ class StageMeasurer:
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         kind = (stage_signature(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
         output = None
-        if anywhere(kind not in self._known, self._group, self._device):
+        if anywhere(kind not in self._known, self._options.group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
-            fresh = self._fresh_gradients or any(each is not None for each in stepped)
+            fresh = self._options.fresh_gradients or any(each is not None for each in stepped)
             context = StageContext(
                 self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped
             )
@@ -372,12 +356,12 @@ class StageMeasurer:
         name, function = self._stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
-        offered = offered_everywhere(paying, self._group, self._device)
+        offered = offered_everywhere(paying, self._options.group, self._device)
         with stopwatch(self._device) as watch:
             # Exact clocks would also count the meter's extra work.
             ways = self._stored(number, offered)
             found, run, output = measure_ways(ways, value, context, None if watch.exact else watch)
-        less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._group, self._device)
+        less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
         names = tuple(name for name, _ in less)
         if run is not None:
             seconds = dict(zip(("", *offered), run.ways, strict=True))

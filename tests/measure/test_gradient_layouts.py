@@ -175,7 +175,7 @@ def test_a_gradient_that_only_passes_through_a_stage_needs_no_walk(monkeypatch: 
     def found() -> tuple[list[Any], int]:
         walks.clear()
         Checkpointable(Skipping(), loss=square, cache=False).measure(torch.randn(5, 8))
-        return surveys[0].arriving, len(walks)
+        return surveys[0].layouts.arriving, len(walks)
 
     monkeypatch.setattr(DiscoveryPass, "walk", counting)
     arriving, few = found()
