@@ -120,7 +120,7 @@ class _CpuWatch:
         self._present_bytes = present_bytes
         self._thread = threading.get_ident()
         self._listens, self._complete = True, True
-        _enable(_config())
+        _enable()
         _in_thread.watch = self
 
     def mark(self, name: str) -> None:
@@ -138,13 +138,13 @@ class _CpuWatch:
             _when_pass_is_freed(self.stop)
             return None
         self._listens, _in_thread.watch = False, None
-        phases = _split(_disable(), self._present_bytes)
+        phases = _split(torch_compat.disable_profiler_legacy(), self._present_bytes)
         return phases if self._complete else None
 
     def give_way(self) -> None:
         """Stop because another profiler is about to start. Raises RuntimeError if that is not possible now."""
         self.stop()
-        if self._listens and _is_on() and _in_engine():
+        if self._listens and torch_compat.profiler_enabled() and _in_engine():
             raise InvalidStateError(
                 "a profiler cannot start inside of this backward, since the training step is watched, as the first one "
                 "of a plan is; start it before the step, or pass watch=False to Checkpointable. If it is a model that "
@@ -174,7 +174,7 @@ def _can_listen() -> bool:
     if not all(hasattr(*each) for each in (*functions, (torch.autograd.profiler, "_run_on_profiler_start"))):
         return False
     # Not inside a backward (Rule 3), where a forward runs as a recomputation.
-    if _is_on() or _in_engine():
+    if torch_compat.profiler_enabled() or _in_engine():
         return False
     _have_profilers_announced()
     return True
@@ -197,10 +197,6 @@ def _have_profilers_announced() -> None:
         os.register_at_fork(after_in_child=give_way)
 
 
-def _is_on() -> bool:
-    return bool(torch_compat.profiler_enabled())
-
-
 def _in_engine() -> bool:
     return torch_compat.current_graph_task_id() != -1
 
@@ -208,34 +204,21 @@ def _in_engine() -> bool:
 def _when_pass_is_freed(do: Callable[[], object]) -> None:
     """Call `do` when the engine has released its current pass and returns to its caller."""
 
-    def hold(token: object) -> None:
-        """Do nothing: the pass owns its callbacks, and this one the token."""
+    def callback() -> None:
+        """Do nothing: the pass owns its callbacks, and nothing else holds this one."""
 
-    token = _Token()
-    weakref.finalize(token, do).atexit = False
-    torch_compat.queue_callback(functools.partial(hold, token))
-
-
-class _Token:
-    __slots__ = ("__weakref__",)
+    weakref.finalize(callback, do).atexit = False
+    torch_compat.queue_callback(callback)
 
 
-def _config() -> Any:
-    """Return the config of `torch.autograd.profiler_legacy`, which itself warns of its age and parses all events."""
+def _enable() -> None:
+    """Do as `torch.autograd.profiler_legacy`, which itself warns of its age and parses all events."""
     kinds: Any = torch.autograd
     shapes, memory, stack, flops, modules = False, True, False, False, False
     experimental = torch_compat.ExperimentalConfig()
-    return kinds.ProfilerConfig(kinds.ProfilerState.CPU, shapes, memory, stack, flops, modules, experimental)
-
-
-def _enable(config: Any) -> None:
-    torch_compat.enable_profiler_legacy(config)
-
-
-def _disable() -> list[list[Any]]:
-    """Return the events of all threads that worked for this one."""
-    found: list[list[Any]] = torch_compat.disable_profiler_legacy()
-    return found
+    torch_compat.enable_profiler_legacy(
+        kinds.ProfilerConfig(kinds.ProfilerState.CPU, shapes, memory, stack, flops, modules, experimental)
+    )
 
 
 def _split(threads: list[list[Any]], present_bytes: int) -> dict[str, Phase]:
@@ -252,7 +235,7 @@ def _split(threads: list[list[Any]], present_bytes: int) -> dict[str, Phase]:
 
 
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
-    """Yield (mark or "", bytes) of every mark and every allocation (+) or free (-)."""
+    """Yield (mark or "", bytes) of every mark and every allocation (+) or free (-), of all threads that worked."""
     # Usually one list. Those of other threads that autograd used come after it, since there is no common clock.
     for events in threads:
         for event in events:

@@ -136,7 +136,7 @@ def surveyed(code: str) -> Any:
     return made
 
 
-COST = StageCost(1.0, 1.0, 2.0, 10, 110, 0, 0, 0, 0, 0, 10)
+COST = StageCost(10, 110, 0, 0, 0, 0, 0, 10, forward_seconds=1.0, nograd_seconds=1.0, backward_seconds=2.0)
 SECONDS: Any = SimpleNamespace(seconds_of={"one": 5.0, "other": 7.0}.__getitem__)
 
 

@@ -156,7 +156,8 @@ def test_a_way_in_a_file_has_a_name_and_a_cost() -> None:
 
 
 def cost(seconds: float, saved: int, scratch: int = 0) -> StageCost:
-    return StageCost(seconds, seconds, 0.0, 8, saved, scratch, 0, scratch, scratch, 0, 0)
+    nbytes = 8, saved, scratch, 0, scratch, scratch, 0, 0
+    return StageCost(*nbytes, forward_seconds=seconds, nograd_seconds=seconds, backward_seconds=0.0)
 
 
 def test_ways_that_are_no_better_in_anything_are_dropped() -> None:

@@ -33,26 +33,17 @@ class StageBytes:
     replay_temp_bytes: int
     input_released_bytes: int
     output_released_bytes: int
-    gradient_storage_bytes: tuple[int, ...]
+    gradient_storage_bytes: tuple[int, ...] = ()
+    """Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageCost:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost(StageBytes):
     """Measured seconds and bytes of a stage, named as in `rotor_solver.Option` and `rotor_solver.Stage`."""
 
     forward_seconds: float
     nograd_seconds: float
     backward_seconds: float
-    activation_bytes: int
-    saved_bytes: int
-    forward_temp_bytes: int
-    nograd_temp_bytes: int
-    backward_temp_bytes: int
-    replay_temp_bytes: int
-    input_released_bytes: int
-    output_released_bytes: int
-    gradient_storage_bytes: tuple[int, ...] = ()
-    """Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view."""
     skipped_output_seconds: float = 0.0
     """Seconds that a forward saves by skipping its output right before its backward, less the cost of its own graph."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -82,10 +83,11 @@ class _NewGradient(torch.autograd.Function):
 
 def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker | None]:
     """Return a gradient maker for every tensor in `output`; None for those without gradient."""
-    tensors = tensors_in(output)
     return [
         _maker(tensor, strides) if tensor.requires_grad and position not in silent else None
-        for position, (tensor, strides) in enumerate(zip(tensors, _filled(layouts, len(tensors)), strict=True))
+        for position, (tensor, strides) in enumerate(
+            zip(tensors_in(output), chain(layouts, repeat(None)), strict=False)
+        )
     ]
 
 
@@ -120,10 +122,6 @@ def _strides_of_whole(shape: torch.Size, strides: Strides) -> Strides:
         if strides[dim]:
             found[dim], size = size, size * shape[dim]
     return tuple(found)
-
-
-def _filled(layouts: Layouts, count: int) -> Layouts:
-    return (*layouts, *(None for _ in range(count - len(layouts))))
 
 
 # Begin the graph of a stage whose preceding stages have no graph.
