@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from rotor_profiling.stage.seconds import StageRun
 from rotor_profiling.stage.stage_signature import Unlike, stage_signature
 from rotor_py import Checkpointable
-from rotor_py.measure import cache, discovery_pass, rounds, stage_measurer
+from rotor_py.measure import cache, discovery_pass, stage_measurer
 from rotor_py.measure.cache import MeasurementCache, UnstableKeyError, cache_folder, code_of, digest_of, environment
 from rotor_py.measure.rounds import StageTimes
 from rotor_py.stage.side_effects import GraphEffects
@@ -89,12 +89,17 @@ def costs(model: nn.Module, value: torch.Tensor = BATCH, **options: Any) -> Any:
     return network.inspection_values
 
 
+@pytest.mark.parametrize("from_file", [False, True])
 @pytest.mark.parametrize("make", [layers, Mixing])
-def test_a_copy_and_a_second_run_measure_nothing(make: Callable[[], nn.Module], measured: list[str]) -> None:
-    first = costs(make())
+def test_a_copy_of_a_model_is_not_measured(
+    make: Callable[[], nn.Module], from_file: bool, measured: list[str], tmp_path: Path
+) -> None:
+    model = make()
+    torch.save(model, tmp_path / "model.pt")
+    first = costs(model)
     assert {"measure_ways", "time_ways"} <= set(measured)
     measured.clear()
-    second = costs(make())
+    second = costs(torch.load(tmp_path / "model.pt", weights_only=False) if from_file else make())
     assert measured == []
     assert (second.stages, second.ways, second.carried) == (first.stages, first.ways, first.carried)
     assert second.snapshot_bytes == first.snapshot_bytes
@@ -118,19 +123,6 @@ def test_times_that_are_far_apart_are_measured_anew(
 
 
 @pytest.mark.parametrize("make", [layers, Mixing])
-def test_a_model_that_is_read_from_a_file_measures_nothing(
-    make: Callable[[], nn.Module], measured: list[str], tmp_path: Path
-) -> None:
-    model = make()
-    first = costs(model)
-    torch.save(model, tmp_path / "model.pt")
-    measured.clear()
-    second = costs(torch.load(tmp_path / "model.pt", weights_only=False))
-    assert measured == []
-    assert second.stages == first.stages
-
-
-@pytest.mark.parametrize("make", [layers, Mixing])
 def test_a_job_that_goes_on_measures_nothing(
     make: Callable[[], nn.Module], measured: list[str], tmp_path: Path
 ) -> None:
@@ -151,19 +143,6 @@ def test_a_job_that_goes_on_measures_nothing(
     assert "measure_ways" in measured
     measured.clear()
     job(torch.load(tmp_path / "state.pt"))
-    assert measured == []
-
-
-def test_another_process_finds_it(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "TOO_FAR", float("inf"))  # its times are those of the clock
-    program = (
-        f"import torch; torch.set_num_threads({torch.get_num_threads()}); from torch import nn;"
-        "from rotor_py import Checkpointable;"
-        "Checkpointable(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(32),"
-        " nn.Linear(32, 8)), loss=torch.sum).measure(torch.randn(16, 8))"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-    costs(layers())
     assert measured == []
 
 
@@ -264,19 +243,6 @@ def test_very_many_files_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(list(tmp_path.iterdir())) == 6
 
 
-START = """
-import os, runpy, sys
-import torch._dynamo, rotor_py
-
-for _ in sys.stdin:
-    child = os.fork()
-    if not child:
-        runpy.run_path("run.py")
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-"""
-"""For each line that it reads, a process that runs the program: it has imported what takes seconds, and no more."""
 RUN = """
 import layers, torch
 from torch import nn
@@ -309,48 +275,26 @@ class Own(nn.Module):
         return value
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A program of three files, and what starts it, written a minute ago."""
-    for name, text in (("start.py", START), ("run.py", RUN), ("layers.py", LAYERS), ("helper.py", HELPER)):
-        write(tmp_path / name, text)
-    return tmp_path
-
-
 def write(file: Path, text: str) -> None:
     file.write_text(text)
     os.utime(file, (time.time() - 60,) * 2)
 
 
-@pytest.fixture
-def started(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-    command = [sys.executable, "start.py"]
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
-        assert process.stdin is not None
-        process.stdin.close()
-
-
-def noted(started: subprocess.Popen[str]) -> set[str]:
-    """The stages that a run of the program measures."""
-    assert started.stdin is not None
-    assert started.stdout is not None
-    started.stdin.write("run\n")
-    started.stdin.flush()
-    line = started.stdout.readline()
-    assert line, "the program has failed"
-    return set(line.split())
-
-
 @pytest.mark.slow
-def test_a_layer_is_measured_again_when_what_it_calls_has_changed(folder: Path, started: subprocess.Popen[str]) -> None:
-    assert noted(started) == {"0", "1"}
-    assert noted(started) == set()
-    write(folder / "helper.py", HELPER.replace("sin", "cos"))
-    assert noted(started) == {"1"}  # that of torch is the same
+def test_another_process_measures_a_layer_again_only_if_the_code_that_it_calls_has_changed(tmp_path: Path) -> None:
+    def measured_stages() -> set[str]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        ran = subprocess.run(
+            [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return set(ran.stdout.split())
+
+    for name, text in (("run.py", RUN), ("layers.py", LAYERS), ("helper.py", HELPER)):
+        write(tmp_path / name, text)
+    assert measured_stages() == {"0", "1"}
+    assert measured_stages() == set()
+    write(tmp_path / "helper.py", HELPER.replace("sin", "cos"))
+    assert measured_stages() == {"1"}  # torch's layer is the same
 
 
 def test_what_was_written_since_it_was_read_is_nobody_s_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from rotor_py.measure.rounds import (
     STEPS_CLOSELY,
     StageTimes,
 )
-from rotor_py.measure.stage_measurer import StageMeasurer
 
 pytestmark = pytest.mark.timed
 
@@ -113,13 +112,6 @@ def test_other_ways_and_a_node_are_timed_once_in_the_fewest_rounds() -> None:
     assert times.again_wanted("a")
 
 
-def test_a_node_is_always_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.measure.rounds.FEWEST_ROUNDS", 1)
-    times = StageTimes()
-    times.add("a", StageRun(((1.0, 2.0),)))
-    assert times.wanted(["a"]) == {0}
-
-
 def test_runs_of_an_earlier_process_count_unless_the_machine_was_busy() -> None:
     def runs(*seconds: float) -> list[StageRun]:
         return [StageRun(((each, each),), (each, 2 * each)) for each in seconds]
@@ -131,28 +123,6 @@ def test_runs_of_an_earlier_process_count_unless_the_machine_was_busy() -> None:
     closely = StageTimes(closely=True)
     closely.add_earlier("quiet", runs(1.0, 1.04, 1.0))
     assert closely.wanted(["quiet"]) == {0}
-
-
-def test_there_are_few_rounds_however_noisy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    noise, rounds = random.Random(0), [0]
-    time_ways, time_stages = stage_measurer.time_ways, StageMeasurer._time_stages
-
-    def noisy(runners: Any, *arguments: Any, **options: Any) -> Any:
-        run, output = time_ways(runners, *arguments, **options)
-        seconds = noise.uniform(1, 9)
-        return StageRun(((seconds, seconds),) * len(run.ways), (seconds, 2 * seconds)), output
-
-    def counting(measurer: StageMeasurer, wanted: set[int]) -> None:
-        rounds[0] += 1
-        time_stages(measurer, wanted)
-
-    monkeypatch.setattr(stage_measurer, "time_ways", noisy)
-    monkeypatch.setattr(StageMeasurer, "_time_stages", counting)
-    widths = [8, 16, 24, 32, 40, 48, 56, 64]
-    layers = nn.Sequential(*(nn.Linear(a, b) for a, b in zip([4, *widths], widths, strict=False)))
-    Checkpointable(layers, loss=torch.sum, cache=False).measure(torch.randn(64, 4))
-    # The gradient that the loss gives is laid out in another way: the last stage is timed once more.
-    assert rounds[0] <= 2 * FEWEST_ROUNDS + STEPS
 
 
 def test_stages_are_timed_round_by_round_and_not_several_times_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,11 +54,6 @@ def test_the_first_step_is_refused_before_a_stage_is_run(fresh: bool, parts: tup
     assert network.budget is None
 
 
-def test_so_is_a_model_that_is_made_with_its_input_and_its_limit() -> None:
-    with raises(InfeasibleError, "limit_below_held"):
-        Checkpointable(unused(), torch.randn(16, WIDTH), mem_limit="100kB")
-
-
 UNUSED = """
 import torch
 from torch import nn

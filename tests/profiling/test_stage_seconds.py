@@ -24,21 +24,20 @@ def run(first: float = 1.0, forward: float = 1.0, backward: float = 2.0, again: 
     return StageRun(((forward, backward),), (first, again))
 
 
-def test_a_backward_that_runs_the_stage_again_may_skip_its_output() -> None:
-    (found,) = estimate([run(forward=1.0, backward=2.0, again=2.7)])
-    assert found.skipped_output_seconds == pytest.approx(0.3)
-    assert found.nograd_seconds == 1.0
-
-
-def test_what_it_takes_more_than_forward_and_backward_counts_with_the_run_without_a_graph() -> None:
-    (found,) = estimate([run(first=0.5, forward=1.0, backward=2.0, again=3.2)])
-    assert found.skipped_output_seconds == 0.0
-    assert found.nograd_seconds == pytest.approx(0.7)
-
-
-def test_no_more_is_skipped_than_a_forward_takes() -> None:
-    (found,) = estimate([run(first=0.5, forward=1.0, again=0.2)])  # noise: not even the backward takes so little
-    assert found.skipped_output_seconds == 0.5
+@pytest.mark.parametrize(
+    ("first", "again", "nograd", "skipped"),
+    [
+        (1.0, 2.7, 1.0, 0.3),  # a backward that recomputes the stage may skip its output
+        (0.5, 3.2, 0.7, 0.0),  # what it takes beyond forward and backward counts with the run without a graph
+        (0.5, 0.2, 0.5, 0.5),  # noise: no more is skipped than a forward takes
+    ],
+)
+def test_a_node_shows_the_run_without_a_graph_and_the_skipped_output(
+    first: float, again: float, nograd: float, skipped: float
+) -> None:
+    (found,) = estimate([run(first=first, forward=1.0, backward=2.0, again=again)])
+    assert found.skipped_output_seconds == pytest.approx(skipped)
+    assert found.nograd_seconds == pytest.approx(nograd)
 
 
 def test_no_way_takes_less_than_storing_the_stage_whole() -> None:

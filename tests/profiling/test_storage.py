@@ -1,4 +1,4 @@
-""""""
+"""Bytes of tensors, losses and workspaces."""
 
 from __future__ import annotations
 
@@ -15,45 +15,30 @@ from rotor_profiling.backends import allocate_workspaces
 from tests.fields import raises
 from tests.profiling.costs import CPU, UNIT, unit
 
-
-def test_a_tensor_counts_its_elements_times_their_size() -> None:
-    assert storage_bytes([torch.empty(3, 5), torch.empty(7, dtype=torch.float16)]) == 3 * 5 * 4 + 7 * 2
-
-
-def test_memory_that_tensors_share_counts_once() -> None:
-    base = torch.empty(100)
-    assert storage_bytes([base, base, base.view(10, 10), base.detach(), base[3:7]]) == 400
-
-
-def test_a_small_view_holds_the_whole_storage() -> None:
-    assert storage_bytes([torch.empty(1000)[:1]]) == 4000
+BASE = torch.empty(100)
+COUNTED = {
+    "elements times their size": ([torch.empty(3, 5), torch.empty(7, dtype=torch.float16)], 3 * 5 * 4 + 7 * 2),
+    "shared memory once": ([BASE, BASE, BASE.view(10, 10), BASE.detach(), BASE[3:7]], 400),
+    "the whole storage of a view": ([torch.empty(1000)[:1]], 4000),
+    "the memory of an expanded tensor": ([torch.empty(5, 1).expand(5, 1000)], 20),
+    "equal tensors twice": ([torch.ones(10), torch.ones(10)], 80),
+    "nothing": ([], 0),
+    "empty tensors": ([torch.empty(0), torch.empty(3, 0)], 0),
+}
 
 
-def test_an_expanded_tensor_counts_what_is_really_there() -> None:
-    assert storage_bytes([torch.empty(5, 1).expand(5, 1000)]) == 20
+@pytest.mark.parametrize("what", COUNTED)
+def test_bytes_of_tensors_are_those_of_their_storages(what: str) -> None:
+    tensors, expected = COUNTED[what]
+    assert storage_bytes(tensors) == expected
+    assert sum(storages(tensors).values()) == expected
 
 
-def test_equal_tensors_in_different_memory_count_twice() -> None:
-    one = torch.ones(10)
-    assert storage_bytes([one, one.clone()]) == 80
-
-
-def test_what_belongs_to_somebody_else_does_not_count() -> None:
+def test_storages_owned_elsewhere_do_not_count() -> None:
     mine, batch = torch.empty(10), torch.empty(20)
-    assert storage_bytes([mine, batch], owned_elsewhere=storages([batch])) == 40
-    assert storage_bytes([mine, batch[5:]], owned_elsewhere=storages([batch])) == 40
-    assert storage_bytes([mine], owned_elsewhere=storages([batch])) == 40
-
-
-def test_nothing_and_empty_tensors_are_zero_bytes() -> None:
-    assert storage_bytes([]) == 0
-    assert storage_bytes([torch.empty(0), torch.empty(3, 0)]) == 0
-    assert storages([torch.empty(0)]) == {}
-
-
-def test_storages_are_addresses_and_bytes() -> None:
-    tensor = torch.empty(6, dtype=torch.float64)
-    assert storages([tensor, tensor[2:]]) == {tensor.data_ptr(): 48}
+    assert storages([batch, batch[2:]]) == {batch.data_ptr(): 80}
+    for tensors in ([mine, batch], [mine, batch[5:]], [mine]):
+        assert storage_bytes(tensors, owned_elsewhere=storages([batch])) == 40
 
 
 def test_tensors_are_found_in_order_in_any_nesting() -> None:
@@ -74,21 +59,16 @@ def loss_cost(loss, value=None):
     return measure_loss(loss, unit() if value is None else value, device=CPU, output_bytes=UNIT)
 
 
-def test_a_loss_that_needs_only_its_gradient() -> None:
+def test_a_loss_costs_its_scratch_beyond_the_gradient_and_two_numbers_that_stay() -> None:
     found = loss_cost(lambda y: y.sum())
     assert found.temp_bytes <= 16
     assert found.kept_bytes == 8  # the loss and the number that the backward starts with
     assert found.seconds > 0
+    assert 2 * UNIT <= loss_cost(lambda y: y.exp().exp().sum()).temp_bytes <= 2 * UNIT + 16
 
 
-def test_scratch_beyond_the_gradient_is_counted() -> None:
-    found = loss_cost(lambda y: y.exp().exp().sum())
-    assert 2 * UNIT <= found.temp_bytes <= 2 * UNIT + 16
-
-
-def test_the_random_state_stays() -> None:
-    value = unit()
-    state = torch.get_rng_state()
+def test_measuring_a_loss_keeps_the_random_state() -> None:
+    value, state = unit(), torch.get_rng_state()
     loss_cost(lambda y: torch.nn.functional.dropout(y, 0.5).sum(), value)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -100,18 +80,12 @@ def test_the_random_state_stays() -> None:
         (lambda y: 3.0, "loss_not_a_number"),
         (lambda y: None, "loss_not_a_number"),
         (lambda y: y.detach().sum(), "no_gradient"),
+        (torch.nn.CrossEntropyLoss(), "loss_signature"),
+        (lambda output, target: output, "loss_signature"),
     ],
 )
 def test_losses_that_cannot_be_trained_with_are_refused(loss, kind: str) -> None:
     with raises(UnusableLossError, kind):
-        loss_cost(loss)
-
-
-@pytest.mark.parametrize(
-    "loss", [torch.nn.CrossEntropyLoss(), lambda output, target: output], ids=["module", "function"]
-)
-def test_a_loss_that_wants_a_target_is_refused_with_the_remedy(loss) -> None:
-    with raises(UnusableLossError, "loss_signature"):
         loss_cost(loss)
 
 
