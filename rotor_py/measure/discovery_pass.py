@@ -111,11 +111,7 @@ class GradientLayouts:
     def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
         """Record a stage's `output`, and the layouts that its backward gives to the gradients of its input."""
         self._given[stage] = given
-        self._outputs[stage] = _layouts_of(output)
-
-    def laid_out_as_noted(self, stage: int, output: Iterable[torch.Tensor]) -> bool:
-        """Whether these tensors have the recorded shapes and strides of a stage's output."""
-        return self._outputs[stage] == _layouts_of(output)
+        self._outputs[stage] = [(tensor.shape, tensor.stride()) for tensor in map(local, output)]
 
     def last_that_differs(self, known: Callable[[int, Layouts], Layouts | None]) -> int | None:
         """Return the last stage whose gradients arrive in other layouts than it was measured with.
@@ -137,10 +133,6 @@ class GradientLayouts:
     def take_over(self) -> None:
         """Measure stages from now on with the arriving layouts."""
         self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._given[1:], strict=True)]
-
-
-def _layouts_of(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, tuple[int, ...]]]:
-    return [(tensor.shape, tensor.stride()) for tensor in map(local, tensors)]
 
 
 def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:

@@ -141,8 +141,6 @@ class StageMeasurer:
     ) -> None:
         self.activation_bytes = 0
         """Bytes of the next stage's input, as the chain counts them."""
-        self._cut = cut
-        self._stages = cut.stages
         self._device = device
         self._options = options
         self.stepped = options.stepped
@@ -177,7 +175,7 @@ class StageMeasurer:
     def of(self, cut: Cut) -> StageMeasurer:
         """Return a measurer of the same chain and input, where `cut` runs the stages differently."""
         other = copy(self)  # keeps findings by signature
-        other._cut, other._stages, other._chain = cut, cut.stages, replace(self._chain, cut=cut)
+        other._chain = replace(self._chain, cut=cut)
         other._survey = self._survey.of(other._chain)
         other._begin()
         return other
@@ -202,23 +200,23 @@ class StageMeasurer:
         """Run the byte pass and the timing rounds."""
         self._begin()
         value = self._input
-        for number, (name, _) in enumerate(self._stages):
+        for number, (name, _) in enumerate(self._chain.cut.stages):
             if progress is not None:
-                progress(number, len(self._stages), name)
+                progress(number, len(self._chain.cut.stages), name)
             value = self._measure_stage(number, value)
-        remember_moved_elsewhere(function for _, function in self._stages)
+        remember_moved_elsewhere(function for _, function in self._chain.cut.stages)
         # Outputs without gradient, except carried ones.
         outputs = tensors_in(value)
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)
         del value, outputs
         if progress is not None:
-            progress(len(self._stages), len(self._stages), "again, for their times")
+            progress(len(self._chain.cut.stages), len(self._chain.cut.stages), "again, for their times")
         self._time()
 
     def time_again(self) -> float:
         """Time all stages once more, however well known; return the seconds of a step in this pass."""
-        self._time_stages({*range(len(self._stages))})
+        self._time_stages({*range(len(self._chain.cut.stages))})
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
     def _time(self) -> None:
@@ -236,15 +234,15 @@ class StageMeasurer:
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         ways = tuple(of_kind[kind][1] for kind in self._kinds)
         return Measurement(
-            names=tuple(name for name, _ in self._stages),
+            names=tuple(name for name, _ in self._chain.cut.stages),
             stages=tuple(of_kind[kind][0] for kind in self._kinds),
-            gradient_bytes=_gradient_bytes(self._cut, self.stepped),
-            waiting_gradients=self.stepped.waiting(self._cut) if self.stepped else (),
-            summed_gradients=summed if any(summed := self.stepped.summed_up(self._cut)) else (),
+            gradient_bytes=_gradient_bytes(self._chain.cut, self.stepped),
+            waiting_gradients=self.stepped.waiting(self._chain.cut) if self.stepped else (),
+            summed_gradients=summed if any(summed := self.stepped.summed_up(self._chain.cut)) else (),
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
-            snapshot_bytes=_snapshot_bytes(self._cut) + self._decided_bytes,
+            snapshot_bytes=_snapshot_bytes(self._chain.cut) + self._decided_bytes,
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
@@ -255,29 +253,24 @@ class StageMeasurer:
         self._kinds: list[Hashable] = []
         self._carried = CarriedTensors()
         self._held_bytes = 0
-        self._steps = self.stepped.by_stage(self._cut)
+        self._steps = self.stepped.by_stage(self._chain.cut)
         self._decided_bytes = 0  # of the stages' decisions, if all stages are recomputed
         self.activation_bytes = self._input_bytes
 
     def _measure_stage(self, number: int, value: Any) -> Any:
         """Measure the bytes of a stage on its input; return its output, the input of the next one."""
-        _, function = self._stages[number]
+        _, function = self._chain.cut.stages[number]
         carried = offers_of(function).carried
-        with gathered(function, self._cut.sharding):
+        with gathered(function, self._chain.cut.sharding):
             beside = list(storages(self._carried.tensors(value)))
-            found, output = self._find(number, value, beside, carried)
+            found = self._find(number, value, beside, carried)
             cost = found.weighed.bytes[0]
             self._decided_bytes += found.weighed.decided_bytes
             self.activation_bytes = cost.activation_bytes
             if self._offloadable is not None:
                 exact = [way for way in found.weighed.ways if word_of([way]) is None]
                 self._offloadable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
-            # A run without a graph makes the same numbers (`side_effects`), though perhaps another layout.
-            if output is not None and self._survey.layouts.laid_out_as_noted(number, tensors_in(output)):
-                value = self._handed_on(number, output)
-            else:
-                value = self._chain.run(self._chain.runner(number), value)
-            del output
+            value = self._chain.run(self._chain.runner(number), value)
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
         return value
@@ -291,8 +284,8 @@ class StageMeasurer:
         value = self._input
         with stopwatch(self._device) as watch:
             for number in range(max(wanted) + 1):
-                _, function = self._stages[number]
-                with gathered(function, self._cut.sharding):
+                _, function = self._chain.cut.stages[number]
+                with gathered(function, self._chain.cut.sharding):
                     if number in wanted:
                         kind = self._kinds[number]
                         found = self._known[kind]
@@ -314,19 +307,18 @@ class StageMeasurer:
             tensor.requires_grad_(needed)
         return value
 
-    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> tuple[_Found, Any]:
-        """Measure the bytes of a stage, or look them up by signature; return them, and the output if the stage ran."""
-        _, function = self._stages[number]
+    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> _Found:
+        """Measure the bytes of a stage, or look them up by signature."""
+        _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple({*carried.values(), *silent})
         arriving = self._survey.layouts.arriving[number]
-        last = number == len(self._stages) - 1
+        last = number == len(self._chain.cut.stages) - 1
         # The key contains the input's bytes, which do not follow from its shape, since carried or owned tensors do not
         # count. It also contains the discovery pass's findings, which do not follow from the signature.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         kind = (stage_signature(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
-        output = None
         if anywhere(kind not in self._known, self._options.group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
@@ -334,7 +326,7 @@ class StageMeasurer:
             context = StageContext(
                 self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped
             )
-            weighed, output = self._weigh(number, value, context, kind)
+            weighed = self._weigh(number, value, context, kind)
             self._times.expect(kind, 1 + len(weighed.ways))
             # without this stage's addresses: it is timed with others of its signature
             self._known[kind] = _Found(replace(context, owned=()), weighed)
@@ -343,38 +335,37 @@ class StageMeasurer:
         remember_moving(function, known.weighed.moving)
         if known.weighed.undecided:  # watching takes longer than running, and would be timed too
             remember_undecided(function)
-        return known, output
+        return known
 
-    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> tuple[StageMemory, Any]:
-        """Return the bytes of a stage, measured now or cached; and its output, if it ran now."""
+    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageMemory:
+        """Return the bytes of a stage, measured now or cached."""
         kept = None if self._cache is None else self._cache.find(kind)
         # An earlier run may have found more modes: the same layer may have been captured in its model.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
             weighed, runs = kept
             self._times.add_earlier(kind, runs)
-            return weighed, None
-        name, function = self._stages[number]
+            return weighed
+        name, function = self._chain.cut.stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
         offered = offered_everywhere(paying, self._options.group, self._device)
         with stopwatch(self._device) as watch:
             # Exact clocks would also count the meter's extra work.
             ways = self._stored(number, offered)
-            found, run, output = measure_ways(ways, value, context, None if watch.exact else watch)
+            found, run = measure_ways(ways, value, context, None if watch.exact else watch)
         less = saving_ones(found[0], list(zip(offered, found[1:], strict=True)), self._options.group, self._device)
         names = tuple(name for name, _ in less)
         if run is not None:
             seconds = dict(zip(("", *offered), run.ways, strict=True))
             self._times.add(kind, StageRun(tuple(seconds[name] for name in ("", *names))))
         self._unkept.add(kind)
-        memory = StageMemory(
+        return StageMemory(
             (found[0], *(way for _, way in less)),
             decided_bytes(function),
             recall_moving(function),
             names,
             decides_nothing(function),
         )
-        return memory, output
 
     def _stored(self, number: int, ways: Sequence[str]) -> list[StageRunner]:
         runner = self._chain.runner(number, ways)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -58,20 +58,9 @@ def clearly_less(saved: int, than: int) -> bool:
     return saved <= (1 - LEAST_SHARE) * than and saved < than
 
 
-class MeasuredWays(NamedTuple):
-    """Measurements of a stage in all modes.
-
-    `bytes`: of each mode. `run`: with a watch, the seconds of these runs. `output`: without a graph.
-    """
-
-    bytes: tuple[StageBytes, ...]
-    run: StageRun | None
-    output: Any
-
-
 def measure_ways(
     runners: Sequence[Runner], value: Any, context: StageContext, watch: Stopwatch | None = None
-) -> MeasuredWays:
+) -> tuple[tuple[StageBytes, ...], StageRun | None]:
     """Measure the bytes of one stage in each of its `runners`' storage modes. Nothing of the model changes.
 
     The stage must have run before: libraries choose algorithms and allocate persistent memory in its first run. With a
@@ -87,17 +76,12 @@ def measure_ways(
     # With several processes on the CPU, the profiler misses a free if a backend thread is the last holder of sent
     # memory. So results are never too small, and the least is closest.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
-    rounds: list[tuple[StageBytes, ...]] = []
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with stand_in_steps(parameters, context.stepped):
-            for _ in range(repeats):
-                found = None  # release the output before measuring again
-                found = _measure_once(runners, value, parameters, context, watch)
-                rounds.append(found.bytes)
+            rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
         after_replay = bytes_after_replay(parameters, context.stepped)
-    assert found is not None
-    ways = map(_least, zip(*rounds, strict=True))
-    return found._replace(bytes=tuple(_with_room_after_replay(each, after_replay) for each in ways))
+    ways = map(_least, zip(*(each for each, _ in rounds), strict=True))
+    return tuple(_with_room_after_replay(each, after_replay) for each in ways), rounds[-1][1]
 
 
 def _measure_once(
@@ -106,7 +90,7 @@ def _measure_once(
     parameters: list[torch.Tensor],
     context: StageContext,
     watch: Stopwatch | None,
-) -> MeasuredWays:
+) -> tuple[tuple[StageBytes, ...], StageRun | None]:
     # Processes must run equally often, and their findings may differ.
     known = None if several_processes() else runners[0].before_first(value)
     surroundings, rise = run_first(runners[0], value, context) if known is None else known
@@ -121,7 +105,7 @@ def _measure_once(
             seconds.append(run_in_graph(runner, value, parameters, context, meter, watch))
             gradients, freed = run_with_own_graph(runner, value, context, meter, surroundings)
         shown.append((meter.phases, gradients, freed))
-    # Last: the stage hands on this output, which must not be held while modes are measured.
+    # Last, so that this output is not held while modes are measured.
     with memory_meter(context.device) as meter:
         meter.mark("again")
         with torch.no_grad():
@@ -131,11 +115,8 @@ def _measure_once(
     activation = storage_bytes(tensors_in(output), [*context.owned, *carried])
     carried_bytes = sum(size for address, size in carried.items() if address not in context.owned)
     nograd_temp = max(0, max(rise, meter.phases["again"].rise) - activation)
-    return MeasuredWays(
-        tuple(_bytes_of(*each, activation, carried_bytes, nograd_temp, context) for each in shown),
-        None if watch is None else StageRun(tuple(seconds)),
-        output,
-    )
+    found = tuple(_bytes_of(*each, activation, carried_bytes, nograd_temp, context) for each in shown)
+    return found, None if watch is None else StageRun(tuple(seconds))
 
 
 def _bytes_of(
