@@ -164,15 +164,12 @@ def static_infeasibility(
             " If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
             f"(--fresh-grads) these are {format_bytes(freed)} ({freed} bytes)."
         )
+    batch = "a smaller batch, " if known.batch > least - mem_limit else ""
+    state = "an optimizer with less state, " if known.optimizer else ""
     message = (
         f"before measuring: a training step needs at least {format_bytes(least)} ({least} bytes), for "
         f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so whatever is "
-        f"recomputed, it would run out of memory.{needs} Try {_remedies(known, least - mem_limit)}."
+        f"recomputed, it would run out of memory.{needs} Try {batch}{state}parameters in bfloat16, fully_shard "
+        "over several devices, or a larger limit."
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, kind="limit_below_held")
-
-
-def _remedies(known: FixedMemory, missing: int) -> str:
-    batch = "a smaller batch, " if known.batch > missing else ""
-    state = "an optimizer with less state, " if known.optimizer else ""
-    return f"{batch}{state}parameters in bfloat16, fully_shard over several devices, or a larger limit"

@@ -33,12 +33,7 @@ class StageTimes:
     def __init__(self, *, closely: bool = False) -> None:
         self._known, self._steps = (CLOSELY, STEPS_CLOSELY) if closely else (WELL_KNOWN, STEPS)
         self._runs: dict[Hashable, list[StageRun]] = {}
-        self._ways: dict[Hashable, int] = {}
         self._exact: set[Hashable] = set()
-
-    def expect(self, kind: Hashable, ways: int) -> None:
-        """Expect `ways` storage modes for stages of this `kind`, the first of which is whole."""
-        self._ways[kind] = ways
 
     def add(self, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
         """Add a run of a stage of this `kind`; the last one needed if times are `exact`."""
@@ -75,19 +70,15 @@ class StageTimes:
         return {self._turn(kind, kinds) for kind in wanted}
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
-        """Whether the next run of a `kind` must time all storage modes, not only whole."""
-        return several_processes() or not self._shows_ways(kind) or not self._missing(kind)
+        """Whether the next run of a `kind` must time all storage modes, as the first one did, not only whole."""
+        return several_processes() or not self._runs.get(kind) or not self._missing(kind)
 
     def again_wanted(self, kind: Hashable) -> bool:
         """Whether the next run of a `kind` must also time it as an autograd node."""
         return several_processes() or not self._shows_node(kind) or not self._missing(kind)
 
     def _missing(self, kind: Hashable) -> bool:
-        few = len(self._runs.get(kind, ())) < FEWEST_ROUNDS
-        return few or not self._shows_ways(kind) or not self._shows_node(kind)
-
-    def _shows_ways(self, kind: Hashable) -> bool:
-        return any(len(run.ways) >= self._ways.get(kind, 1) for run in self._runs.get(kind, ()))
+        return len(self._runs.get(kind, ())) < FEWEST_ROUNDS or not self._shows_node(kind)
 
     def _shows_node(self, kind: Hashable) -> bool:
         return any(run.node is not None for run in self._runs.get(kind, ()))

@@ -327,7 +327,6 @@ class StageMeasurer:
                 self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped
             )
             weighed = self._weigh(number, value, context, kind)
-            self._times.expect(kind, 1 + len(weighed.ways))
             # without this stage's addresses: it is timed with others of its signature
             self._known[kind] = _Found(replace(context, owned=()), weighed)
         self._kinds.append(kind)
