@@ -11,9 +11,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import starmap
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -78,14 +78,13 @@ class Change:
                 _fill(container, content)
 
 
-@dataclass(slots=True)
-class _Before:
-    """Attributes of one module before a run: contents of containers, versions and copies of tensors."""
+class _Before(NamedTuple):
+    """A module's attribute before a run: its value, contents of containers, version and copy of a tensor."""
 
-    entries: dict[str, Any]
-    contents: dict[str, Contents] = field(default_factory=dict)
-    versions: dict[str, int] = field(default_factory=dict)
-    copies: dict[str, torch.Tensor] = field(default_factory=dict)
+    value: Any
+    contents: Contents
+    version: int | None = None
+    copy: torch.Tensor | None = None
 
 
 class Attributes:
@@ -168,34 +167,32 @@ def _plain_modules(function: Callable[..., Any]) -> list[nn.Module]:
     return found
 
 
-def _before(module: nn.Module) -> _Before:
-    entries = {name: value for name, value in vars(module).items() if name not in _TABLES}
-    before, written = _Before(entries), _written.get(module)
-    for name, value in entries.items():
-        if type(value) in _CONTAINERS:
-            before.contents[name] = list(_contents(value, set()))
-        elif isinstance(value, torch.Tensor) and not value.requires_grad:
-            before.versions[name] = value._version
-            if written is None or name in written:
-                before.copies[name] = value.clone()
-    return before
+def _before(module: nn.Module) -> dict[str, _Before]:
+    found, written = {}, _written.get(module)
+    for name, value in vars(module).items():
+        if name in _TABLES:
+            continue
+        found[name] = _Before(value, list(_contents(value, set())) if type(value) in _CONTAINERS else [])
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
+            kept = value.clone() if written is None or name in written else None
+            found[name] = _Before(value, [], value._version, kept)
+    return found
 
 
-def _changes(module: nn.Module, before: _Before) -> Iterator[Change]:
+def _changes(module: nn.Module, entries: dict[str, _Before]) -> Iterator[Change]:
     now = vars(module)
     changing, written = _changing.setdefault(module, set()), _written.setdefault(module, set())
-    for name in [name for name in now if name not in _TABLES and name not in before.entries]:
+    for name in [name for name in now if name not in _TABLES and name not in entries]:
         yield Change(module, name, _MISSING, None, [])
-    for name, value in before.entries.items():
-        contents = before.contents.get(name, [])
-        wrote = name in before.versions and value._version != before.versions[name]
+    for name, (value, contents, version, kept) in entries.items():
+        wrote = version is not None and value._version != version
         if now.get(name, _MISSING) is value and not wrote and all(starmap(_as_it_was, contents)):
             continue
         if value is not None:
             changing.add(name)
         if wrote:
             written.add(name)
-            if name not in before.copies:
+            if kept is None:
                 raise InvalidStateError(
                     f"the attribute {name!r} of {type(module).__name__} was written to by a forward pass for the first "
                     "time, so the stage cannot be run again exactly in this step; run the step once more, it is now "
@@ -203,7 +200,7 @@ def _changes(module: nn.Module, before: _Before) -> Iterator[Change]:
                     kind="attribute_changed",
                     name=name,
                 )
-        yield Change(module, name, value, before.copies.get(name) if wrote else None, contents)
+        yield Change(module, name, value, kept if wrote else None, contents)
 
 
 def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:

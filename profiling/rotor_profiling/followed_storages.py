@@ -26,8 +26,6 @@ from rotor_profiling.torch_compat import TorchDispatchMode, engine_run_backward
 if TYPE_CHECKING:  # Python has it from 3.11 on
     from typing_extensions import Self
 
-_RESIZE = "resize_"
-
 
 @contextmanager
 def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
@@ -39,11 +37,11 @@ def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]
         tell(storage)
         return result
 
-    setattr(torch.UntypedStorage, _RESIZE, resize)
+    setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010  # mypy refuses the assignment
     try:
         yield
     finally:
-        setattr(torch.UntypedStorage, _RESIZE, before)
+        setattr(torch.UntypedStorage, "resize_", before)  # noqa: B010  # as above
 
 
 _ADD = torch.ops.aten.add.Tensor

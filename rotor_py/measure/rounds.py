@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from math import sqrt
 
-from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate, spread_of
-from rotor_profiling.timing import several_processes
+from rotor_profiling.stage.seconds import StageRun, StageSeconds, estimate
+from rotor_profiling.timing import several_processes, spread
 
 FEWEST_ROUNDS = 2
 """Of these, one round times a stage in all storage modes, the other as an autograd node. Both take long."""
@@ -43,7 +43,7 @@ class StageTimes:
 
     def add_earlier(self, kind: Hashable, runs: Sequence[StageRun]) -> None:
         """Add runs timed by an earlier process, unless their spread shows a busy machine."""
-        if spread_of(runs) <= TOO_FAR:
+        if spread([run.total for run in runs]) <= TOO_FAR:
             self._runs[kind] = list(runs)
 
     def runs_of(self, kind: Hashable) -> Sequence[StageRun]:
@@ -58,7 +58,7 @@ class StageTimes:
         """Return the relative spread of times of one kind: the mean over all, weighted by time."""
         seconds = [self._seconds(kind) for kind in kinds]
         total = sum(seconds)
-        spreads = (spread_of(self._runs[kind]) for kind in kinds)
+        spreads = (spread([run.total for run in self._runs[kind]]) for kind in kinds)
         return sum(each * share for each, share in zip(spreads, seconds, strict=True)) / total if total else 0.0
 
     def wanted(self, kinds: Sequence[Hashable]) -> set[int]:

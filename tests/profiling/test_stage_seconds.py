@@ -11,9 +11,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotor_profiling.stage.seconds import StageRun, estimate, spread_of, time_ways
+from rotor_profiling.stage.seconds import StageRun, estimate, time_ways
 from rotor_profiling.stage.stage_context import StageContext
-from rotor_profiling.timing import cpu_stopwatch, lower_quartile
+from rotor_profiling.timing import cpu_stopwatch
 from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.stage.runner import StageRunner
 
@@ -65,13 +65,6 @@ def test_no_accident_counts(accident: float) -> None:
     whole, other = estimate([odd, *[usual] * 4])
     assert (whole.forward_seconds, whole.backward_seconds, whole.nograd_seconds) == (1.0, 2.0, 1.5)
     assert (other.forward_seconds, other.backward_seconds) == (1.1, 2.4)
-
-
-def test_the_spread_is_that_of_the_middle_half() -> None:
-    runs = [run(forward=seconds, backward=2 * seconds) for seconds in (1.0, 1.1, 1.2, 1.3, 50.0)]
-    assert spread_of(runs) == pytest.approx(0.2 / 1.2)
-    assert spread_of(runs[:1]) == 0.0
-    assert estimate(runs)[0].forward_seconds == lower_quartile([1.0, 1.1, 1.2, 1.3, 50.0]) == 1.1
 
 
 CPU = torch.device("cpu")

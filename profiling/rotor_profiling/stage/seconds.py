@@ -11,7 +11,7 @@ import torch
 from rotor_profiling.isolate import isolated
 from rotor_profiling.stage.gradients import enter_graph, leaves_of, scalar_after
 from rotor_profiling.stage.stage_context import Runner, StageContext
-from rotor_profiling.timing import Stopwatch, lower_quartile, spread
+from rotor_profiling.timing import Stopwatch, lower_quartile
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,6 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
         )
         found.append(StageSeconds(nograd, forward + more, backward + later, skipped))
     return found
-
-
-def spread_of(runs: Sequence[StageRun]) -> float:
-    """Return the relative spread of a stage's runs: their interquartile range over their median."""
-    return spread([run.total for run in runs])
 
 
 AsNode = Callable[[Any], Callable[[Any], Any]]
