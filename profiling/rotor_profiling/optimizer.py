@@ -89,14 +89,10 @@ def _fused_step(optimizer: torch.optim.Optimizer) -> int:
         strided = [each for each in group["params"] if each.requires_grad and not each.is_contiguous()]
         if not group.get("fused") or not strided:
             continue
-        alone = copy.copy(optimizer)
         largest = max(strided, key=lambda each: each.numel() * each.element_size())
-        alone.param_groups = [{**group, "params": [largest]}]
+        alone = _with_groups(optimizer, [{**group, "params": [largest]}])
         twin = _twin(alone, lambda parameter: torch.zeros_like(parameter), foreach=False, fused=True)
-        twin.step()
-        with CpuMeter() as meter:
-            twin.step()
-        most = max(most, meter.phases[""].peak)
+        most = max(most, _second_step(twin))
     return most
 
 
@@ -130,16 +126,18 @@ def _on_zeros(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
     state = step = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            alone = copy.copy(optimizer)
-            alone.param_groups = [{**group, "params": [parameter]}]
             with unset_fake_temporarily():  # values are read, so zeros for a fake parameter are real too
-                twin = _twin(alone, _zeros, foreach=False)
-                twin.step()
-                with CpuMeter() as meter:  # for any parameter: the zeros are on the CPU
-                    twin.step()
+                twin = _twin(_with_groups(optimizer, [{**group, "params": [parameter]}]), _zeros, foreach=False)
+                step = max(step, _second_step(twin))  # on the CPU for any parameter, as the zeros are
             state += _state_bytes(twin, {"cpu"}, kind)
-            step = max(step, meter.phases[""].peak)
     return state, step
+
+
+def _second_step(twin: torch.optim.Optimizer) -> int:
+    twin.step()
+    with CpuMeter() as meter:
+        twin.step()
+    return meter.phases[""].peak
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,7 +251,7 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
                 continue
             kind = number, tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device
             if kind not in known:
-                known[kind] = _cost_of([{**group, "params": [parameter]}], optimizer).step_bytes
+                known[kind] = optimizer_cost(_with_groups(optimizer, [{**group, "params": [parameter]}])).step_bytes
             found[id(parameter)] = known[kind]
     return found
 
@@ -268,10 +266,10 @@ def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int
         for group in optimizer.param_groups
     ]
     left = [group for group in groups if group["params"]]
-    return _cost_of(left, optimizer).step_bytes if left else 0
+    return optimizer_cost(_with_groups(optimizer, left)).step_bytes if left else 0
 
 
-def _cost_of(groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> OptimizerCost:
-    alone = copy.copy(optimizer)  # torch's optimizers do not copy hooks
-    alone.param_groups = groups
-    return optimizer_cost(alone)
+def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    found = copy.copy(optimizer)  # torch's optimizers do not copy hooks
+    found.param_groups = groups
+    return found
