@@ -27,7 +27,7 @@ from tests.fields import raises
 from tests.solver.strategies import rich_chains, unit_chain
 
 
-@settings(deadline=None)  # kernels may have to be compiled
+@settings(deadline=None, max_examples=30)  # kernels may have to be compiled
 @given(st.lists(rich_chains(), min_size=2, max_size=3), st.floats(0, 1))
 def test_a_sequence_takes_no_more_in_any_process_than_in_the_costliest(chains: list[Chain], share: float) -> None:
     length = min(map(len, chains))

@@ -62,7 +62,7 @@ MANY = [(8, "multiply"), (8, "product"), (16, "add product"), (16, "no"), (1, "n
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("layers", [FEW, MANY], ids=["few", "many"])
+@pytest.mark.parametrize("layers", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
 def test_what_several_stages_read_is_in_memory_until_the_first_of_them_has_run_backward(
     layers: list[tuple[int, str]], trained: bool
 ) -> None:

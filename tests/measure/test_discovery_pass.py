@@ -77,6 +77,18 @@ def test_old_objects_are_aside_while_a_model_is_measured_and_not_afterwards() ->
     assert gc.get_freeze_count() == 0
 
 
+@pytest.mark.usefixtures("nothing_aside")
+def test_objects_are_frozen_inside_and_those_that_the_caller_froze_stay_frozen() -> None:
+    with freeze_gc():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    before = gc.get_freeze_count()
+    with freeze_gc():
+        pass
+    assert gc.get_freeze_count() > before // 2 > 0  # some of it may end, whoever looks
+
+
 class Watched(nn.Linear):
     """Says of every run whether something sees its operators, and selects numbers if it has 5 outputs."""
 
@@ -104,15 +116,6 @@ def test_stages_like_one_that_decides_nothing_are_not_watched_for_it() -> None:
     deciding = Checkpointable(nn.Sequential(Watched(4, 5), nn.Linear(5, 4)), loss=torch.sum, cache=False)
     deciding.measure(torch.randn(3, 4))
     assert any(seen[len(seen) // 2 :])
-
-
-@pytest.mark.usefixtures("nothing_aside")
-def test_what_somebody_else_has_put_aside_stays_there() -> None:
-    gc.freeze()
-    before = gc.get_freeze_count()
-    with freeze_gc():
-        pass
-    assert gc.get_freeze_count() > before // 2 > 0  # some of it may end, whoever looks
 
 
 ROWS = torch.randn(512, 8)
@@ -175,7 +178,7 @@ def test_what_has_it_or_wants_no_gradient_is_run_again_with_the_same_numbers(
         assert torch.equal(expected.grad, found.grad)
 
 
-def test_a_tensor_of_the_users_that_needs_a_gradient_is_no_other() -> None:
+def test_a_users_tensor_that_needs_a_gradient_is_refused() -> None:
     scale = torch.ones(8, requires_grad=True)
 
     class Scaled(nn.Module):
