@@ -146,29 +146,20 @@ class StageMeasurer:
         self.stepped = options.stepped
         # Only tensors alive throughout: other addresses may be reused.
         self._owned = list(storages(tensors_in(value)))
-        self._known: dict[Hashable, _Found] = {}
+        self._known: dict[Hashable, tuple[StageContext, StageMemory]] = {}
+        """By signature, the memory of such stages, and the context of one of them."""
         self._unkept: set[Hashable] = set()
         """Signatures with new findings, not yet stored in the cache."""
         self._offloadable = OffloadableBytes(device, options.group) if options.elsewhere else None
         self._times = StageTimes(closely=options.closely)
-        words = tuple(keeper.name for keeper in options.keepers)
-        self._cache = (
-            measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
-            if options.cache and not cut.sharding
-            else None
-        )
+        self._cache = None
+        if options.cache and not cut.sharding:
+            words = tuple(keeper.name for keeper in options.keepers)
+            self._cache = measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
         self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
-        self._chain = WalkedChain(
-            cut,
-            self._input,
-            device,
-            silent,
-            options.group,
-            options.preserve_rng_state,
-            tuple(options.keepers),
-            layer_offers,
-        )
+        rng, keepers = options.preserve_rng_state, tuple(options.keepers)
+        self._chain = WalkedChain(cut, self._input, device, silent, options.group, rng, keepers, layer_offers)
         self._survey = DiscoveryPass(self._chain, options.stepped)
         self._begin()
 
@@ -199,19 +190,19 @@ class StageMeasurer:
     def _measure(self, progress: Progress | None = None) -> None:
         """Run the byte pass and the timing rounds."""
         self._begin()
-        value = self._input
-        for number, (name, _) in enumerate(self._chain.cut.stages):
+        value, stages = self._input, self._chain.cut.stages
+        for number, (name, _) in enumerate(stages):
             if progress is not None:
-                progress(number, len(self._chain.cut.stages), name)
+                progress(number, len(stages), name)
             value = self._measure_stage(number, value)
-        remember_moved_elsewhere(function for _, function in self._chain.cut.stages)
+        remember_moved_elsewhere(function for _, function in stages)
         # Outputs without gradient, except carried ones.
         outputs = tensors_in(value)
         positions = [i for i in self._chain.silent if i not in self._carried.now.values()]
         self._held_bytes = storage_bytes([outputs[i] for i in positions], self._owned)
         del value, outputs
         if progress is not None:
-            progress(len(self._chain.cut.stages), len(self._chain.cut.stages), "again, for their times")
+            progress(len(stages), len(stages), "again, for their times")
         self._time()
 
     def time_again(self) -> float:
@@ -227,22 +218,22 @@ class StageMeasurer:
         while self._unkept:
             kind = self._unkept.pop()
             if self._cache is not None:
-                self._cache.keep(kind, self._known[kind].weighed, self._times.runs_of(kind))
+                self._cache.keep(kind, self._known[kind][1], self._times.runs_of(kind))
 
     def measurement(self, loss: LossCost) -> Measurement:
         """Return the measurement, with the cost of the `loss`."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
-        ways = tuple(of_kind[kind][1] for kind in self._kinds)
+        cut, ways = self._chain.cut, tuple(of_kind[kind][1] for kind in self._kinds)
         return Measurement(
-            names=tuple(name for name, _ in self._chain.cut.stages),
+            names=tuple(name for name, _ in cut.stages),
             stages=tuple(of_kind[kind][0] for kind in self._kinds),
-            gradient_bytes=_gradient_bytes(self._chain.cut, self.stepped),
-            waiting_gradients=self.stepped.waiting(self._chain.cut) if self.stepped else (),
-            summed_gradients=summed if any(summed := self.stepped.summed_up(self._chain.cut)) else (),
+            gradient_bytes=_gradient_bytes(cut, self.stepped),
+            waiting_gradients=self.stepped.waiting(cut) if self.stepped else (),
+            summed_gradients=summed if any(summed := self.stepped.summed_up(cut)) else (),
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
-            snapshot_bytes=_snapshot_bytes(self._chain.cut) + self._decided_bytes,
+            snapshot_bytes=_snapshot_bytes(cut) + self._decided_bytes,
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
@@ -263,12 +254,12 @@ class StageMeasurer:
         carried = offers_of(function).carried
         with gathered(function, self._chain.cut.sharding):
             beside = list(storages(self._carried.tensors(value)))
-            found = self._find(number, value, beside, carried)
-            cost = found.weighed.bytes[0]
-            self._decided_bytes += found.weighed.decided_bytes
+            memory = self._find(number, value, beside, carried)
+            cost = memory.bytes[0]
+            self._decided_bytes += memory.decided_bytes
             self.activation_bytes = cost.activation_bytes
             if self._offloadable is not None:
-                exact = [way for way in found.weighed.ways if word_of([way]) is None]
+                exact = [way for way in memory.ways if word_of([way]) is None]
                 self._offloadable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
             value = self._chain.run(self._chain.runner(number), value)
             self._carried.count_gradients(cost.gradient_storage_bytes)
@@ -288,12 +279,10 @@ class StageMeasurer:
                 with gathered(function, self._chain.cut.sharding):
                     if number in wanted:
                         kind = self._kinds[number]
-                        found = self._known[kind]
-                        ways = self._stored(number, found.weighed.ways if self._times.all_ways_wanted(kind) else ())
+                        context, memory = self._known[kind]
+                        ways = self._stored(number, memory.ways if self._times.all_ways_wanted(kind) else ())
                         again = self._times.again_wanted(kind)
-                        run, output = time_ways(
-                            ways, value, found.context, watch, as_node=self._options.as_node, again=again
-                        )
+                        run, output = time_ways(ways, value, context, watch, as_node=self._options.as_node, again=again)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         output = self._chain.run_without_graph(self._chain.runner(number), value)
@@ -307,7 +296,7 @@ class StageMeasurer:
             tensor.requires_grad_(needed)
         return value
 
-    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> _Found:
+    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> StageMemory:
         """Measure the bytes of a stage, or look them up by signature."""
         _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
@@ -326,24 +315,23 @@ class StageMeasurer:
             context = StageContext(
                 self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped
             )
-            weighed = self._weigh(number, value, context, kind)
+            memory = self._weigh(number, value, context, kind)
             # without this stage's addresses: it is timed with others of its signature
-            self._known[kind] = _Found(replace(context, owned=()), weighed)
+            self._known[kind] = replace(context, owned=()), memory
         self._kinds.append(kind)
-        known = self._known[kind]
-        remember_moving(function, known.weighed.moving)
-        if known.weighed.undecided:  # watching takes longer than running, and would be timed too
+        _, memory = self._known[kind]
+        remember_moving(function, memory.moving)
+        if memory.undecided:  # watching takes longer than running, and would be timed too
             remember_undecided(function)
-        return known
+        return memory
 
     def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageMemory:
         """Return the bytes of a stage, measured now or cached."""
         kept = None if self._cache is None else self._cache.find(kind)
         # An earlier run may have found more modes: the same layer may have been captured in its model.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
-            weighed, runs = kept
-            self._times.add_earlier(kind, runs)
-            return weighed
+            self._times.add_earlier(kind, kept[1])
+            return kept[0]
         name, function = self._chain.cut.stages[number]
         with During("measuring", name), isolated(function, self._device), torch.enable_grad():
             paying = self._chain.runner(number).paying(leaves_of(value), self._survey.paying(number))
@@ -371,21 +359,12 @@ class StageMeasurer:
         return [runner.by(option) for option in range(1 + len(ways))]
 
     def _costs_of(self, kind: Hashable) -> tuple[StageCost, tuple[Way, ...]]:
-        known = self._known[kind]
-        weighed = known.weighed
-        whole, *others = map(StageCost.of, weighed.bytes, self._times.of(kind))
-        ways = worth_choosing(whole, list(map(Way, weighed.ways, others)))
+        _, memory = self._known[kind]
+        whole, *others = map(StageCost.of, memory.bytes, self._times.of(kind))
+        ways = worth_choosing(whole, list(map(Way, memory.ways, others)))
         if self._offloadable is not None:
             ways = (*ways, *self._offloadable.ways(kind, whole, ways))
         return whole, ways
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Findings for a stage signature, and the context of one stage in the chain."""
-
-    context: StageContext
-    weighed: StageMemory
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
