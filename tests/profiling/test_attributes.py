@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -80,30 +82,20 @@ def test_a_run_finds_everything_as_the_run_before_it_found_it() -> None:
         assert _present(layer) == after
 
 
-def test_measuring_moves_nothing_but_keeps_a_cache() -> None:
+@pytest.mark.parametrize("around", [False, True])
+def test_measuring_restores_everything_except_a_cache(around: bool) -> None:
     layer = _Everything()
     before = _present(layer)
-    for _ in range(3):
-        with isolated(layer, CPU):
-            layer(torch.ones(2))
-    cache = layer.cache
-    assert cache is not None
-    layer.cache = None
-    # What was made where nothing was stays while the layer is measured: whether it is a state, the next run shows.
-    assert layer.made == 1
-    assert {**_present(layer), "made": None} == before
-
-
-def test_around_all_of_measuring_a_state_that_was_made_is_put_back_and_a_cache_stays() -> None:
-    layer = _Everything()
-    before = _present(layer)
-    with attributes_kept(layer, caches=False):
+    with attributes_kept(layer, caches=False) if around else nullcontext():
         for _ in range(3):
             with isolated(layer, CPU):
                 layer(torch.ones(2))
-            layer.made += 1  # what the next run will find is not what this one made
+            if around:
+                layer.made += 1  # the next run finds other than this one made
     assert layer.cache is not None
     layer.cache = None
+    # A value made where none was stays while the layer is measured: only the next run shows whether it is a state.
+    assert getattr(layer, "made", None) == (None if around else 1)
     assert {**_present(layer), "made": None} == before
 
 

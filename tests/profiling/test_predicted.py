@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -125,26 +128,22 @@ def test_tensors_without_values_are_equal_if_they_look_alike() -> None:
     assert equal(torch.zeros(2), torch.zeros(2))
 
 
-def test_a_loss_is_predicted_as_it_is_measured() -> None:
-    def cost() -> tuple[int, int]:
-        output = torch.randn(16, 100, requires_grad=True)
-        target = torch.zeros(16, dtype=torch.long)
-        found = measure_loss(
-            lambda made: nn.functional.cross_entropy(made, target), output, device=CPU, output_bytes=6400
-        )
-        return found.temp_bytes, found.kept_bytes
-
-    measured = cost()
-    with using(device()), FakeTensorMode():
-        assert cost() == measured
+def loss_bytes() -> tuple[int, int]:
+    output, target = torch.randn(16, 100, requires_grad=True), torch.zeros(16, dtype=torch.long)
+    found = measure_loss(lambda made: nn.functional.cross_entropy(made, target), output, device=CPU, output_bytes=6400)
+    return found.temp_bytes, found.kept_bytes
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
-def test_an_optimizer_of_tensors_without_memory_costs_the_same(make: type[torch.optim.Optimizer]) -> None:
-    def cost() -> tuple[int, int]:
-        found = optimizer_cost(make(nn.Linear(100, 30).parameters(), lr=0.1))  # type: ignore[call-arg]  # all take it
-        return found.state_bytes, found.step_bytes
+def optimizer_bytes(make: Callable[..., torch.optim.Optimizer]) -> tuple[int, int]:
+    found = optimizer_cost(make(nn.Linear(100, 30).parameters(), lr=0.1))
+    return found.state_bytes, found.step_bytes
 
+
+COSTS = [loss_bytes, *(partial(optimizer_bytes, getattr(torch.optim, name)) for name in ("AdamW", "SGD", "Adafactor"))]
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_losses_and_optimizers_of_fake_tensors_cost_what_is_measured(cost: Callable[[], tuple[int, int]]) -> None:
     measured = cost()
     with using(device()), FakeTensorMode():
         assert cost() == measured

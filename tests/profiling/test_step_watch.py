@@ -22,23 +22,20 @@ def kilobytes(count: int) -> torch.Tensor:
 
 
 def test_phases_are_those_of_a_meter() -> None:
-    with memory_meter(CPU) as meter:
+    def work(mark: Callable[[str], None]) -> None:
         first = kilobytes(3)
-        meter.mark("loss")
+        mark("loss")
         second = kilobytes(5)
         del second
         third = kilobytes(1)
-        meter.mark("after")
+        mark("after")
         del first, third
+
+    with memory_meter(CPU) as meter:
+        work(meter.mark)
     watch = watch_step(CPU, 100, 0)
     assert watch is not None
-    first = kilobytes(3)
-    watch.mark("loss")
-    second = kilobytes(5)
-    del second
-    third = kilobytes(1)
-    watch.mark("after")
-    del first, third
+    work(watch.mark)
     phases = watch.stop()
     assert phases is not None
     moved = {name: Phase(100 + p.start, 100 + p.peak, 100 + p.end) for name, p in meter.phases.items()}
