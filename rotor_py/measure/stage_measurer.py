@@ -161,14 +161,14 @@ class StageMeasurer:
         rng, keepers = options.preserve_rng_state, tuple(options.keepers)
         self._chain = WalkedChain(cut, self._input, device, silent, options.group, rng, keepers, layer_offers)
         self._survey = DiscoveryPass(self._chain, options.stepped)
-        self._begin()
+        self._forget_stages()
 
     def of(self, cut: Cut) -> StageMeasurer:
         """Return a measurer of the same chain and input, where `cut` runs the stages differently."""
         other = copy(self)  # keeps findings by signature
         other._chain = replace(self._chain, cut=cut)
         other._survey = self._survey.of(other._chain)
-        other._begin()
+        other._forget_stages()
         return other
 
     def walk(self, progress: Progress | None = None) -> Any:
@@ -189,7 +189,7 @@ class StageMeasurer:
 
     def _measure(self, progress: Progress | None = None) -> None:
         """Run the byte pass and the timing rounds."""
-        self._begin()
+        self._forget_stages()
         value, stages = self._input, self._chain.cut.stages
         for number, (name, _) in enumerate(stages):
             if progress is not None:
@@ -240,7 +240,7 @@ class StageMeasurer:
             spread=self._times.spread(self._kinds),
         )
 
-    def _begin(self) -> None:
+    def _forget_stages(self) -> None:
         self._kinds: list[Hashable] = []
         self._carried = CarriedTensors()
         self._held_bytes = 0
