@@ -45,7 +45,10 @@ def test_the_report_has_the_cuts_every_rank_and_equal_cuts(plan, model_file):
     assert all(f"\n   {rank}  " in result.stdout for rank in range(4))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble", "zero-bubble-whole"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1f1b", "gpipe", pytest.param("interleaved", marks=pytest.mark.slow), "zero-bubble", "zero-bubble-whole"],
+)
 def test_every_rank_stays_inside_its_limit_and_every_stage_is_on_one(pipeline, schedule: str):
     whole = pipeline("9MB", "--schedule", schedule)
     found, parts = whole["pipeline"], whole["pipeline"]["parts"]

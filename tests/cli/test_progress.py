@@ -244,6 +244,7 @@ def test_a_failure_is_on_a_line_of_its_own_after_the_progress(terminal: Terminal
     assert terminal.read().endswith("\x1b[2K")
 
 
+@pytest.mark.slow
 def test_the_command_as_a_process_shows_progress_on_the_terminal_and_json_in_the_pipe(model_file) -> None:
     found = Terminal()
     root = Path(__file__).resolve().parents[2]
