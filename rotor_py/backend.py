@@ -16,6 +16,7 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.variants import compiled_variants
+from rotor_py.capture.whole_graph import CompileBudget
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
@@ -25,7 +26,6 @@ from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
-from rotor_py.plan.measuring import CompileBudget
 from rotor_py.plan.observers.forwards_in_flight import Forwards, make_room_for_forwards
 from rotor_py.plan.observers.observer import PlannedForward
 from rotor_py.plan.settings import Settings

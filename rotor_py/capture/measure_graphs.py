@@ -30,7 +30,7 @@ from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whole_step
 from rotor_py.capture.variants import compiled_variants
-from rotor_py.capture.whole_graph import RoomOf
+from rotor_py.capture.whole_graph import CompileBudgetOf
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.sharding import Sharding, as_left, sharding_of
@@ -131,7 +131,7 @@ def measure_graphs(
     options: MeasuringOptions,
     *,
     compiler: StageCompiler | None = None,
-    room: RoomOf | None = None,
+    room: CompileBudgetOf | None = None,
 ) -> MeasuredGraphs:
     """Capture and measure all graphs of a model, and the loss.
 

@@ -23,7 +23,7 @@ from rotor_py.capture.guarded_branches import Answers
 from rotor_py.capture.measure_graphs import measure_graphs
 from rotor_py.capture.measured_graphs import MeasuredGraphs, whole_step
 from rotor_py.capture.tracing import MOST_GRAPHS
-from rotor_py.capture.whole_graph import RoomOf
+from rotor_py.capture.whole_graph import CompileBudgetOf
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut, Layer, joined
@@ -104,7 +104,7 @@ class CaptureSession:
         options: MeasuringOptions,
         *,
         compiler: StageCompiler | None = None,
-        room: RoomOf | None = None,
+        room: CompileBudgetOf | None = None,
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
         """Capture and measure all graphs; leaves the model unchanged.
 

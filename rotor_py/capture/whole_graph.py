@@ -3,16 +3,16 @@
 Compiled stage by stage, nothing is fused, laid out or shared across a border. As one stage, the graph is as fast as
 under `torch.compile`. The partitioner then chooses what the forward saves, not the plan, which can only store the one
 stage. The joint graph gives the bytes of every partition before anything is compiled, as far as they show in it.
-Inductor's result is measured like any stage.
+Inductor's result is measured like any stage. If it takes more than predicted, or so much less that a faster partition
+may fit, one other partition is compiled.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,42 +21,22 @@ from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
 from rotor_py.compile.stage_code import owned_tensors
 from rotor_py.errors import InfeasibleError, record_fields
+from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import joined
 from rotor_py.measure.measurement import Measurement
+from rotor_solver import store_all
 from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
-    from rotor_profiling.torch_compat import CustomPartitionerFn
+    from rotor_py.compile.partitioner import BudgetPartitioner
 
 _log = logging.getLogger("rotor_py")
 
-_ATTEMPTS = 5
-"""Most partitions compiled for one limit: others follow where the first needs more than predicted, or so much less that
-a faster one may fit, and where the limit lies between two peaks. A guess: of a U-Net, three in a row took 1 to 3 % too
-much, and compiling stage by stage instead took 30 % longer.
-"""
-_FEW_ATTEMPTS = 3
-"""Attempts after which the next one must gain more."""
-
-_WORTH_COMPILING = 0.01
-"""Least predicted gain for compiling another partition. A guess: it costs as much waiting."""
-_WORTH_MORE_WAITING = 0.03
-"""The same after a few attempts, and for one tried because its graph may overstate its peak. A guess, as above."""
-
-
+_WORTH_COMPILING = 0.03
+"""Least predicted gain for compiling a second partition where the first one fits. A guess: it costs as much waiting."""
 _CAUTION = 0.75
 """Share of the memory left by the first partition that the second may take: it is fused differently. A guess; with all
 of it, a Llama came out 1 % over its limit.
-"""
-
-_SHOWN_TOO_MUCH = 0.04
-"""How far a graph may overstate its code's peak. A guess: for a ViT within 82.6 MB, a partition showed 84.9 MB and took
-82.0, and was 6 % faster than the next one.
-"""
-
-_UNCERTAIN = 1.2
-"""Factor by which the least partition's predicted peak may exceed the limit and still be tried: Inductor's fusion and
-layouts are not known before. A guess: the graph overstated by up to a tenth where measured.
 """
 
 _TURNS = 4
@@ -67,58 +47,46 @@ _CLEARLY = 0.02
 """How much slower compiled code has to be for the plain graph to win. Times are known no better (`GOOD_ENOUGH`); a
 closer choice would change a user's last digits from one day to the next.
 """
-_BY_CHANCE = 0.005
-"""How much longer the first of two compiled variants may take and still be used: the shortest runs of the same code
-differ by so much. A guess: more keeps a slower variant.
-"""
 
 
-class Room(Protocol):
-    """Memory that a step leaves for a graph compiled whole, in bytes."""
+@dataclass(frozen=True, slots=True)
+class CompileBudget:
+    """The room that the `budget` of a plain step leaves within `limit`; gradients may be `fresh` in every step."""
 
-    @property
-    def limit(self) -> int:
-        """The limit of the whole step."""
+    budget: Budget
+    limit: int
+    fresh: bool
 
     @property
-    def fixed(self) -> int:
-        """Memory in use throughout the step, under any plan."""
+    def available(self) -> int:
+        """Bytes for the graph: all that is not in use throughout the step, under any plan."""
+        return self.limit - self.budget.fixed.total
 
-    def peak(self, measurement: Measurement) -> int:
-        """The peak of a step that stores all stages of a graph measured so."""
+    def taken(self, measurement: Measurement) -> int:
+        """Return the bytes of `available` that a step takes with all stages of a graph measured so stored."""
+        budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
+        # Of the graph only: everything after it, down to the loss, is that of the plain step.
+        plain = self.budget.chain
+        chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
+        return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain)) - self.budget.fixed.total
 
-    def partitioner(self, limit: int) -> Partitioner:
+    def partitioner(self, limit: int) -> BudgetPartitioner:
         """Return a partitioner of graphs within `limit`, counting all inputs and results of the compiled code."""
+        from rotor_py.compile.partitioner import whole_partitioner
+
+        return whole_partitioner(limit, self.budget.chain)
 
 
-class Partitioner(Protocol):
-    """Chooses what the forward of a compiled graph saves."""
-
-    @property
-    def function(self) -> CustomPartitionerFn:
-        """The function that Inductor takes."""
-
-    @property
-    def peak(self) -> int:
-        """The peak, in bytes, of the last chosen partition."""
-
-    def gain(self, limit: int) -> float:
-        """Predict the share of its time that the same graph would save within another limit."""
-
-    def rival(self) -> Partitioner | None:
-        """Return another partitioner for the same limit, if only timing can tell which is faster."""
-
-
-RoomOf = Callable[[Measurement, Any], Room]
+CompileBudgetOf = Callable[[Measurement, Any], CompileBudget]
 """The room that a step leaves, from its plain measurement and the graph's inputs."""
 
 
 def compiled_whole(
-    plain: MeasuredGraph, compiler: StageCompiler, room: Room, progress: Progress | None = None
+    plain: MeasuredGraph, compiler: StageCompiler, room: CompileBudget, progress: Progress | None = None
 ) -> MeasuredGraph | None:
-    """Return the graph as one compiled stage, the fastest inside the room.
+    """Return the graph as one compiled stage, the fastest inside the room. Compiles at most two partitions.
 
-    None if no partition fits, or if the plain graph also fits and is clearly faster.
+    None if none of them fits, or if the plain graph also fits and is clearly faster.
     """
     if plain.cut.prefix:  # its stages need outputs of the prefix layers, which are not available
         return None
@@ -128,90 +96,45 @@ def compiled_whole(
     _, whole = joined([(each, layers[each]) for each in names])
     given = storage_bytes([*owned_tensors(whole), *tensors_in(plain.shared)])
 
-    def compiled(partitioner: Partitioner) -> MeasuredGraph | None:
-        """Compile and measure; None if it cannot be compiled, or needs more memory than there is, unforeseen."""
+    def compiled(partitioner: BudgetPartitioner) -> MeasuredGraph | None:
+        """Compile and measure; None if nothing fits, if it cannot be compiled, or runs out of memory, unforeseen."""
         if progress is not None:
             progress(0, 1, "the whole graph, compiled")
-        stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner.function)
+        stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner)
         try:
             if stage.prepare(plain.shared):
                 return plain.measured_as(replace(plain.cut, stages=((name, stage),), members=(names,)))
-        except torch.OutOfMemoryError:
+        except (InfeasibleError, torch.OutOfMemoryError):
             pass
         return None
 
-    began, room_here = compiler.seconds, room.limit - room.fixed
-    limit, least = room_here + given, 0
-    tried: list[Tried] = []
-    best: tuple[MeasuredGraph, Partitioner] | None = None
-    while len(tried) < _ATTEMPTS:
-        partitioner = room.partitioner(limit)
-        try:
-            found = compiled(partitioner)
-        except InfeasibleError as error:
-            compiled_before = any(each.shown <= error.min_bytes - given for each in tried)
-            if least or compiled_before or error.min_bytes > _UNCERTAIN * limit:
-                break
-            limit = least = error.min_bytes
-            continue
-        if found is None:
-            break
-        peak = room.peak(found.measurement)
-        if peak <= room.limit and (best is None or not slower(found, best[0])):
-            best = found, partitioner
-        tried.append(Tried(partitioner.peak - given, peak - room.fixed))
-        limit = given + next_shown(tried, room_here)
-        if best is None:
-            continue
-        needless = best[1].gain(limit) < (_WORTH_COMPILING if len(tried) < _FEW_ATTEMPTS else _WORTH_MORE_WAITING)
-        if needless and len(tried) == 1:
-            # By the measurements so far, nothing faster fits. Its graph may overstate the peak.
-            limit = given + int((1 + _SHOWN_TOO_MUCH) * room_here)
-            needless = best[1].gain(limit) < _WORTH_MORE_WAITING
-        if needless or (len(tried) == 2 and all(each.taken <= room_here for each in tried)):
-            break
+    began, available = compiler.seconds, room.available
+    first = room.partitioner(given + available)
+    best = compiled(first)
     if best is None:
         return None
-    if (rival := best[1].rival()) is not None:
-        with suppress(InfeasibleError):  # found when less was left for Inductor's own needs
-            other = compiled(rival)
-            if other is not None and room.peak(other.measurement) <= room.limit and slower(best[0], other, _BY_CHANCE):
-                best = other, rival
+    taken, shown = room.taken(best.measurement), 0 if first.weight is None else first.weight.peak - given
+    fits = taken <= available
+    # The next partition is expected to take more or less than it shows in the same proportion.
+    expected = available * shown // max(1, taken)
+    limit = max(available, shown)
+    limit = given + (limit + int(_CAUTION * max(0, expected - limit)) if fits else min(expected, shown - 1))
+    if (first.gain(limit) >= _WORTH_COMPILING) if fits else not first.found_least:
+        second = compiled(room.partitioner(limit))
+        if second is not None and room.taken(second.measurement) <= available and not (fits and slower(second, best)):
+            best, fits = second, True
+    if not fits:
+        return None
     _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began, extra=record_fields("compiled"))
-    if room.peak(plain.measurement) > room.limit:  # the plain graph would have to recompute
-        return best[0]
+    if room.taken(plain.measurement) > available:  # the plain graph would have to recompute
+        return best
     # Timed as one, not as the sum of its stages, which one by one find their memory in caches.
     as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
-    return None if slower(best[0], as_one) else best[0]
+    return None if slower(best, as_one) else best
 
 
-class Tried(NamedTuple):
-    """A compiled partition: the peak in bytes that its graph shows, and the peak of its code."""
-
-    shown: int
-    taken: int
-
-
-def next_shown(tried: Sequence[Tried], room: int) -> int:
-    """Return the bytes that the next partition may show, for its code to take at most `room`."""
-    under = [each for each in tried if each.taken <= room]
-    over = [each for each in tried if each.taken > room]
-    if under and over:
-        low, high = max(under), min(over)
-        between = (high.shown - low.shown) * (room - low.taken) // (high.taken - low.taken)
-        return min(low.shown + between, high.shown - 1)
-    # The next one is expected to need more or less than it shows in the same proportion.
-    shown = tried[-1].shown
-    enough = min(room * each.shown // max(1, each.taken) for each in tried)
-    if over:
-        # It may need more again: with less to save, other kernels are made. So steps grow.
-        return min(shown - len(over) * (shown - enough), shown - 1)
-    start = max(room, shown)
-    return start + int(_CAUTION * max(0, enough - start))
-
-
-def slower(found: MeasuredGraph, other: MeasuredGraph, tolerance: float = _CLEARLY) -> bool:
-    """Whether a step with everything stored takes longer than another variant, by more than `tolerance`.
+def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
+    """Whether a step with everything stored takes clearly longer than another variant.
 
     Both are timed anew, in turns: a busy machine disturbs one for a while and then the other. Disturbances only
     lengthen runs, so the shortest of each counts.
@@ -220,7 +143,7 @@ def slower(found: MeasuredGraph, other: MeasuredGraph, tolerance: float = _CLEAR
     for turns in (_TURNS, _MORE_TURNS):
         for _ in range(turns):
             mine, theirs = min(mine, found.stages.time_again()), min(theirs, other.stages.time_again())
-        if mine <= (1 + tolerance) * theirs:
+        if mine <= (1 + _CLEARLY) * theirs:
             return False
     return True
 

@@ -16,12 +16,9 @@ from rotor_profiling.isolate import accelerators, buffer_slots, isolated
 from rotor_profiling.stage.stage_signature import HasKind, stage_signature
 from rotor_profiling.torch_compat import disable_current_modes, tree_flatten, tree_leaves, tree_unflatten
 from rotor_py.compile.stage_code import (
+    WAYS,
     Config,
-    Foreseen,
-    OnlySurveyedError,
-    Partitions,
     StageCode,
-    budget_of,
     compile_code,
     owned_slots,
 )
@@ -75,46 +72,19 @@ _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 
 class StageCompiler:
-    """Compiles the stages of one model with these options of Inductor.
+    """Compiles each kind of stage of a model once, with these options of Inductor."""
 
-    With `partitions`, stages have further storage modes besides AOTAutograd's.
-    """
-
-    def __init__(self, config: Config, partitions: Partitions | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         self.config = config
-        self._partitions = partitions
-        self._codes: dict[Hashable, StageCode | None] = {}
-        self._seconds_of: dict[StageCode, float] = {}
-        self._foreseen: dict[StageCode, tuple[Foreseen, ...]] = {}
         self.seconds = 0.0
         """Seconds spent compiling so far."""
+        self.seconds_of: dict[StageCode, float] = {}
+        self._codes: dict[Hashable, StageCode | None] = {}
         self._has_tools = True
 
     @property
     def kinds(self) -> int:
-        """Number of compiled kinds of stages, each storage mode counted."""
         return sum(code is not None for code in self._codes.values())
-
-    def seconds_of(self, code: StageCode) -> float:
-        """Return the seconds that compiling this code took."""
-        return self._seconds_of[code]
-
-    def foreseen(
-        self, code: StageCode, stage: nn.Module, value: object, needs_gradient: Sequence[bool]
-    ) -> tuple[Foreseen, ...]:
-        """Predict the costs of other partitions of a `stage` with this `code` on inputs like `value`.
-
-        Traces the stage once more, and compiles nothing.
-        """
-        if code not in self._foreseen:
-            self._foreseen[code] = ()
-            trained = any(tensor.requires_grad for _, _, tensor in owned_slots(stage))
-            if self._partitions is not None and (trained or any(needs_gradient)):
-                try:
-                    compile_code(stage, value, needs_gradient, self.config, self._partitions.survey())
-                except OnlySurveyedError as done:
-                    self._foreseen[code] = done.found
-        return self._foreseen[code]
 
     def code(
         self,
@@ -123,65 +93,39 @@ class StageCompiler:
         value: object,
         needs_gradient: Sequence[bool],
         partitioner: CustomPartitionerFn | None = None,
-        way: str | None = None,
     ) -> StageCode | None:
         """Return the code for `stage` on inputs like `value`; `needs_gradient` has one entry for every tensor in it.
 
-        Partitions by the `partitioner` or a storage mode (`way`), else by AOTAutograd's default. Returns None, after
-        one line in the log, if stages of its kind cannot be compiled. Raises InfeasibleError if the partitioner finds
-        no partition that fits.
+        Partitions by the `partitioner`, else by AOTAutograd's default. Returns None, after one line in the log, if
+        stages of its kind cannot be compiled. Raises InfeasibleError if the partitioner finds no partition that fits.
         """
         leaves, spec = tree_flatten(value)
         flags = iter(needs_gradient)
         like = [
             leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
-        kind = _kind(stage, tree_unflatten(like, spec)), partitioner, way
-        if kind not in self._codes:
-            self._codes[kind] = self._compile(stage, name, value, needs_gradient, partitioner, way)
-        return self._codes[kind]
-
-    def _compile(
-        self,
-        stage: nn.Module,
-        name: str,
-        value: object,
-        needs_gradient: Sequence[bool],
-        partitioner: CustomPartitionerFn | None,
-        way: str | None,
-    ) -> StageCode | None:
-        if not self._has_tools:
-            return None
-        began = time.perf_counter()
-        if way is not None and self._partitions is not None:
-            partitioner = self._partitions.within(budget_of(way))
+        kind = _kind(stage, tree_unflatten(like, spec)), partitioner
+        if kind in self._codes or not self._has_tools:
+            return self._codes.get(kind)
+        began, code = time.perf_counter(), None
         try:
             code = compile_code(stage, value, needs_gradient, self.config, partitioner)
-            self._seconds_of[code] = time.perf_counter() - began
-            return code
+            self.seconds_of[code] = time.perf_counter() - began
         except InfeasibleError:
             raise
         # Any error of AOTAutograd, Inductor or the machine's compiler: the plain stage trains as well.
         except Exception as error:
+            from rotor_profiling.torch_compat import inductor_exceptions as exc
+
+            missing = exc.InvalidCxxCompiler, exc.TritonMissing, exc.GPUTooOldForTriton
+            self._has_tools = not isinstance(getattr(error, "inner_exception", error), missing)
+            name = name if self._has_tools else "the model"
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
-            self._has_tools = not _misses_tools(error)
-            _log.warning(
-                "%s is not compiled: %s",
-                name if self._has_tools else "the model",
-                cause,
-                extra=record_fields("not_compiled", name=name if self._has_tools else "the model"),
-            )
-            return None
+            _log.warning("%s is not compiled: %s", name, cause, extra=record_fields("not_compiled", name=name))
         finally:
             self.seconds += time.perf_counter() - began
-
-
-def _misses_tools(error: Exception) -> bool:
-    """Whether a compiler is missing, so that nothing else can be compiled, either."""
-    from rotor_profiling.torch_compat import inductor_exceptions as exc
-
-    missing = exc.InvalidCxxCompiler, exc.TritonMissing, exc.GPUTooOldForTriton
-    return isinstance(getattr(error, "inner_exception", error), missing)
+        self._codes[kind] = code
+        return code
 
 
 def _kind(stage: nn.Module, value: object) -> Hashable:
@@ -201,12 +145,10 @@ MOST_SHAPES = 8
 
 
 def partitioned_freely(stage: nn.Module) -> nn.Module:
-    """Return the stage without a budget inside it."""
-    return stage.freely() if isinstance(stage, CompiledStage) else stage
+    return stage.with_ways(()) if isinstance(stage, CompiledStage) and stage.room is not None else stage
 
 
 def is_compiled(stage: object) -> bool:
-    """Whether a stage of a plan runs compiled."""
     return isinstance(stage, CompiledStage)
 
 
@@ -243,9 +185,6 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._compiler = compiler
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
         """By shape and storage mode; None is AOTAutograd's default."""
-        self._survey_wanted = False
-        self.foreseen: tuple[Foreseen, ...] = ()
-        """Predicted costs of other storage modes: see `survey`."""
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient
@@ -263,7 +202,6 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     @property
     def compiled(self) -> bool:
-        """Whether there is code for the first shape that came."""
         if self._in_pieces is not None:
             return any(piece.compiled for piece in self._pieces)
         return self.code is not None
@@ -273,14 +211,9 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         """The code for the first shape that came; None if there is none, or if it is in pieces."""
         return next(iter(self._codes.values()), {}).get(None)
 
-    def survey(self) -> None:
-        """Predict the costs of other storage modes in the next run, for the shape that comes then."""
-        self._survey_wanted = self._partitioner is None and self._in_pieces is None
-
     def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
-        """Return this stage with these further storage modes."""
+        """Return this stage by AOTAutograd's own partitioner, with these further storage modes."""
         found = CompiledStage(self.plain, self._name, self._compiler, ways=ways, like=self)
-        found.foreseen = self.foreseen
         remember_effects(found, recall_effects(self))
         remember_moving(found, recall_moving(self))
         return found
@@ -290,34 +223,16 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         """The bytes that its partition was chosen for; None if AOTAutograd chose it."""
         return getattr(self._partitioner, "limit", None)
 
-    @property
-    def by_torch(self) -> bool | None:
-        """Whether its partition was chosen among PyTorch's only (True) or ours only (False); None for both."""
-        return getattr(self._partitioner, "by_torch", None)
-
     def like(self, other: nn.Module) -> CompiledStage:
         """Return this stage for other shapes: `other` is the same piece of the model, plain."""
         return CompiledStage(
             other, self._name, self._compiler, partitioner=self._partitioner, ways=self._ways, like=self
         )
 
-    def freely(self) -> CompiledStage:
-        """Return this stage with AOTAutograd's own partitioner."""
-        if self._partitioner is None:
-            return self
-        found = CompiledStage(self.plain, self._name, self._compiler, like=self)
-        remember_effects(found, recall_effects(self))
-        remember_moving(found, recall_moving(self))
-        return found
-
     def forward(self, value: Any) -> Any:
         if self._in_pieces is not None:
             return self._in_pieces(value)
         code = self._code(value)
-        if code is not None and self._survey_wanted:
-            self._survey_wanted = False
-            assert self._needs_gradient is not None
-            self.foreseen = self._compiler.foreseen(code, self.plain, value, self._needs_gradient)
         return self.plain(value) if code is None else code.run(self.plain, value)
 
     def ways(self) -> tuple[str, ...]:
@@ -383,7 +298,10 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         codes = self._codes[shapes]
         if way not in codes:
             assert self._needs_gradient is not None
-            codes[way] = self._compiler.code(
-                self.plain, self._name, value, self._needs_gradient, self._partitioner, way
-            )
+            partitioner = self._partitioner
+            if way is not None:
+                from rotor_py.compile.partitioner import SharePartitioner  # here, since most plans do without Inductor
+
+                partitioner = SharePartitioner(WAYS[way])
+            codes[way] = self._compiler.code(self.plain, self._name, value, self._needs_gradient, partitioner)
         return codes[way]

@@ -49,27 +49,31 @@ class JointGraph:
     """Per value that cannot be recomputed, a node with the same value that can."""
 
     @cached_property
+    def device(self) -> torch.device:
+        """The device whose memory counts: an accelerator if the graph uses one."""
+        tensors = tensors_in([node.meta.get("val") for node in self.inputs])
+        return next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))
+
+    @cached_property
     def outputs(self) -> list[fx.Node]:
         """Outputs of the forward, including values that it writes into its inputs."""
-        return self._ends[0]
+        return self._returned(0)
 
     @cached_property
     def gradients(self) -> list[fx.Node]:
-        """Outputs of the backward."""
-        return self._ends[1]
+        return self._returned(1)
 
-    @cached_property
-    def _ends(self) -> tuple[list[fx.Node], list[fx.Node]]:
-        found = partitioners._extract_fwd_bwd_outputs(self.module, num_fwd_outputs=self.num_outputs)[:2]
-        forward, backward = ([node for node in nodes if isinstance(node, fx.Node)] for nodes in found)
-        return forward, backward
+    def _returned(self, direction: int) -> list[fx.Node]:
+        found = partitioners._extract_fwd_bwd_outputs(self.module, num_fwd_outputs=self.num_outputs)
+        return [node for node in found[direction] if isinstance(node, fx.Node)]
 
     @cached_property
     def forward(self) -> list[fx.Node]:
         """Nodes of the forward, in order: ancestors of the outputs, and nodes not known to belong to the backward."""
         before = self._before_gradients
         # With their sources: a pass may have replaced a node of the forward by an equal one of the backward.
-        needed = ancestors([*self.outputs, *(node for node in before if not _tagged_backward(node))])
+        own = (n for n in before if not (partitioners._has_tag_is_backward(n) or _must_run_backward(n)))
+        needed = ancestors([*self.outputs, *own])
         return [node for node in before if node in needed]
 
     @cached_property
@@ -99,7 +103,6 @@ class JointGraph:
 
     @cached_property
     def backward(self) -> list[fx.Node]:
-        """Nodes of the backward, in autograd's order."""
         forward = set(self.forward)
         return [node for node in self._calls if node not in forward]
 
@@ -113,12 +116,10 @@ class JointGraph:
 
     @cached_property
     def primals(self) -> list[fx.Node]:
-        """Inputs of the forward: parameters, buffers and the caller's inputs."""
         return [node for node in self.inputs if not is_tangent(node)]
 
     @cached_property
     def tangents(self) -> list[fx.Node]:
-        """Gradients of the outputs, which enter the backward."""
         return [node for node in self.inputs if is_tangent(node)]
 
     @cached_property
@@ -142,16 +143,9 @@ class JointGraph:
         """Per node of the forward, the node that allocated its memory: itself, unless it is a view."""
         found: dict[fx.Node, fx.Node] = {}
         for node in (*self.primals, *self.forward):
-            mine = self.allocations[node].keys()
-            read = (
-                each for each in node.all_input_nodes if each in found and not mine.isdisjoint(self.allocations[each])
-            )
-            viewed = next(read, None) if mine and node.target is not operator.getitem else None
-            if node.target is operator.getitem:
-                # The operator that returned it allocated the storage, unless that came from the operator's input.
-                source = node.all_input_nodes[0]
-                given = (each for each in source.all_input_nodes if not mine.isdisjoint(self.allocations[each]))
-                viewed = next(given, None) if mine else None
+            # The operator that returned a tuple allocated its storages, unless they came from the operator's input.
+            read = node.all_input_nodes[0].all_input_nodes if node.target is operator.getitem else node.all_input_nodes
+            viewed = next((each for each in read if each in found and self._shares(node, each)), None)
             found[node] = node if viewed is None else found[viewed]
         return found
 
@@ -159,13 +153,13 @@ class JointGraph:
         """Return the node that allocated the memory of a node of the forward, or of an `early` one."""
         if node in self.root or node.target is operator.getitem:
             return self.root.get(node, node)
-        mine = self.allocations[node]
-        viewed = (each for each in node.all_input_nodes if not mine.keys().isdisjoint(self.allocations[each]))
-        found = next(viewed, None)
+        found = next((each for each in node.all_input_nodes if self._shares(node, each)), None)
         return node if found is None else self.allocating(found)
 
+    def _shares(self, node: fx.Node, other: fx.Node) -> bool:
+        return not self.allocations[node].keys().isdisjoint(self.allocations[other])
+
     def bytes_of(self, node: fx.Node) -> int:
-        """Return the bytes of the memory that a node allocates or views."""
         return sum(self.allocations[node].values())
 
     @cached_property
@@ -176,7 +170,6 @@ class JointGraph:
 
     @cached_property
     def replayable(self) -> set[fx.Node]:
-        """The nodes of the forward that the backward may recompute."""
         found: set[fx.Node] = set()
         for node in self.forward:
             if node in self.stand_ins:
@@ -189,7 +182,6 @@ class JointGraph:
         return found
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes from which a node is recomputed."""
         return [self.stand_ins[node]] if node in self.stand_ins else node.all_input_nodes
 
     def _is_function(self, node: fx.Node) -> bool:
@@ -200,7 +192,8 @@ class JointGraph:
             return is_number(node)
         if target.namespace not in _REPLAYED or target._schema.is_mutable:
             return False
-        named = _named_arguments(node)
+        names = (argument.name for argument in target._schema.arguments)
+        named = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         if torch.Tag.nondeterministic_seeded in target.tags and named.get("dropout_p") != 0:
             return False
         statistics = named.get("training") is True or named.get("train") is True
@@ -209,7 +202,6 @@ class JointGraph:
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and all their sources."""
     found: set[fx.Node] = set()
     pending = list(nodes)
     while pending:
@@ -235,17 +227,12 @@ def usually_saved(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> 
 
 
 def is_number(node: fx.Node) -> bool:
-    """Whether a node's value is a size or another number, and no tensor."""
     return isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
 def known(size: Any) -> int:
     """Return a size as a number: for a symbol, the size of the inputs compiled for."""
     return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
-
-
-def _tagged_backward(node: fx.Node) -> bool:
-    return partitioners._has_tag_is_backward(node) or _must_run_backward(node)
 
 
 def _must_run_backward(node: fx.Node) -> bool:
@@ -262,12 +249,6 @@ def _storages(value: Any) -> dict[int, int]:
             if size:
                 found[storage._cdata] = size
     return found
-
-
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    assert isinstance(node.target, torch_compat.OpOverload)
-    names = (argument.name for argument in node.target._schema.arguments)
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 _log = logging.getLogger("rotor_py")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar, Token
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -21,13 +21,10 @@ from rotor_profiling.isolate import accelerators
 from rotor_profiling.step import watch_step
 from rotor_profiling.torch_compat import CompileContext, TracingContext, compile_context, functorch_config, tracing
 from rotor_py.compile.partitioner import BudgetPartitioner
+from rotor_py.compile.saved_inputs import saving_inputs
 from rotor_py.errors import DescribedWarning, InvalidValueError, record_fields
 from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes, limit_text, parse_bytes
-
-if TYPE_CHECKING:
-    from rotor_py.compile.partitioner import BudgetPartitioner
-
 
 # Measure the peak of one training step of a graph, from its forward to the end of its backward.
 #
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
 # gradients, and the backward's own.
 
 
-class _Token:
+class _GraphStepToken:
     """Lives as long as the step may go on: the graph of the outputs holds it, and then the backward pass."""
 
     __slots__ = ("__weakref__",)
@@ -50,15 +47,13 @@ class GraphWatch:
         self._held_bytes = held_bytes
         self._watch = watch_step(device, 0, 0)
         self._gradients: list[torch.Tensor] = []
-        self._token: weakref.ref[_Token] | None = None
+        self._token: weakref.ref[_GraphStepToken] | None = None
 
     @property
     def in_flight(self) -> bool:
-        """Whether the forward has returned, and its backward is not over."""
         return self._token is not None and self._token() is not None
 
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
-        """Record that the forward has returned these tensors."""
         if self._watch is None:
             return
         trained = [tensor for tensor in outputs if tensor.requires_grad]
@@ -66,7 +61,7 @@ class GraphWatch:
             self._watch.stop()
             return
         self._watch.mark("between")
-        token = _Token()
+        token = _GraphStepToken()
         # When its last owner goes, the step is over: the pass has ended, or the outputs were dropped without one.
         weakref.finalize(token, self._over).atexit = False
         self._token = weakref.ref(token)
@@ -75,11 +70,10 @@ class GraphWatch:
             tensor.register_hook(partial(self._gradient_arrived, owned))
 
     def give_up(self) -> None:
-        """Stop watching: the step is not one forward and its backward."""
         if self._watch is not None:
             self._watch.stop()
 
-    def _gradient_arrived(self, owned: list[_Token], gradient: torch.Tensor) -> None:
+    def _gradient_arrived(self, owned: list[_GraphStepToken], gradient: torch.Tensor) -> None:
         assert self._watch is not None
         self._gradients.append(gradient)
         if owned:
@@ -99,21 +93,19 @@ class GraphWatch:
         self.peak = self._held_bytes + rise
 
 
-def _keep(token: _Token) -> None:
+def _keep(token: _GraphStepToken) -> None:
     """Do nothing at the end of a pass; until shortly after, the engine holds `token`."""
 
 
-# Keep Inductor's code within a memory budget: measure its first training step, and recompile if necessary.
+# Keep Inductor's code within a memory budget: measure its first training step, and recompile once if necessary.
 #
 # A partition's peak is exact where operators run one by one. Inductor fuses them, and has buffers of its own, so its
 # code's peak is known only after a run. If the first step exceeds the budget, the graph is recompiled before the next
-# one: first with smaller fusions, since wide ones hold the values of several layers at once, then from a partition that
-# leaves room for the missing bytes. The code with the least peak is kept.
+# one: with smaller fusions, since wide ones hold the values of several layers at once, and from a partition that leaves
+# room for the missing bytes. The code with the least peak is kept.
 
 
 _log = logging.getLogger("rotor_py")
-_MOST_COMPILATIONS = 4
-"""Most compilations of one graph. A guess: each takes as long as the first."""
 _FUSION = 4
 """Operators in one kernel, after wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
 5.7 MB, where 5.9 were predicted. Inductor's own limit is 64.
@@ -132,51 +124,45 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
     def __call__(
         self, model_: fx.GraphModule, inputs_: list[Any], *, config_patches: dict[str, Any] | None = None
     ) -> Call:
-        config = {**self.config, **(config_patches or {})}
-        return WatchedGraph(Compilation(config, model_, inputs_), self._partitioner)
-
-
-class Compilation:
-    """Compiles one graph of TorchDynamo, now and later, in TorchDynamo's context at its creation."""
-
-    def __init__(self, config: dict[str, Any], graph: fx.GraphModule, inputs: list[Any]) -> None:
         # A copy, since compiling rewrites the graph. Parameters are inputs, so it is small.
-        self._config, self._graph, self._inputs = config, copy.deepcopy(graph), inputs
-        self._tracing, self._compiling = TracingContext.try_get(), CompileContext.try_get()
+        graph = copy.deepcopy(model_)
+        tracing_now, compiling_now = TracingContext.try_get(), CompileContext.try_get()
 
-    def __call__(self, partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
-        """Return the compiled code, with small fusions if `narrow`."""
-        from rotor_profiling.torch_compat import compile_fx
-        from rotor_profiling.torch_compat import inductor_config as config
+        def compiled(partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
+            """Compile now or later, in TorchDynamo's context as it is now; with small fusions if `narrow`."""
+            # Inductor is imported only for compiling: that takes a second.
+            from rotor_profiling.torch_compat import compile_fx
+            from rotor_profiling.torch_compat import inductor_config as config
 
-        patches = {**self._config, "custom_partitioner_fn": partitioner}
-        if narrow:
-            patches["max_fusion_size"] = min(_FUSION, patches.get("max_fusion_size", config.max_fusion_size))
-        with ExitStack() as around:
-            if TracingContext.try_get() is None:
-                around.enter_context(tracing(self._tracing))
-                around.enter_context(compile_context(self._compiling))
-            # Compile the backward at once: compiling it within a step would count in the measured peak.
-            around.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
-            return cast(Call, compile_fx(copy.deepcopy(self._graph), self._inputs, config_patches=patches))
+            patches = {**self.config, **(config_patches or {}), "custom_partitioner_fn": partitioner}
+            if narrow:
+                patches["max_fusion_size"] = min(_FUSION, patches.get("max_fusion_size", config.max_fusion_size))
+            with ExitStack() as around:
+                if TracingContext.try_get() is None:
+                    around.enter_context(tracing(tracing_now))
+                    around.enter_context(compile_context(compiling_now))
+                # Compile the backward at once: compiling it within a step would count in the measured peak.
+                around.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+                return cast(Call, compile_fx(copy.deepcopy(graph), inputs_, config_patches=patches))
+
+        return WatchedGraph(compiled, self._partitioner)
 
 
 class WatchedGraph:
-    """One graph's code. Watches training steps until one stays within the budget, or no recompilation helps."""
+    """One graph's code. Watches a training step, and another one if the code is recompiled to take less."""
 
     def __init__(self, compilation: Callable[..., Call], partitioner: BudgetPartitioner) -> None:
         self._compile: Callable[..., Call] | None = compilation
         self._partitioner = partitioner.for_one_graph(0)
         self._call = compilation(self._partitioner, narrow=False)
-        self._tried: list[tuple[int, Call]] = []
-        """Code over the budget, with its peak."""
-        self._settled = False
+        self._first: tuple[int, Call] | None = None
+        """The first code, if it is over the budget, and its peak."""
         self._watch: GraphWatch | None = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if not self._settled and self._watch is not None and self._watch.peak is not None:
+        if self._watch is not None and self._watch.peak is not None:
             self._account_for(self._watch.peak, _device(arguments))
-        if self._settled or not torch.is_grad_enabled():
+        if self._compile is None or not torch.is_grad_enabled():
             return self._call(*arguments)
         if self._watch is not None and self._watch.in_flight:
             self._watch.give_up()  # it would measure both steps
@@ -191,53 +177,37 @@ class WatchedGraph:
         return made
 
     def _account_for(self, peak: int, device: torch.device) -> None:
-        """Judge a step's peak: recompile if it is above the budget, or warn that nothing helps."""
         limit = limit_bytes(self._partitioner.limit, device)
         self._watch = None
-        if peak <= limit:
-            self._settle(self._call)
+        if peak > limit and self._first is None:
+            _log.info(
+                "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
+                "bytes): it is compiled again to take less",
+                format_bytes(peak), peak, format_bytes(limit), limit,
+                extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit),
+            )  # fmt: skip
+            # The bytes missing beyond the partition's own peak. That is unknown if torch had the graphs in its cache:
+            # then the limit counts.
+            weight = self._partitioner.weight
+            self._first = peak, self._call
+            self._partitioner = self._partitioner.for_one_graph(max(peak - (weight.peak if weight else limit), 1))
+            assert self._compile is not None
+            self._call = self._compile(self._partitioner, narrow=True)
             return
-        self._tried.append((peak, self._call))
-        narrow_already = len(self._tried) > 1
-        if len(self._tried) == _MOST_COMPILATIONS or (narrow_already and self._partitioner.found_least):
-            least, call = min(self._tried, key=lambda each: each[0])
-            count = len(self._tried)
-            self._settle(call)
+        if peak > limit and self._first is not None:
+            if self._first[0] <= peak:
+                peak, self._call = self._first
             _log.warning(
                 "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
-                "bytes); it was compiled %d times, and nothing took less: take a budget of %s or more, or a smaller "
-                "batch",
-                format_bytes(least), least, format_bytes(limit), limit, count, limit_text(least),
-                extra=record_fields("graph_over_budget", peak_bytes=least, mem_limit=limit),
+                "bytes), also compiled to take less: take a budget of %s or more, or a smaller batch",
+                format_bytes(peak), peak, format_bytes(limit), limit, limit_text(peak),
+                extra=record_fields("graph_over_budget", peak_bytes=peak, mem_limit=limit),
             )  # fmt: skip
-            return
-        _log.info(
-            "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
-            "bytes): it is compiled again to take less",
-            format_bytes(peak), peak, format_bytes(limit), limit,
-            extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit),
-        )  # fmt: skip
-        before = self._partitioner
-        if narrow_already:
-            # The bytes missing beyond the partition's own peak. That is unknown if torch had the graphs in its cache:
-            # then its limit counts.
-            planned = limit - before.reserve if before.weight is None else before.weight.peak
-            self._partitioner = before.for_one_graph(max(peak - planned, before.reserve + 1))
-        else:
-            self._partitioner = before.for_one_graph(0)
-        assert self._compile is not None
-        self._call = self._compile(self._partitioner, narrow=True)
-
-    def _settle(self, call: Call) -> None:
-        self._call, self._settled = call, True
-        self._tried, self._compile = [], None  # these hold code and graphs
+        self._compile = self._first = None  # they hold code and graphs
 
 
 def _device(arguments: Any) -> torch.device:
     return next(iter(accelerators(tensor.device for tensor in tensors_in(arguments))), torch.device("cpu"))
-
-
-# Backends of torch are imported only for compiling: that takes a second.
 
 
 class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
@@ -270,14 +240,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
     @property
     def options(self) -> dict[str, Any]:
         """Options of `torch.compile` for the backend inductor."""
-        from rotor_py.compile.saved_inputs import saving_inputs
-
-        return saving_inputs({"custom_partitioner_fn": self._partitioner()})
-
-    def _partitioner(self) -> BudgetPartitioner:
-        from rotor_py.compile.partitioner import BudgetPartitioner
-
-        return BudgetPartitioner(self.limit, fused=True)
+        return saving_inputs({"custom_partitioner_fn": BudgetPartitioner(self.limit, fused=True)})
 
     def __enter__(self) -> memory_budget:
         self._tokens.append(_current.set(self))
@@ -317,22 +280,19 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             # Options exclude a mode, so write the mode out as options.
             options = torch_compat.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
-        partitioner = self._partitioner()
+        partitioner = BudgetPartitioner(self.limit, fused=True)
         if options.get("custom_partitioner_fn", partitioner) != partitioner:
             raise InvalidValueError(
                 "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out",
                 kind="excluded_together",
                 name="custom_partitioner_fn",
             )
-        from rotor_py.compile.saved_inputs import saving_inputs
-
         options = saving_inputs({**options, "custom_partitioner_fn": partitioner})
         backend = WatchedInductor(options, settings.get("dynamic"), partitioner)
         return {**settings, "backend": backend, "mode": None, "options": None}
 
     def _bound_backend(self, backend: Any) -> Any:
         from rotor_profiling.torch_compat import AotAutograd, boxed_nop, lookup_backend
-        from rotor_py.compile.partitioner import BudgetPartitioner
 
         partition = BudgetPartitioner(self.limit)
         if backend == "aot_eager":  # a function around such an object, made anew for every graph

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,7 +17,6 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from rotor_profiling import torch_compat
 from rotor_profiling.backends import memory_meter
-from rotor_profiling.storage import tensors_in
 from rotor_profiling.torch_compat import (
     disable_current_modes,
     partitioners,
@@ -51,29 +50,32 @@ def layouts_of(node: fx.Node, *, convolves_again: bool) -> tuple[Layout, ...]:
 
     `convolves_again` says whether the backward recomputes a convolution of the forward. Empty for all other nodes.
     """
-    if node.target not in (_FORWARD, _BACKWARD) or not _on_cpu(node):
+    value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return ()
     if node.target is _FORWARD:
         return _channels_last, _channels_last
-    if _is_depthwise(node) and not convolves_again:
-        return torch.Tensor.contiguous, _rows_before_channels, _as_it_is
+    weight, groups = node.args[2], node.args[9]
+    assert isinstance(weight, fx.Node)
+    shape = weight.meta["val"].shape
+    if len(shape) == 4 and shape[1] == 1 and groups == shape[0] and groups != 1 and not convolves_again:  # depthwise
+        return torch.Tensor.contiguous, _rows_before_channels, torch.Tensor.detach
     return _channels_last, _channels_last, _channels_last
 
 
 def copied_bytes(node: fx.Node, layouts: tuple[Layout, ...]) -> int:
-    """Return the bytes copied for these layouts."""
     wanted: Any = node.args[-1] if node.args else None
     # Without a gradient of the image, the weight is not read.
     read = layouts[:-1] if node.target is _BACKWARD and not wanted[0] else layouts
-    copied = (each for each, layout in zip(node.args, read, strict=False) if layout is _channels_last)
-    return sum(map(_bytes_to_lay_out, copied))
-
-
-def _is_depthwise(node: fx.Node) -> bool:
-    weight, groups = node.args[2], node.args[9]
-    assert isinstance(weight, fx.Node)
-    shape = weight.meta["val"].shape
-    return len(shape) == 4 and bool(shape[1] == 1 and groups == shape[0] and groups != 1)
+    copied = 0
+    for value, layout in zip(node.args, read, strict=False):
+        # Inductor's own code makes other values in that layout.
+        if layout is _channels_last and isinstance(value, fx.Node) and value.op == "placeholder":
+            tensor = value.meta["val"]
+            last = _LAST.get(tensor.dim())
+            if last is not None and not tensor.is_contiguous(memory_format=last):
+                copied += known(tensor.numel()) * tensor.element_size()
+    return copied
 
 
 def _channels_last(value: torch.Tensor) -> torch.Tensor:
@@ -82,25 +84,6 @@ def _channels_last(value: torch.Tensor) -> torch.Tensor:
 
 def _rows_before_channels(value: torch.Tensor) -> torch.Tensor:
     return value.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
-    return value
-
-
-def _bytes_to_lay_out(value: Any) -> int:
-    """Return the bytes of a copy of `value` with channels last; 0 if Inductor's own code makes it in that layout."""
-    tensor = value.meta.get("val") if isinstance(value, fx.Node) and value.op == "placeholder" else None
-    layout = _LAST.get(tensor.dim()) if isinstance(tensor, torch.Tensor) else None
-    if tensor is None or layout is None or tensor.is_contiguous(memory_format=layout):
-        return 0
-    size: int = known(tensor.numel()) * tensor.element_size()
-    return size
-
-
-def _on_cpu(node: fx.Node) -> bool:
-    value = node.all_input_nodes[0].meta.get("val")
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 # Costs of single operators: each kind is run by itself, on tensors of its sizes.
@@ -133,11 +116,8 @@ _known: dict[Hashable, Cost] = {}
 """Costs by kind of operator, for the whole process: equal budgets find equal partitions."""
 
 
-class _Run(NamedTuple):
-    """A node to run by itself, with these `layouts` of its first arguments."""
-
-    node: fx.Node
-    layouts: tuple[Layout, ...]
+_Runs = dict[Hashable, Callable[[], Callable[[], Any]]]
+"""By kind of operator, a function that makes its arguments and returns its call."""
 
 
 def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again: bool = False) -> dict[fx.Node, Cost]:
@@ -149,7 +129,7 @@ def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
     copied: dict[fx.Node, int] = {}
-    missing: dict[Hashable, _Run] = {}
+    missing: dict[Hashable, tuple[fx.Node, tuple[Layout, ...]]] = {}
     for node in (*joint.forward, *joint.backward):
         if node.target is operator.getitem or is_number(node) or _is_view(joint, node):
             found[node] = Cost()
@@ -158,7 +138,7 @@ def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again
         copied[node] = copied_bytes(node, layouts)
         kinds[node] = _kind(node), layouts
         if kinds[node] not in _known:
-            missing.setdefault(kinds[node], _Run(node, layouts))
+            missing.setdefault(kinds[node], (node, layouts))
     _measure(joint, missing)
     for node, kind in kinds.items():
         found[node] = replace(_known[kind], scratch=_known[kind].scratch + copied[node])
@@ -171,8 +151,6 @@ def _is_view(joint: JointGraph, node: fx.Node) -> bool:
 
 
 def _kind(node: fx.Node) -> Hashable:
-    """Return a key for operators of equal cost."""
-
     def described(value: Any) -> Any:
         value = value.meta.get("val") if isinstance(value, fx.Node) else value
         if isinstance(value, torch.Tensor):
@@ -184,54 +162,39 @@ def _kind(node: fx.Node) -> Hashable:
     return str(node.target), arguments
 
 
-def _measure(joint: JointGraph, missing: dict[Hashable, _Run]) -> None:
-    """Measure nodes of unknown kinds, and store their costs in `_known`."""
+def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, tuple[Layout, ...]]]) -> None:
+    device = joint.device
     with ExitStack() as stack:
         # While a graph is compiled, tensors are fake and operators are traced.
         for mode in (unset_fake_temporarily, disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
             stack.enter_context(mode())
-        for device, kinds in _by_device(missing).items():
-            devices = [device] if device.type == "cuda" else []
-            stack.enter_context(torch.random.fork_rng(devices))
-            runs = {kind: run for kind, each in kinds.items() if (run := _runnable(each)) is not None}
-            seconds, scratch = _seconds(runs, device), _scratch(runs, device)
-            for kind, (node, _) in kinds.items():
-                if kind in seconds and kind in scratch:
-                    _known[kind] = Cost(seconds[kind], scratch[kind])
-                else:
-                    touched = sum(map(joint.bytes_of, {node, *node.all_input_nodes}))
-                    _known[kind] = Cost(touched / _BYTES_PER_SECOND)
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        runs = {
+            kind: partial(_prepared, node, layouts)
+            for kind, (node, layouts) in missing.items()
+            # Others may be no functions of their arguments.
+            if isinstance(node.target, torch_compat.OpOverload) and node.target.namespace in ("aten", "prims")
+        }
+        seconds, scratch = _seconds(runs, device), _scratch(runs, device)
+        for kind, (node, _) in missing.items():
+            if kind in seconds and kind in scratch:
+                _known[kind] = Cost(seconds[kind], scratch[kind])
+            else:
+                touched = sum(map(joint.bytes_of, {node, *node.all_input_nodes}))
+                _known[kind] = Cost(touched / _BYTES_PER_SECOND)
 
 
-def _by_device(runs: dict[Hashable, _Run]) -> dict[torch.device, dict[Hashable, _Run]]:
-    found: dict[torch.device, dict[Hashable, _Run]] = {}
-    for kind, run in runs.items():
-        values = (run.node.meta.get("val"), *(each.meta.get("val") for each in run.node.all_input_nodes))
-        tensors = tensors_in([value for value in values if value is not None])
-        device = next((each.device for each in tensors if each.device.type == "cuda"), torch.device("cpu"))
-        found.setdefault(device, {})[kind] = run
-    return found
-
-
-def _runnable(run: _Run) -> Callable[[], Callable[[], Any]] | None:
-    """Return a function that makes a node's arguments and returns its call; None if the operator is not torch's own."""
-    node, target = run.node, run.node.target
-    if not isinstance(target, torch_compat.OpOverload) or target.namespace not in ("aten", "prims"):
-        return None
-
+def _prepared(node: fx.Node, layouts: tuple[Layout, ...]) -> Callable[[], Any]:
     def made(value: Any) -> Any:
         value = value.meta.get("val") if isinstance(value, fx.Node) else value
         if isinstance(value, torch.Tensor):
             return _tensor_like(value)
         return known(value) if isinstance(value, torch.SymInt) else value
 
-    def prepared() -> Callable[[], Any]:
-        args, kwargs = tree_map(made, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, fx.Node))
-        first = [layout(each) for layout, each in zip(run.layouts, args, strict=False)]
-        args = (*first, *args[len(first) :])
-        return lambda: target(*args, **kwargs)
-
-    return prepared
+    args, kwargs = tree_map(made, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, fx.Node))
+    first = [layout(each) for layout, each in zip(layouts, args, strict=False)]
+    target: Any = node.target
+    return partial(target, *first, *args[len(first) :], **kwargs)
 
 
 def _tensor_like(value: torch.Tensor) -> torch.Tensor:
@@ -242,34 +205,28 @@ def _tensor_like(value: torch.Tensor) -> torch.Tensor:
     return made.fill_(0.5) if made.is_floating_point() else made.zero_()
 
 
-def _seconds(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[Hashable, float]:
+def _seconds(runs: _Runs, device: torch.device) -> dict[Hashable, float]:
     found = {}
     for kind, prepared in runs.items():
         try:
             run = prepared()
             run()
-            found[kind] = min(_once(run, device) for _ in range(_RUNS))
+            found[kind] = min(_timed(run, device) for _ in range(_RUNS))
         except Exception as error:  # an operator may refuse these numbers, or find no memory left
             _log.debug("%s cannot be timed by itself: %s", kind, error, extra=record_fields("not_measured"))
     return found
 
 
-def _once(run: Callable[[], Any], device: torch.device) -> float:
-    synchronize(device)
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    wait(device)
     start = time.perf_counter()
     run()
-    synchronize(device)
+    wait(device)
     return time.perf_counter() - start
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work on `device`."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _scratch(runs: dict[Hashable, Callable[[], Callable[[], Any]]], device: torch.device) -> dict[Hashable, int]:
-    """Return every operator's peak beyond its inputs and outputs."""
+def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
     meter = memory_meter(device)
     numbers: dict[str, Hashable] = {}
     try:
@@ -337,13 +294,4 @@ def _seconds_per_byte(device: torch.device) -> float:
     """Measure the seconds to write a byte into fresh memory, and to read it again."""
     with unset_fake_temporarily(), disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
         source = torch.ones(_SAMPLE_BYTES // 4, device=device)
-
-        def once() -> float:
-            synchronize(device)
-            began = time.perf_counter()
-            source.clone().sum()
-            synchronize(device)
-            return time.perf_counter() - began
-
-        once()
-        return min(once() for _ in range(_FUSED_RUNS)) / _SAMPLE_BYTES
+        return min(_timed(lambda: source.clone().sum(), device) for _ in range(_FUSED_RUNS)) / _SAMPLE_BYTES

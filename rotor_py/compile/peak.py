@@ -1,10 +1,10 @@
-"""The peak of a program in bytes, with values that fusion keeps in registers."""
+"""The peak of a partition in bytes, with values that fusion keeps in registers."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -13,7 +13,7 @@ from torch import fx
 from rotor_profiling.torch_compat import partitioners
 from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, reduces
-from rotor_py.compile.program import Program, Run
+from rotor_py.compile.partition import Partition, Run
 
 # Find the values of a compiled graph that never reach memory: one kernel makes and reads them.
 #
@@ -42,7 +42,6 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
     kernel = list(accumulate(apart))
 
     def read_at(run: Run) -> list[int] | None:
-        """Return the positions that read a value, through views as well; None if it is kept."""
         if run in ends:
             return None
         found: list[int] = []
@@ -90,56 +89,47 @@ class _Block:
     size: int
     last: int = 0
     """The position of the last run that reads it."""
-    stays: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The costs of a program: peak and saved bytes, and the seconds of all its operators and kept values."""
+    """The costs of a partition: peak and saved bytes, and the seconds of all its operators and kept values."""
 
     peak: int
-    forward_peak: int
-    backward_peak: int
     saved: int
     seconds: float
     replayed_seconds: float
     curve: tuple[int, ...] = field(default=(), repr=False)
     """Live bytes during each run of the backward."""
 
+    def taking_longer(self, factor: float) -> Weight:
+        return replace(self, seconds=factor * self.seconds, replayed_seconds=factor * self.replayed_seconds)
+
 
 def weigh(
-    joint: JointGraph, costs: dict[fx.Node, Cost], program: Program, *, fused: bool = False, loss: int = 0
+    joint: JointGraph, costs: dict[fx.Node, Cost], partition: Partition, *, fused: bool = False, loss: int = 0
 ) -> Weight:
-    """Simulate `program`; `loss` are the bytes of its loss beyond its outputs and their gradients."""
+    """Simulate `partition`; `loss` are the bytes of its loss beyond its outputs and their gradients."""
     steps: dict[fx.Node, Run] = {}
-    for node in program.forward:
+    for node in partition.forward:
         steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
     caller = _blocks(joint, joint.primals)
-    forward = _Machine(joint, costs, dict(caller), fused=fused)
-    ends = [steps.get(node, node) for node in (*joint.outputs, *program.saved)]
-    forward_peak = max(forward.run(list(steps.values()), ends))
+    ends = [steps.get(node, node) for node in (*joint.outputs, *partition.saved)]
+    forward = _live_bytes(joint, costs, list(steps.values()), ends, dict(caller), {}, fused=fused)
 
     # Autograd's engine, or the caller of backward, holds gradients of outputs until the backward returns.
     held = _blocks(joint, [*joint.outputs, *joint.tangents]) | caller
-    kept = {storage: block for storage, block in _blocks(joint, program.saved).items() if storage not in held}
-    backward = _Machine(joint, costs, held, kept, fused=fused)
-    last = {run.node: run for run in program.backward}
-    curve = backward.run(list(program.backward), [last.get(node, node) for node in joint.gradients])
-    backward_peak = max(curve)
-    loss_peak = curve[0] + loss
-    saved = sum(block.size for block in kept.values())
-    replayed = sum(costs[node].seconds for node in program.replayed)
-    ran = (*program.forward, *(run.node for run in program.backward))
-    seconds = sum(costs[node].seconds for node in ran)
-    roots = {joint.root.get(node, node) for node in program.saved}
-    seconds += sum(costs[node].keeping for node in roots if node in costs)
+    kept = {storage: block for storage, block in _blocks(joint, partition.saved).items() if storage not in held}
+    last = {run.node: run for run in partition.backward}
+    ends = [last.get(node, node) for node in joint.gradients]
+    curve = _live_bytes(joint, costs, list(partition.backward), ends, held, kept, fused=fused)
+    ran = (*partition.forward, *(run.node for run in partition.backward))
+    roots = {joint.root.get(node, node) for node in partition.saved}
     return Weight(
-        max(forward_peak, loss_peak, backward_peak),
-        forward_peak,
-        backward_peak,
-        saved,
-        seconds,
-        replayed,
+        max(*forward, curve[0] + loss, *curve),
+        sum(block.size for block in kept.values()),
+        sum(costs[node].seconds for node in ran) + sum(costs[node].keeping for node in roots if node in costs),
+        sum(costs[node].seconds for node in partition.replayed),
         tuple(curve[1:]),
     )
 
@@ -148,73 +138,59 @@ def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
     return {storage: _Block(size) for node in nodes for storage, size in joint.allocations[node].items()}
 
 
-@dataclass
-class _Machine:
-    joint: JointGraph
-    costs: dict[fx.Node, Cost]
-    held: _Memory
-    """Memory held throughout."""
-    incoming: _Memory = field(default_factory=dict)
-    """Memory in use at the start, and freed after its last read."""
-    fused: bool = False
+def _live_bytes(
+    joint: JointGraph,
+    costs: dict[fx.Node, Cost],
+    runs: list[Run],
+    ends: list[Run | fx.Node],
+    held: _Memory,
+    incoming: _Memory,
+    *,
+    fused: bool,
+) -> list[int]:
+    """Return the live bytes before the first of `runs`, and during each, in order; `ends` stay.
 
-    def __post_init__(self) -> None:
-        for block in self.held.values():
-            block.stays = True
-        self.made: dict[Run, _Memory] = {}
+    `held` is in memory throughout; `incoming` is at the start, and freed after its last read.
+    """
+    made: dict[Run, _Memory] = {}
 
-    def run(self, runs: list[Run], ends: Iterable[Run | fx.Node]) -> list[int]:
-        """Return the live bytes before the first of `runs`, and during each, in order; `ends` stay."""
-        ends = list(ends)
-        inside = in_registers(self.joint, runs, set(ends)) if self.fused else set()
-        new: list[list[_Block]] = []
-        read: list[list[_Block]] = []
-        for position, run in enumerate(runs):
-            behind: _Memory = {}
-            for each in run.reads.values():
-                behind |= self._memory(each)
-            own = behind
-            if run not in inside:
-                sizes = self.joint.allocations[run.node]
-                own = {s: behind[s] if s in behind else _Block(size) for s, size in sizes.items()}
-            self.made[run] = own
-            fresh = [block for storage, block in own.items() if storage not in behind]
-            touched = [*behind.values(), *fresh]
-            for block in touched:
-                block.last = position
-            new.append(fresh)
-            read.append(touched)
-        for end in ends:
-            for block in self._memory(end).values():
-                block.stays = True
-        start = self.held | self.incoming
-        live = sum(block.size for block in start.values())
-        curve = [live]
-        freed: set[_Block] = set()
-        kinds = partitioners.get_default_op_list()  # PyTorch builds it anew at each call
-        for position, run in enumerate(runs):
-            live += sum(block.size for block in new[position])
-            ended = [
-                block for block in read[position] if block.last == position and not block.stays and block not in freed
-            ]
-            fused = self.fused and kinds.is_fusible(run.node)
-            written_over = _written_over(new[position], ended) if fused else 0
-            curve.append(live + self.costs[run.node].scratch - written_over)
-            freed.update(ended)
-            live -= sum(block.size for block in ended)
-        return curve
-
-    def _memory(self, value: Run | fx.Node) -> _Memory:
+    def memory(value: Run | fx.Node) -> _Memory:
         if isinstance(value, Run):
-            return self.made[value]
-        sizes = self.joint.allocations[value]
-        return {s: block for s in sizes if (block := self.held.get(s) or self.incoming.get(s)) is not None}
+            return made[value]
+        sizes = joint.allocations[value]
+        return {s: block for s in sizes if (block := held.get(s) or incoming.get(s)) is not None}
 
-
-def _written_over(new: list[_Block], ended: list[_Block]) -> int:
-    """Return the bytes of a fused operator's results that overwrite inputs after their last read."""
-    free = Counter(block.size for block in ended if block not in new)
-    return sum(size * min(count, free[size]) for size, count in Counter(block.size for block in new).items())
+    inside = in_registers(joint, runs, set(ends)) if fused else set()
+    new: list[list[_Block]] = []
+    read: list[list[_Block]] = []
+    for position, run in enumerate(runs):
+        behind: _Memory = {}
+        for each in run.reads.values():
+            behind |= memory(each)
+        own = behind
+        if run not in inside:
+            own = {s: behind[s] if s in behind else _Block(size) for s, size in joint.allocations[run.node].items()}
+        made[run] = own
+        new.append([block for storage, block in own.items() if storage not in behind])
+        read.append([*behind.values(), *new[-1]])
+        for block in read[-1]:
+            block.last = position
+    stay = {*held.values(), *(block for end in ends for block in memory(end).values())}
+    live = sum(block.size for block in (held | incoming).values())
+    curve = [live]
+    kinds = partitioners.get_default_op_list()  # PyTorch builds it anew at each call
+    for position, run in enumerate(runs):
+        live += sum(block.size for block in new[position])
+        ended = {block for block in read[position] if block.last == position} - stay
+        over = 0
+        if fused and kinds.is_fusible(run.node):
+            # Its results overwrite inputs after their last read.
+            free = Counter(block.size for block in ended.difference(new[position]))
+            sizes = Counter(block.size for block in new[position])
+            over = sum(size * min(count, free[size]) for size, count in sizes.items())
+        curve.append(live + costs[run.node].scratch - over)
+        live -= sum(block.size for block in ended)
+    return curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +210,13 @@ class GraphCosts:
 
     @classmethod
     def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
-        """Measure operators that run one by one, or `fused` by Inductor."""
         if not fused:
             alone = operator_costs(joint)
             return cls(joint, alone, alone, loss=loss)
-        inductor = _lays_out()
+        from rotor_profiling.torch_compat import inductor_config as config
+
+        mkldnn = torch.backends.mkldnn  # with it, Inductor chooses image layouts itself, on the CPU
+        inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
         found = (operator_costs(joint, inductor=inductor, convolves_again=again) for again in (False, True))
         usual, convolving_again = (fused_costs(joint, each) for each in found)
         return cls(joint, usual, convolving_again, estimated, loss)
@@ -248,15 +226,7 @@ class GraphCosts:
         """Whether some operator is faster if the backward recomputes a convolution."""
         return any(self.convolving_again[node].seconds < cost.seconds for node, cost in self.usual.items())
 
-    def weigh(self, program: Program) -> Weight:
-        """Return the peak and the seconds of `program`."""
-        again = any(node.target is torch.ops.aten.convolution.default for node in program.replayed)
+    def weigh(self, partition: Partition) -> Weight:
+        again = any(node.target is torch.ops.aten.convolution.default for node in partition.replayed)
         costs = self.convolving_again if again else self.usual
-        return weigh(self.joint, costs, program, fused=self.estimated, loss=self.loss)
-
-
-def _lays_out() -> bool:
-    """Whether Inductor chooses image layouts itself, on the CPU."""
-    from rotor_profiling.torch_compat import inductor_config as config
-
-    return bool(config.layout_optimization and torch.backends.mkldnn.enabled and torch.backends.mkldnn.is_available())
+        return weigh(self.joint, costs, partition, fused=self.estimated, loss=self.loss)

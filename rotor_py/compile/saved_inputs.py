@@ -46,7 +46,6 @@ class SavedInputs(CustomGraphPass):
         end.meta[_SEEN] = sorted(seen.union(end.meta.get(_SEEN, ())))
 
     def uuid(self) -> str:
-        """Return the key for Inductor's cache of compiled graphs."""
         return "rotor_py.compiled.saved_inputs 1"
 
 

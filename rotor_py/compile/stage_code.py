@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,9 +56,6 @@ if TYPE_CHECKING:
 Config = tuple[tuple[str, Any], ...]
 """Options of Inductor, by name."""
 
-Place = tuple[dict[str, Any], str]
-"""A table of a module's parameters or buffers, and a name in it."""
-
 
 class NotCompilableError(Exception):
     """The stage cannot be compiled; the text says why."""
@@ -79,13 +75,13 @@ class StageCode:
         self._call = call
         self._outputs = outputs
         self._spec = spec
-        self._places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
+        self._places: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
         """Per stage that has run, the places of its tensors: finding them takes longer than a small kernel."""
 
     def run(self, stage: nn.Module, value: Any) -> Any:
-        """Run `stage`, which has to be of the compiled kind, on `value`."""
         if stage not in self._places:
-            self._places[stage] = _places_of(stage)
+            slots = {id(tensor): (table, name) for table, name, tensor in owned_slots(stage)}
+            self._places[stage] = list(slots.values())
         arguments = [
             *(table[name] for table, name in self._places[stage]),
             *(leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)),
@@ -102,11 +98,6 @@ class StageCode:
         return tree_unflatten(leaves, self._spec)
 
 
-def _places_of(stage: nn.Module) -> list[Place]:
-    """Return the places of the stage's `owned_tensors`, which may be replaced there."""
-    return list({id(tensor): (table, name) for table, name, tensor in owned_slots(stage)}.values())
-
-
 def owned_slots(stage: nn.Module) -> list[Slot]:
     """Return every place where `stage` keeps a parameter, trained or not, or a buffer."""
     tables = [module._parameters for module in stage.modules()]
@@ -115,7 +106,6 @@ def owned_slots(stage: nn.Module) -> list[Slot]:
 
 
 def owned_tensors(stage: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers of `stage`, each once."""
     return list({id(tensor): tensor for _, _, tensor in owned_slots(stage)}.values())
 
 
@@ -137,19 +127,16 @@ def compile_code(
     owned = owned_tensors(stage)
     leaves, spec = tree_flatten(value)
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    _refuse_other_tensors([*owned, *given])
-    flags = [*(tensor.requires_grad for tensor in owned), *needs_gradient]
-    function = _TensorFunction(stage, leaves, spec)
-    call = _compile(function, [*owned, *given], flags, config)
-    assert function.spec is not None
-    return StageCode(call, function.outputs, function.spec)
-
-
-def _refuse_other_tensors(tensors: list[torch.Tensor]) -> None:
-    """Raise NotCompilableError for tensors that are not plainly strided."""
-    for tensor in tensors:
+    for tensor in (*owned, *given):
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             raise NotCompilableError(f"it uses a {type(tensor).__name__} of layout {tensor.layout}")
+    flags = [*(tensor.requires_grad for tensor in owned), *needs_gradient]
+    function = _TensorFunction(stage, leaves, spec)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, about parts of itself
+        call = _compile(function, [*owned, *given], flags, config)
+    assert function.spec is not None
+    return StageCode(call, function.outputs, function.spec)
 
 
 class _TensorFunction(nn.Module):
@@ -194,7 +181,6 @@ class _TensorFunction(nn.Module):
         return tuple(returned[position] for position in self._made)
 
     def as_graph(self) -> fx.GraphModule:
-        """Return a graph that calls this function: Inductor takes graphs, and traces into it."""
         graph = fx.Graph()
         inputs = [graph.placeholder(f"tensor_{i}") for i in range(len(self._owned) + len(self._positions))]
         made = graph.call_module("stage", tuple(inputs))
@@ -211,14 +197,6 @@ class _TensorFunction(nn.Module):
 
 
 def _compile(
-    function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
-) -> Callable[..., Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about parts of itself
-        return _compile_quietly(function, examples, flags, config)
-
-
-def _compile_quietly(
     function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
 ) -> Callable[..., Any]:
     # Imported here: Inductor takes a second to import, and most plans do without it.
@@ -311,58 +289,7 @@ def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
 # it keeps that share of them, and the compiled backward also recomputes operators such as matrix products.
 
 
-BUDGETS = (0.6, 0.3, 0.1)
-"""Shares of the bytes kept without a budget. A guess: a stage is small, and further ones often give the same partition.
+WAYS = {f"within a budget of {budget:.0%}": budget for budget in (0.6, 0.3, 0.1)}
+"""Storage modes, and the share that each keeps of the bytes kept without a budget. A guess: a stage is small, and
+further ones often give the same partition.
 """
-_WAY = "within a budget of {:.0%}"
-
-
-def way_of(budget: float) -> str:
-    """Return the name of the storage mode with this budget."""
-    return _WAY.format(budget)
-
-
-def budget_of(way: str) -> float:
-    """Return the budget of a storage mode. Raises ValueError for any other."""
-    for budget in BUDGETS:
-        if way == way_of(budget):
-            return budget
-    raise InvalidValueError(f"a compiled stage has no way {way!r}", kind="unknown_way", name=way)
-
-
-def is_budget(way: str) -> bool:
-    """Whether a storage mode is one of compiled code."""
-    return way in map(way_of, BUDGETS)
-
-
-@dataclass(frozen=True, slots=True)
-class Foreseen:
-    """Predicted difference of a partition from the one without a budget, by the joint graph.
-
-    It saves `bytes` instead of `usual_bytes`, takes `temp_bytes` more in its backward, and `longer` times the time in
-    all.
-    """
-
-    way: str
-    bytes: int
-    usual_bytes: int
-    temp_bytes: int
-    longer: float
-
-
-class OnlySurveyedError(Exception):
-    """Ends a compilation that only inspected its joint graph."""
-
-    def __init__(self, found: tuple[Foreseen, ...]) -> None:
-        super().__init__()
-        self.found = found
-
-
-class Partitions(Protocol):
-    """The partitions of stages by budgets."""
-
-    def survey(self) -> CustomPartitionerFn:
-        """Return a partitioner that only surveys, and raises OnlySurveyedError."""
-
-    def within(self, budget: float) -> CustomPartitionerFn:
-        """Return a partitioner of stages for this budget."""

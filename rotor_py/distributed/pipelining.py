@@ -42,7 +42,6 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 
 
 def stages_of(schedule: Any) -> list[PipelineStage]:
-    """Stages that a schedule runs on this rank."""
     # Private attributes: torch has no public way.
     several: Any = getattr(schedule, "_stages", None)
     if several is None:
@@ -97,8 +96,4 @@ def whole_backward() -> Callable[[], None]:
     Otherwise a zero-bubble schedule holds a microbatch's saved tensors from its first backward to its second, plus a
     gradient for every stage of the plan. Recomputed stages compute both in the first anyway. The numbers do not change.
     """
-    return _nothing_left
-
-
-def _nothing_left() -> None:
-    """Nothing is left for the backward of weights."""
+    return lambda: None

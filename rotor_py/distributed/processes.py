@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,10 +58,7 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class GroupBytes:
-    """Bytes of a group's parameters and gradients on one process."""
-
+class GroupBytes(NamedTuple):
     whole: int
     """Whole parameters, in their gathered dtype."""
     kept: int
@@ -71,18 +68,17 @@ class GroupBytes:
     sent: int
     """Whole gradients in their reduce dtype, and in their accumulated form if steps accumulate."""
 
-    @classmethod
-    def of(cls, group: ShardGroup) -> GroupBytes:
-        """The sizes of a group."""
-        parameters = group.parameters
-        trained = [each for each in parameters if each.sharded.requires_grad]
-        whole = sum(each.size.numel() * each.dtype.itemsize for each in parameters)
-        return cls(
-            whole=whole,
-            kept=whole // group.spread_after_forward if group.spread_after_forward else 0,
-            gradients=sum(each.size.numel() * each.dtype.itemsize for each in trained),
-            sent=sum(each.size.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained),
-        )
+
+def _group_bytes(group: ShardGroup) -> GroupBytes:
+    parameters = group.parameters
+    trained = [each for each in parameters if each.sharded.requires_grad]
+    whole = sum(each.size.numel() * each.dtype.itemsize for each in parameters)
+    return GroupBytes(
+        whole,
+        whole // group.spread_after_forward if group.spread_after_forward else 0,
+        sum(each.size.numel() * each.dtype.itemsize for each in trained),
+        sum(each.size.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained),
+    )
 
 
 def gathered_bytes(model: nn.Module) -> int:
@@ -92,7 +88,7 @@ def gathered_bytes(model: nn.Module) -> int:
     piece before they are copied out, and so do gradients while they are sent.
     """
     groups = groups_of(model)
-    sizes = {group: GroupBytes.of(group) for group in groups}
+    sizes = {group: _group_bytes(group) for group in groups}
     throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that there are always enough entries
     sent: dict[ShardGroup, int] = {}
     for group in groups:
@@ -199,5 +195,4 @@ def alone_in_a_prediction() -> bool:
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """Number of processes in a group; 1 without a group."""
     return dist.get_world_size(group) if group is not None else 1

@@ -6,7 +6,7 @@ supported versions of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,8 +30,6 @@ HookPlace = tuple[dict[int, Any], int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
-    """A parameter that is sharded over processes."""
-
     sharded: nn.Parameter
     """This process's shard, a DTensor with the shape of the whole parameter."""
     places: tuple[tuple[nn.Module, str], ...]
@@ -69,7 +67,6 @@ class ShardedParameter:
         return self.laid_out(spread.full_tensor().to(self.dtype))
 
     def laid_out(self, memory: torch.Tensor) -> torch.Tensor:
-        """View `memory` as the gathered parameter."""
         if self.layout is None:
             return memory
         from torch.distributed.tensor import DTensor
@@ -97,7 +94,6 @@ class ShardGroup:
 
     @property
     def parameters(self) -> list[ShardedParameter]:
-        """The parameters of the group."""
         return [self._described(each) for part in self._parts for each in part.fsdp_params]
 
     @property
@@ -107,7 +103,6 @@ class ShardGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameters are gathered now."""
         return all(part.is_unsharded for part in self._parts)
 
     @property
@@ -117,12 +112,10 @@ class ShardGroup:
         return int(min(fewer, default=0))
 
     def contains(self, other: ShardGroup) -> bool:
-        """Whether a module of `other` is inside a module of this group."""
         return other is not self and any(module in other.modules for own in self.modules for module in own.modules())
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether whole gradients accumulate locally: `set_requires_gradient_sync(False)`."""
         return any(not part.reduce_grads for part in self._parts)
 
     @property
@@ -144,7 +137,8 @@ class ShardGroup:
         found = self.modules[module]
         # On a device, FSDP takes the first tensor it has moved there, and an empty input has none.
         keywords = {} if tensors else {"nothing": None}
-        entered = _hook(found._forward_pre_hooks, self._before)(found, tensors, keywords)
+        hooks = found._forward_pre_hooks
+        entered: Any = hooks[_key(hooks, self._before)](found, tensors, keywords)
         # The hook returns None if another module of the group has gathered the parameters.
         return tensors if entered is None else tuple(entered[0])
 
@@ -154,11 +148,10 @@ class ShardGroup:
         Returns them with FSDP's hooks, which gather the parameters again when their gradients arrive.
         """
         found = self.modules[module]
-        left = _hook(found._forward_hooks, self._after)(found, (), tensors)
+        left: Any = found._forward_hooks[_key(found._forward_hooks, self._after)](found, (), tensors)
         return tensors if left is None else tuple(left)
 
     def gather(self) -> None:
-        """Gather the parameters for a recomputation, if necessary."""
         if not self.is_whole:
             # FSDP has prefetched pending parameters for a backward that comes next and frees them.
             coming = any(part._all_gather_result is not None for part in self._parts)
@@ -167,7 +160,6 @@ class ShardGroup:
             self.modules[0].unshard()  # type: ignore[operator] # an FSDPModule
 
     def let_go(self) -> None:
-        """Undo `gather`, if it did anything."""
         # Once the group's own backward has begun, FSDP needs the parameters, and frees them itself.
         backward = any(part._training_state.name == "PRE_BACKWARD" for part in self._parts)
         if self._gathered_here and not backward:
@@ -175,7 +167,6 @@ class ShardGroup:
         self._gathered_here = False
 
     def hook_places(self, module: int) -> tuple[HookPlace, HookPlace]:
-        """Hook tables and keys of a module's gather and free hooks."""
         found = self.modules[module]
         return (
             (found._forward_pre_hooks, _key(found._forward_pre_hooks, self._before)),
@@ -206,11 +197,10 @@ class ShardGroup:
 
 
 def groups_of(model: nn.Module) -> list[ShardGroup]:
-    """The groups of a model, in the order of `model.modules()`."""
     # `fully_shard` needs initialized processes.
     if not dist.is_initialized():
         return []
-    states = {id(state): state for state in (_state(m) for m in model.modules() if is_fsdp_module(m))}
+    states = {id(state): state for state in (m._get_fsdp_state() for m in model.modules() if is_fsdp_module(m))}
     return [ShardGroup(state) for state in states.values()]
 
 
@@ -260,12 +250,7 @@ def at_rest(model: nn.Module) -> Iterator[None]:
             table[name] = present
 
 
-def _state(module: Any) -> Any:
-    return module._get_fsdp_state()
-
-
 def _ids(handle: Any) -> frozenset[int]:
-    """Keys of a hook in the modules' tables: one per module that shares the group."""
     return frozenset(each.id for each in getattr(handle, "handles", (handle,)))
 
 
@@ -274,21 +259,14 @@ def _key(table: dict[int, Any], keys: frozenset[int]) -> int:
     return found
 
 
-def _hook(table: dict[int, Any], keys: frozenset[int]) -> Callable[..., Any]:
-    found: Callable[..., Any] = table[_key(table, keys)]
-    return found
-
-
 _TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` was applied to any module of the model."""
     return dist.is_initialized() and has_fsdp_module(model)  # FSDP needs initialized processes
 
 
 def keeps_gradients(model: nn.Module) -> bool:
-    """Whether whole gradients accumulate locally in any group."""
     return is_sharded(model) and any(group.keeps_gradients for group in groups_of(model))
 
 
@@ -300,7 +278,7 @@ def gathers_in_another_dtype(model: nn.Module) -> bool:
 
 def as_entered(model: nn.Module, arguments: Any) -> Any:
     """Cast the arguments of a call of `model` as FSDP's pre-forward hook does."""
-    own = _own_group(model) if dist.is_initialized() else None
+    own = _own_group(model)
     return arguments if own is None else cast(arguments, own.input_dtype)
 
 
@@ -320,12 +298,8 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
         yield
         return
     modules = list(function.modules())
-    hooks = [
-        (getattr(module, name), dict(getattr(module, name)))
-        for module in modules
-        for name in _TABLES
-        if is_fsdp_module(module)
-    ]
+    tables = [getattr(module, name) for module in modules for name in _TABLES if is_fsdp_module(module)]
+    hooks = [(table, dict(table)) for table in tables]
     whole: dict[int, nn.Parameter] = {}  # by id of the shard, so that a shared parameter is gathered once
     slots = [(module._parameters, name, p) for module in modules for name, p in module._parameters.items()]
     for _, _, parameter in slots:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in, torch_compat
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
-from rotor_py.integrations.in_place import PlannedForward, is_planned
+from rotor_py.integrations.in_place import InPlaceForward, is_planned
 from rotor_py.plan.sample import Call
 from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autocast
 
@@ -119,8 +119,25 @@ class FirstTrainingStep:
             self._ended = None  # its traceback would keep the program's objects alive
         if self._cannot_fit is not None:
             raise self._cannot_fit  # the program has caught it
-        if not self._over:
-            self._at_the_end()
+        if self._over:
+            return
+        if self._planned is not None and self._planned.went_back:
+            self._show()
+        elif self._refused is not None:
+            raise self._refused
+        elif self._planned is not None:
+            name = type(self._planned.model).__name__
+            raise NoTrainingStepError(
+                f"it called {name}, and ended without a call of backward() that reached it",
+                kind="no_backward",
+                name=name,
+            )
+        else:
+            raise NoTrainingStepError(
+                "it ended without a call of backward(): no model with parameters to train was called in training mode "
+                "with gradients on",
+                kind="no_training_call",
+            )
 
     def take_away(self) -> None:
         """Restore the plain model."""
@@ -136,7 +153,7 @@ class FirstTrainingStep:
             self._show()  # the optimizer is not torch's, so this call starts the next step
             return run()
         if planned is None or module is not planned.model:
-            size = _size(module)
+            size = sum(each.numel() for each in module.parameters() if each.requires_grad)
             if not size:
                 return run()
             if module in self._plain or (planned is not None and size <= planned.size):
@@ -215,32 +232,14 @@ class FirstTrainingStep:
         if self._ended is not None:
             raise self._ended
 
-    def _at_the_end(self) -> None:
-        if self._planned is not None and self._planned.went_back:
-            self._show()
-        elif self._refused is not None:
-            raise self._refused
-        elif self._planned is not None:
-            name = type(self._planned.model).__name__
-            raise NoTrainingStepError(
-                f"it called {name}, and ended without a call of backward() that reached it",
-                kind="no_backward",
-                name=name,
-            )
-        else:
-            raise NoTrainingStepError(
-                "it ended without a call of backward(): no model with parameters to train was called in training mode "
-                "with gradients on",
-                kind="no_training_call",
-            )
-
     def _show(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._over = True
         assert self._planned is not None
         planned = self._planned
         planned.make_room_for_forwards()
-        others = [each for each in self._plain if is_trained(each)]
-        step = planned.step(optimizer, others)
+        others = tuple(each for each in self._plain if is_trained(each))
+        optimizer = optimizer or planned.optimizer
+        step = FirstStep(planned.network, planned.sample, planned.autocast, optimizer, planned.own_loss, others)
         try:
             self._found(step)
         except BaseException as error:
@@ -249,12 +248,7 @@ class FirstTrainingStep:
         self._stop()
 
 
-def _size(model: nn.Module) -> int:
-    """Number of trained parameter elements."""
-    return sum(each.numel() for each in model.parameters() if each.requires_grad)
-
-
-class _Forward:
+class _ForwardInFlight:
     """Lives as long as a forward's graph: hooks of its output hold it."""
 
 
@@ -276,13 +270,12 @@ class FollowedModel:
         self.network, self.model, self.sample, self.size = network, network.model, sample, size
         self.optimizer, self._closely = optimizer, closely
         self.autocast = autocast_now([network.device])
-        self.forward = PlannedForward(network)
+        self.forward = InPlaceForward(network)
         self.went_back = self.own_loss = False
-        self._in_flight: WeakSet[_Forward] = WeakSet()
+        self._in_flight: WeakSet[_ForwardInFlight] = WeakSet()
         self._most_in_flight = 1
 
     def measure(self, sample: Call) -> None:
-        """Measure again, on `sample`."""
         self.forward.measure(sample, closely=self._closely)
 
     def count_gradients(self) -> None:
@@ -304,34 +297,26 @@ class FollowedModel:
             self.measure(self.sample)
 
     def returned(self, output: Any, sample: Call) -> None:
-        """Record the output of a forward on `sample`."""
         self.sample = sample
         tensors = [each for each in tensors_in(output) if each.requires_grad]
         self.own_loss = any(each.dim() == 0 for each in tensors)
-        forward = _Forward()
+        forward = _ForwardInFlight()
         self._in_flight.add(forward)
         self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
         for tensor in tensors:
             tensor.register_hook(partial(self._gradient_came, forward))
 
-    def step(self, optimizer: torch.optim.Optimizer | None, others: list[nn.Module]) -> FirstStep:
-        """Observations of the step: `optimizer` is about to step, and `others` are trained as well."""
-        optimizer = optimizer or self.optimizer
-        return FirstStep(self.network, self.sample, self.autocast, optimizer, self.own_loss, tuple(others))
-
-    def _gradient_came(self, forward: _Forward, gradient: torch.Tensor) -> None:
+    def _gradient_came(self, forward: _ForwardInFlight, gradient: torch.Tensor) -> None:
         self.went_back = True
         self._in_flight.discard(forward)
 
 
 def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
-    """Whether `optimizer` trains any parameter of the model."""
     trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return any(id(each) in trained for each in model.parameters())
 
 
 def is_trained(model: nn.Module) -> bool:
-    """Whether any optimizer of the program trains the model."""
     return any(trains(each, model) for each in _optimizers())
 
 
@@ -357,11 +342,8 @@ def _optimizers() -> list[torch.optim.Optimizer]:
     return [each for each in found if "param_groups" in each.__dict__]
 
 
-class Handler(Protocol):
-    """Called instead of a module; `run()` makes the original call."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """The output of the call."""
+Handler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+"""Called instead of a module, with the arguments of the call, and a function that makes the original call."""
 
 
 @contextmanager

@@ -23,7 +23,7 @@ _log = logging.getLogger("rotor_py")
 _FORWARD = "forward"
 
 
-class PlannedForward:
+class InPlaceForward:
     """The forward of `planned.model` while planned: by the plan in training, else the model's own.
 
     An object, not a closure: copying the model (averaged weights, for example) copies it too, so the copy gets its own
@@ -52,12 +52,10 @@ class PlannedForward:
             return self.planned.forward(*args, **kwargs)
 
     def measure(self, sample: Any, *, closely: bool = False) -> None:
-        """Measure the model on `sample` as `Checkpointable.measure` does, while it has this forward."""
         with self._own_forward(self.planned.model):
             self.planned.measure(sample, closely=closely)
 
     def put(self) -> None:
-        """Follow the plan from the next call on."""
         self.planned.model.__dict__[_FORWARD] = self
 
     def take_away(self) -> None:
@@ -90,14 +88,13 @@ class InPlace:
     def __init__(self, mem_limit: float | str | None, settings: dict[str, Any]) -> None:
         self._mem_limit = mem_limit
         self._settings = settings
-        self._put: list[PlannedForward] = []
+        self._put: list[InPlaceForward] = []
         # Validate the arguments before there is a model; a plan and an input are specific to the model.
         anyones = {name: value for name, value in settings.items() if name not in ("plan", "custom_input")}
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **anyones)
 
     @property
     def called(self) -> bool:
-        """Whether every planned model has been called."""
         return all(forward.called for forward in self._put)
 
     def plan(self, model: nn.Module) -> Checkpointable | None:
@@ -117,19 +114,18 @@ class InPlace:
             )
             return None
         planned = Checkpointable(model, mem_limit=self._mem_limit, **self._settings)
-        self._put.append(PlannedForward(planned))
+        self._put.append(InPlaceForward(planned))
         self._put[-1].put()
         return planned
 
     def take_away(self) -> None:
-        """Restore all plain models."""
         while self._put:
             self._put.pop().take_away()
 
 
 def is_planned(module: nn.Module) -> bool:
     """Whether a module follows a plan: a `Checkpointable`, or planned in place."""
-    return isinstance(module, Checkpointable) or isinstance(_forward_in_place(module), PlannedForward)
+    return isinstance(module, Checkpointable) or isinstance(_forward_in_place(module), InPlaceForward)
 
 
 def _forward_in_place(module: nn.Module) -> Any:

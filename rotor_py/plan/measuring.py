@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,6 @@ from rotor_profiling import OptimizerCost, torch_compat
 from rotor_profiling.backends import allocate_workspaces, prediction
 from rotor_profiling.step import give_way
 from rotor_py.errors import record_fields
-from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import freeze_gc, planning
 from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
@@ -31,56 +30,12 @@ from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
 from rotor_py.stage.replayed_routing import streams_kept
 from rotor_py.units import format_seconds
-from rotor_solver import store_all
 from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
-    from rotor_py.capture.whole_graph import Partitioner
-    from rotor_py.compile.partitioner import BudgetPartitioner
+    from rotor_py.capture.whole_graph import CompileBudget
 
 _log = logging.getLogger("rotor_py")
-
-
-@dataclass(frozen=True, slots=True)
-class CompileBudget:
-    """The room that the `budget` of a plain step leaves within `limit`; gradients may be `fresh` in every step."""
-
-    budget: Budget
-    limit: int
-    fresh: bool
-
-    @property
-    def fixed(self) -> int:
-        return self.budget.fixed.total
-
-    def peak(self, measurement: Measurement) -> int:
-        budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
-        # Of the graph only: everything after it, down to the loss, is that of the plain step.
-        plain = self.budget.chain
-        chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
-        return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain))
-
-    def partitioner(self, limit: int) -> Partitioner:
-        from rotor_py.compile.partitioner import whole_partitioner
-
-        return _Partitioner(whole_partitioner(limit, self.budget.chain))
-
-
-@dataclass(frozen=True, slots=True)
-class _Partitioner:
-    function: BudgetPartitioner
-
-    @property
-    def peak(self) -> int:
-        return 0 if self.function.weight is None else self.function.weight.peak
-
-    def gain(self, limit: int) -> float:
-        now, then = self.function.weight, self.function.weight_within(limit)
-        return 0.0 if now is None or then is None else 1 - then.seconds / max(now.seconds, 1e-12)
-
-    def rival(self) -> Partitioner | None:
-        found = self.function.rival
-        return None if found is None else _Partitioner(found)
 
 
 _LONGER = 3.0
@@ -184,6 +139,8 @@ def _rooms(model: TrainedModel, device: torch.device, noticed: Callable[[], Opti
     """Return the budget for graphs compiled whole. None for a strategy by hand, which is about stages."""
     if model.settings.by_hand is not None:
         return None
+    # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
+    from rotor_py.capture.whole_graph import CompileBudget
 
     def room(measurement: Measurement, sample: Any) -> CompileBudget:
         budget = model.with_communication(model.budget(measurement, sample, device, noticed()))

@@ -19,7 +19,7 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_type
 import torch
 
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
-from rotor_py.compile.stage_code import Config, is_budget
+from rotor_py.compile.stage_code import WAYS, Config
 from rotor_py.errors import InvalidValueError, PlanMismatchError, kind_of, record_fields, shortened
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.measure.budget import Budget
@@ -199,14 +199,12 @@ _COSTS |= {name: _hints(Budget)[name] for name in _AROUND}
 class CompiledStages:
     """The names of the compiled stages, and Inductor's options. Both may be empty: defaults, and no gain.
 
-    If the graph is one stage, compiled as a whole, `room` is the bytes that its partition was chosen for, among those
-    of PyTorch's partitioner if `by_torch`, among ours if False, and among all if None.
+    If the graph is one stage, compiled as a whole, `room` is the bytes that its partition was chosen for.
     """
 
     stages: list[str]
     options: dict[str, Any]
     room: int | None = None
-    by_torch: bool | None = None
 
     @classmethod
     def of(cls, cut: Cut, config: Config) -> CompiledStages:
@@ -222,15 +220,13 @@ class CompiledStages:
         pairs = zip(cut.groups(), cut.stages, strict=True)
         compiled = {JOINT.join(group): stage for group, (_, stage) in pairs if isinstance(stage, CompiledStage)}
         whole = next((stage for stage in compiled.values() if stage.room is not None), None)
-        room, by_torch = (None, None) if whole is None else (whole.room, whole.by_torch)
-        return cls(list(compiled), dict(config), room, by_torch)
+        return cls(list(compiled), dict(config), None if whole is None else whole.room)
 
     def check(self, names: Items[str]) -> None:
         """Raise ValueError if these cannot be of a plan with stages of these names."""
         whole = self.room is None or len(self.stages) == len(names) == 1
-        chosen = self.by_torch is None or self.room is not None
         plain = all(type(each) in _PLAIN for each in self.options.values())
-        if not (whole and chosen and plain and set(self.stages) <= set(names)):
+        if not (whole and plain and set(self.stages) <= set(names)):
             raise _bad_field("compiled", f"what is compiled of it is {reprlib.repr(asdict(self))}")
 
     @property
@@ -245,11 +241,11 @@ class CompiledStages:
         """
         from rotor_py.compile.partitioner import whole_partitioner
 
-        partitioner = None if self.room is None else whole_partitioner(self.room, chain, self.by_torch)
+        partitioner = None if self.room is None else whole_partitioner(self.room, chain)
         stages: list[Layer] = []
         for (name, function), names in zip(cut.stages, ways, strict=True):
             if name in self.stages:
-                own = tuple(filter(is_budget, names))
+                own = tuple(name for name in names if name in WAYS)
                 compiled = CompiledStage(function, f"stage {name}", compiler, partitioner=partitioner, ways=own)
                 remember_effects(compiled, recall_effects(function))
                 stages.append((name, compiled))

@@ -77,6 +77,14 @@ NOT_WHOLE = r"CF_|Fn_|\^"
 """What there is in a sequence that does not store all stages whole."""
 
 
+def assert_same_inside(found: list[Any]) -> None:
+    """By rank: one sequence, the numbers of plain training, and the predicted peak inside the limit."""
+    assert len({sequence for sequence, *_ in found}) == 1
+    for _, different, limit, predicted, measured, *_ in found:
+        assert different == []
+        assert measured <= predicted <= limit
+
+
 def device() -> torch.device:
     """Where a process trains: what it makes is there unless it says otherwise."""
     return torch.get_default_device()

@@ -49,30 +49,22 @@ def test_four_processes_train_together(four_processes: Processes, kind: str) -> 
         assert 0.98 * predicted <= measured <= own
 
 
-@pytest.mark.parametrize(("kind", "order"), CROSSED)
-def test_gradients_are_accumulated_without_being_sent(processes: Processes, kind: str, order: str) -> None:
-    found = processes.run(training.same_as_plain, kind, order, limit_of(processes, kind), 2)
-    assert [different for _, different in found] == [[]] * len(found)
-
-
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "order", "accumulated", "options"),
     [
-        ("chain", {"static_graph": True}),
-        ("captured", {"static_graph": True}),
-        ("chain", {"gradient_as_bucket_view": True}),
+        *((*crossed, 2, {}) for crossed in CROSSED),  # without being sent
+        ("chain", "outside", 1, {"static_graph": True}),
+        ("captured", "outside", 1, {"static_graph": True}),
+        ("chain", "outside", 1, {"gradient_as_bucket_view": True}),
+        ("partly chain", "outside", 1, {"find_unused_parameters": True}),
+        ("partly captured", "outside", 1, {"find_unused_parameters": True}),
     ],
     ids=str,
 )
-def test_options_of_ddp_work(processes: Processes, kind: str, options: dict[str, Any]) -> None:
-    found = processes.run(training.same_as_plain, kind, "outside", limit_of(processes, kind), 1, options)
-    assert [different for _, different in found] == [[]] * len(found)
-
-
-@pytest.mark.parametrize("kind", ["partly chain", "partly captured"])
-def test_unused_parameters_are_found(processes: Processes, kind: str) -> None:
-    options = {"find_unused_parameters": True}
-    found = processes.run(training.same_as_plain, kind, "outside", limit_of(processes, kind), 1, options)
+def test_so_they_are_where_gradients_accumulate_and_with_options_of_ddp(
+    processes: Processes, kind: str, order: str, accumulated: int, options: dict[str, Any]
+) -> None:
+    found = processes.run(training.same_as_plain, kind, order, limit_of(processes, kind), accumulated, options)
     assert [different for _, different in found] == [[]] * len(found)
 
 

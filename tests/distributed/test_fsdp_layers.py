@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import fsdp_layers
-from tests.distributed.processes import Processes
+from tests.distributed.processes import Processes, assert_same_inside
 
 
 @pytest.mark.parametrize(
@@ -25,21 +25,16 @@ def test_layers_are_stored_in_part_inside_the_limit(
 ) -> None:
     # Alone, a process has all parameters, and the optimizer's state with them.
     found = processes.run(fsdp_layers.same_in_part, how, options, max(share, 0.5 * (len(processes.processes) == 1)))
-    assert len({sequence for sequence, *_ in found}) == 1
-    for sequence, different, limit, predicted, measured in found:
-        assert different == []
-        assert measured <= predicted <= limit
-        if len(found) == 1:  # its part of the parameters is all of them, so a share of the room is another plan
-            continue
+    assert_same_inside(found)
+    if len(found) > 1:  # alone, its part of the parameters is all of them, so a share of the room is another plan
+        sequence = found[0][0]
         assert "^" in sequence
         assert bool(re.search(r"CF_(\d+).* Fe_\1\^|Fn_(\d+).* Fe_\2\^", sequence)) == in_region
 
 
 @pytest.mark.slow
 def test_four_processes(four_processes: Processes) -> None:
-    found = four_processes.run(fsdp_layers.same_in_part, "alone", {}, 0.4)
-    assert len({sequence for sequence, *_ in found}) == 1
-    assert [(different, measured <= limit) for _, different, limit, _, measured in found] == [([], True)] * 4
+    assert_same_inside(four_processes.run(fsdp_layers.same_in_part, "alone", {}, 0.4))
 
 
 def test_a_layer_that_is_not_captured_as_it_stands_keeps_its_other_ways(processes: Processes) -> None:

@@ -2,12 +2,140 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed import moved
-from tests.distributed.processes import Processes
+from rotor_py import Checkpointable
+from rotor_py.errors import OffloadError
+from rotor_py.offload import offload as tiers
+from rotor_py.offload.offload import Bandwidth
+from tests.distributed.processes import Processes, least_peak
+
+ROWS, WIDTH = 256, 64
+
+
+class Wide(nn.Module):
+    """Most of what it saves can leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.dropout(self.up(x).tanh().exp(), 0.1))
+
+
+class Captured(nn.Module):
+    """No chain of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Wide() for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS = {"chain": lambda: nn.Sequential(*(Wide() for _ in range(5))), "captured": Captured}
+
+
+def loss_of(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind]()
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def planned(rank: int, kind: str, folder: str) -> Checkpointable:
+    """A plan within a limit where computing again alone would be slow. The disks of ranks are not equally fast."""
+    tiers.measured_link.cache_clear()
+    tiers.measure_bandwidth = lambda *_: Bandwidth(1e13 / (1 + rank), 1e13 * (1 + rank))  # type: ignore[attr-defined] # its name there
+    probe = Checkpointable(made(kind), batch(0), 10**9, loss=loss_of, cache=False).report()
+    least = probe.budget.least_bytes()
+    buckets = sum(each.nbytes for each in made(kind).parameters())
+    limit = int(least + 0.4 * (probe.store_all_bytes - least)) + buckets
+    return Checkpointable(made(kind), mem_limit=limit, loss=loss_of, cache=False, offload=f"file:{folder}")
+
+
+def numbers(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model(batch(rank)))
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [*found, *(each.detach().clone() for each in model.parameters()), torch.get_rng_state()]
+
+
+def same_as_plain(rank: int, kind: str, folder: str) -> dict[str, Any]:
+    """What is planned, whether it is exact, and the bytes that it takes; of the tier what it moved and holds."""
+    expected = numbers(DistributedDataParallel(made(kind)), rank)
+    network = planned(rank, kind, folder)
+    model = DistributedDataParallel(network)
+    found = numbers(model, rank)
+    assert network.budget is not None
+    assert network.sequence is not None
+    tier: Any = network._planner.model.offload.tier
+    before, value = tier.moved_bytes, batch(rank)
+    model.zero_grad(set_to_none=False)
+    present = [*model.parameters(), value, *(each.grad for each in model.parameters())]
+    fixed = network.budget.fixed
+    predicted, beside = network.budget.peak_bytes(network.sequence), fixed.communication + fixed.optimizer
+    measured = least_peak(lambda: loss_of(model(value)).backward(), present, predicted - beside) + beside
+    return {
+        "sequence": (str(network.sequence), network.sequence.moves),
+        "exact": all(map(torch.equal, found, expected)),
+        "peaks": (measured, predicted, network.mem_limit),
+        "moved": tier.moved_bytes - before,
+        "held": tier.held_bytes,
+    }
+
+
+def refused_everywhere(rank: int, folder: str) -> str:
+    """What is said where the disk of the last rank has no room."""
+    model = DistributedDataParallel(planned(rank, "chain", folder))
+    allocate = os.posix_fallocate
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    if rank == torch.distributed.get_world_size() - 1:
+        os.posix_fallocate = full  # type: ignore[assignment] # it raises
+    try:
+        model(batch(rank))
+    except OffloadError as error:
+        return str(error)
+    finally:
+        os.posix_fallocate = allocate
+    return "nothing"
+
+
+def moves_on_one_rank_alone(rank: int, folder: str) -> list[bool]:
+    """Where one rank may move and another may not, whether anything moves, and whether the step is exact."""
+    expected = numbers(DistributedDataParallel(made("chain")), rank)
+    network = planned(rank, "chain", folder)
+    if rank:
+        network = Checkpointable(made("chain"), mem_limit=network.mem_limit, loss=loss_of, cache=False)
+    found = numbers(DistributedDataParallel(network), rank)
+    assert network.sequence is not None
+    return [network.sequence.moves is not None, all(map(torch.equal, found, expected))]
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +144,9 @@ def on_the_cpu(request: pytest.FixtureRequest) -> None:
         pytest.skip("files are for models on the CPU")
 
 
-@pytest.mark.parametrize("kind", moved.MODELS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_all_move_the_same_exactly_and_inside_the_limit(processes: Processes, kind: str, tmp_path: Path) -> None:
-    found = processes.run(moved.same_as_plain, kind, str(tmp_path))
+    found = processes.run(same_as_plain, kind, str(tmp_path))
     assert [each["exact"] for each in found] == [True] * len(found)
     assert len({each["sequence"] for each in found}) == 1
     for each in found:
@@ -30,11 +158,11 @@ def test_all_move_the_same_exactly_and_inside_the_limit(processes: Processes, ki
 
 
 def test_a_disk_without_room_on_one_rank_is_refused_on_all(processes: Processes, tmp_path: Path) -> None:
-    (said,) = set(processes.run(moved.refused_everywhere, str(tmp_path)))
+    (said,) = set(processes.run(refused_everywhere, str(tmp_path)))
     assert said.startswith("rank 1: a file of ")
     assert "No space left on device" in said
 
 
 def test_nothing_moves_where_one_rank_has_no_place_for_it(processes: Processes, tmp_path: Path) -> None:
-    found = processes.run(moved.moves_on_one_rank_alone, str(tmp_path))
+    found = processes.run(moves_on_one_rank_alone, str(tmp_path))
     assert found == [[False, True]] * len(found)

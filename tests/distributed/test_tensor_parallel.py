@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import tensor_parallel
-from tests.distributed.processes import Processes
+from tests.distributed.processes import Processes, assert_same_inside
 
 OLDER = torch.__version__ < "2.13"
 LARGE = [
@@ -22,22 +22,16 @@ WITH_FSDP = [("chain", 0.2), ("llama, sequence", 0.5)]
 @pytest.mark.parametrize(("kind", "share"), ALONE)
 def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Processes, kind: str, share: float) -> None:
     found = processes.run(tensor_parallel.same_as_plain, kind, "tensor", share)
-    assert len({sequence for sequence, *_ in found}) == 1
-    for sequence, different, limit, predicted, measured in found:
-        assert different == []
-        assert "CF_" in sequence
-        assert measured <= predicted <= limit
+    assert_same_inside(found)
+    assert "CF_" in found[0][0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "share"), WITH_FSDP)
 def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes, kind: str, share: float) -> None:
     found = four_processes.run(tensor_parallel.same_as_plain, kind, "both", share)
-    assert len({sequence for sequence, *_ in found}) == 1
-    for sequence, different, limit, predicted, measured in found:
-        assert different == []
-        assert "CF_" in sequence
-        assert measured <= predicted <= limit
+    assert_same_inside(found)
+    assert "CF_" in found[0][0]
 
 
 @pytest.mark.skipif(OLDER, reason="in torch 2.11, nn.Linear refuses a DTensor whose batch is not its first dimension")

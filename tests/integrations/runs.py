@@ -12,6 +12,13 @@ from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from tests.checkpointable.steps import between
 
+BATCHES = list(torch.randn(4, 4, 3, 24, 24, generator=torch.Generator().manual_seed(1)))
+"""An epoch. They are there already, so that the memory of a run is that of its steps."""
+
+
+def entropy(output: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output, torch.arange(len(output)))
+
 
 def halfway(measured: Checkpointable) -> int:
     """A limit that bites: between the least possible and storing everything, the optimizer's state counted."""

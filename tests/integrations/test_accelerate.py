@@ -1,9 +1,10 @@
-"""An Accelerate loop whose model is a `Checkpointable`: gradients accumulated and clipped, state saved and loaded."""
+"""An Accelerate loop whose model is planned: wrapped as a `Checkpointable`, or by `limit_memory(accelerator, ...)`."""
 
 from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.step_memory import recomputes
 from tests.checkpointable.steps import blocks, images
-from tests.integrations.runs import assert_same_weights, halfway, run_peak
+from tests.fields import logged
+from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, run_peak
 
 accelerate = pytest.importorskip("accelerate")
 
-BATCHES = list(torch.randn(4, 4, 3, 24, 24, generator=torch.Generator().manual_seed(1)))
-"""An epoch. They are there already, so that the memory of a run is that of its steps."""
+from rotor_py.integrations.accelerate_hook import limit_memory  # noqa: E402  # after the import that may skip
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +36,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def entropy(output: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, torch.arange(len(output)))
-
-
+@pytest.fixture(scope="module")
 def limit() -> int:
     model = network()
     return halfway(Checkpointable(model, images(), loss=entropy, optimizer=adamw(model)))
@@ -47,11 +45,16 @@ def limit() -> int:
 class Loop:
     """What a user of Accelerate writes. `losses` are those of training and, at the end of every epoch, evaluation."""
 
-    def __init__(self, model: nn.Module, **options: str) -> None:
+    def __init__(self, model: nn.Module, hooked: int | None = None, **options: str) -> None:
         self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+        self.hook = None if hooked is None else limit_memory(self.accelerator, hooked, loss=entropy)
         batches = torch.utils.data.DataLoader(BATCHES, batch_size=None)
         self.model, self.optimizer, self.batches = self.accelerator.prepare(model, adamw(model), batches)
         self.losses: list[float] = []
+
+    @property
+    def planned(self) -> Any:
+        return self.model if self.hook is None else self.hook.planned
 
     def epoch(self) -> None:
         for batch in self.batches:
@@ -73,33 +76,58 @@ class Loop:
         return [tensor.clone() for tensor in tensors_in(kept)]
 
 
-@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16"}])
-def test_a_loop_is_the_plain_loop(options: dict[str, str]) -> None:
-    plain = Loop(network(), **options)
-    planned = Loop(Checkpointable(network(), mem_limit=limit(), loss=entropy), **options)
+def planned_loop(by: str, limit: int, **options: str) -> Loop:
+    if by == "hook":
+        return Loop(network(), limit, **options)
+    return Loop(Checkpointable(network(), mem_limit=limit, loss=entropy), **options)
+
+
+BY = pytest.mark.parametrize("by", ["wrapped", "hook"])
+
+
+@BY
+@pytest.mark.parametrize("options", [{}, pytest.param({"mixed_precision": "bf16"}, marks=pytest.mark.slow)])
+def test_a_loop_is_the_plain_loop(by: str, options: dict[str, str], limit: int, tmp_path: Path) -> None:
+    plain, planned = Loop(network(), **options), planned_loop(by, limit, **options)
     for loop in (plain, planned):
         loop.epoch(), loop.epoch()
     assert planned.losses == plain.losses
     assert all(map(torch.equal, planned.state(), plain.state()))
-    assert_same_weights(planned.accelerator.unwrap_model(planned.model), plain.accelerator.unwrap_model(plain.model))
-    assert type(planned.accelerator.unwrap_model(planned.model, keep_fp32_wrapper=False)) is Checkpointable
-    assert recomputes(planned.model.sequence) or options  # activations are half as large in bfloat16
+    expected = plain.accelerator.unwrap_model(plain.model)
+    assert_same_weights(planned.accelerator.unwrap_model(planned.model), expected)
+    assert recomputes(planned.planned.sequence) or options  # activations are half as large in bfloat16
+    planned.accelerator.save_model(planned.model, str(tmp_path))
+    again = network()
+    accelerate.load_checkpoint_in_model(again, str(tmp_path))
+    assert_same_weights(again, expected)
 
 
-def test_a_loop_stays_inside_the_limit() -> None:
-    most = limit()
-    loop = Loop(Checkpointable(network(), mem_limit=most, loss=entropy))
+@BY
+def test_a_loop_stays_inside_the_limit(by: str, limit: int) -> None:
+    loop = planned_loop(by, limit)
     loop.epoch()
     loop.optimizer.optimizer.state.clear()
-    assert recomputes(loop.model.sequence)
-    assert run_peak(loop.epoch, loop.model, BATCHES[0]) <= most
+    assert recomputes(loop.planned.sequence)
+    assert run_peak(loop.epoch, loop.model, BATCHES[0]) <= limit
 
 
-def test_state_that_was_saved_with_a_plan_goes_on_without_one_and_the_other_way_round(tmp_path: Path) -> None:
-    most = limit()
+def test_the_end_of_training_leaves_the_plain_model(limit: int) -> None:
+    model = network()
+    loop = Loop(model, limit)
+    loop.epoch()
+    assert loop.planned.sequence is not None
+    loop.accelerator.end_training()
+    assert loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False) is model
+    loop.planned.sequence = None
+    entropy(model(BATCHES[0])).backward()
+    assert loop.planned.sequence is None, "a plain model makes no plan"
 
+
+def test_state_that_was_saved_with_a_plan_goes_on_without_one_and_the_other_way_round(
+    tmp_path: Path, limit: int
+) -> None:
     def planned() -> Checkpointable:
-        return Checkpointable(network(), mem_limit=most, loss=entropy)
+        return Checkpointable(network(), mem_limit=limit, loss=entropy)
 
     for first, then in ((planned, network), (network, planned)):
         loop = Loop(first())
@@ -112,3 +140,20 @@ def test_state_that_was_saved_with_a_plan_goes_on_without_one_and_the_other_way_
         again.epoch()
         assert before + again.losses == loop.losses
         assert_same_weights(again.model, loop.model)
+
+
+def test_frozen_and_wrapped_models_are_left_alone_and_a_second_one_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    hook = limit_memory(accelerator, "1GB")
+    frozen, wrapped = network().requires_grad_(False), Checkpointable(network(), mem_limit="1GB")
+    first, second = network(), nn.Linear(3, 3)
+    accelerator.prepare(frozen, wrapped)
+    assert hook.planned is None
+    accelerator.prepare(first, second)
+    assert hook.planned is not None
+    assert hook.planned.model is first
+    assert "forward" not in {**frozen.__dict__, **second.__dict__}
+    assert logged(caplog, "second_model")
+    hook.end()
+    assert "forward" not in first.__dict__
+    assert not {"prepare", "prepare_model", "end_training"} & accelerator.__dict__.keys()

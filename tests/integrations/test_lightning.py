@@ -1,7 +1,8 @@
-"""A LightningModule whose network is a `Checkpointable`."""
+"""A LightningModule whose network is planned: wrapped as a `Checkpointable`, or by the callback `MemoryLimit`."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,34 +11,28 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.step_memory import recomputes
+from rotor_py.plan.step_in_backward import SpentGradientError
 from tests.checkpointable.steps import blocks, images
-from tests.integrations.runs import assert_same_weights, halfway, run_peak
+from tests.fields import raises
+from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, run_peak
+from tests.training.stepping import chain, square
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     lightning = pytest.importorskip("lightning")
 
+from rotor_py.integrations.lightning_callback import MemoryLimit  # isort: skip  # after the import that may skip
+
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*does not have many workers", "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:.*no `val_dataloader`"
 )
-
-BATCHES = list(torch.randn(4, 4, 3, 24, 24, generator=torch.Generator().manual_seed(1)))
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return blocks(4, 12)
-
-
-def entropy(output: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(output, torch.arange(len(output)))
-
-
-def limit() -> int:
-    model = network()
-    return halfway(Checkpointable(model, images(), loss=entropy, optimizer=torch.optim.AdamW(model.parameters())))
 
 
 class Classifier(lightning.LightningModule):
@@ -59,54 +54,6 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def batches() -> Any:
-    """An epoch of four; they are there already, so that the memory of a run is that of its steps."""
-    return torch.utils.data.DataLoader(BATCHES, batch_size=None)
-
-
-def trainer(**options: Any) -> Any:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return lightning.Trainer(accelerator="cpu", **{"max_steps": 4, **quiet, **options})
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, {"precision": "bf16-mixed"}]
-)
-def test_a_run_is_the_plain_run(options: dict[str, Any]) -> None:
-    plain, planned = Classifier(network()), Classifier(Checkpointable(network(), mem_limit=limit(), loss=entropy))
-    for module in (plain, planned):
-        trainer(val_check_interval=2, **options).fit(module, batches(), batches())
-    assert planned.losses == plain.losses
-    assert_same_weights(planned, plain)
-    assert recomputes(planned.network.sequence) or "precision" in options  # activations are half as large in bfloat16
-
-
-def test_a_run_stays_inside_the_limit() -> None:
-    most = limit()
-    module = Classifier(Checkpointable(network(), mem_limit=most, loss=entropy))
-    trainer().fit(module, batches())
-    assert recomputes(module.network.sequence)
-    assert run_peak(lambda: trainer().fit(module, batches()), module, BATCHES[0]) <= most
-
-
-def test_a_checkpoint_is_resumed_with_a_plan_or_without_one(tmp_path: Path) -> None:
-    whole = Classifier(Checkpointable(network(), mem_limit=limit(), loss=entropy))
-    first = trainer(max_steps=-1, max_epochs=1)
-    first.fit(whole, batches())
-    first.save_checkpoint(tmp_path / "last.ckpt")
-    plain = Classifier(network())
-    trainer(max_steps=-1, max_epochs=2).fit(plain, batches())
-    for model in (network(), Checkpointable(network(), mem_limit="1GB", loss=entropy)):
-        resumed = Classifier(model)
-        trainer(max_steps=-1, max_epochs=2).fit(resumed, batches(), ckpt_path=tmp_path / "last.ckpt")
-        assert_same_weights(resumed, plain)
-
-
 class Whole(Classifier):
     """One whose `training_step` calls the module itself, as Lightning's own examples do."""
 
@@ -119,13 +66,160 @@ class Whole(Classifier):
         return loss
 
 
-def test_a_whole_lightning_module_is_planned() -> None:
-    plain, model = Whole(network()), Whole(network())
-    most = halfway(Checkpointable(model, images(), loss=entropy, optimizer=model.configure_optimizers()))
-    planned = Checkpointable(model, mem_limit=most, loss=entropy)
-    for module in (plain, planned):
-        trainer().fit(module, batches())
-    assert planned.losses == plain.losses
+def batches() -> Any:
+    """An epoch of four; they are there already, so that the memory of a run is that of its steps."""
+    return torch.utils.data.DataLoader(BATCHES, batch_size=None)
+
+
+def trainer(**options: Any) -> Any:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return lightning.Trainer(accelerator="cpu", **{"max_steps": 4, **quiet, **options})
+
+
+def limit(model: nn.Module) -> int:
+    adamw = torch.optim.AdamW(model.parameters())
+    return halfway(Checkpointable(copy.deepcopy(model), images(), loss=entropy, optimizer=adamw))
+
+
+class Run:
+    """A run of Lightning inside a limit that bites, by a wrapped network or a callback; `whole` plans the module."""
+
+    def __init__(self, by: str, *, whole: bool = False, **options: Any) -> None:
+        self.plain = Whole(network()) if whole else Classifier(network())
+        self.most = limit(self.plain if whole else self.plain.network)
+        self.module, self.options = copy.deepcopy(self.plain), options
+        self._callback = MemoryLimit(self.most, network="" if whole else None, loss=entropy)
+        if by == "wrapped" and whole:
+            self.module = Checkpointable(self.module, mem_limit=self.most, loss=entropy)
+        elif by == "wrapped":
+            self.module.network = Checkpointable(self.module.network, mem_limit=self.most, loss=entropy)
+        else:
+            self.options = {"callbacks": [self._callback], **options}
+
+    @property
+    def planned(self) -> Any:
+        found = self._callback.planned or self.module
+        return found if isinstance(found, Checkpointable) else self.module.network
+
+    def fit(self, *given: Any) -> Any:
+        run = trainer(**self.options)
+        run.fit(self.module, batches(), *given)
+        return run
+
+
+@pytest.mark.parametrize("by", ["wrapped", "callback"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_the_plain_run_and_a_callback_leaves_the_plain_module(
+    by: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    run = Run(by, val_check_interval=2, **options)
+    inside = run.module.network
+    trainer(val_check_interval=2, **options).fit(run.plain, batches(), batches())
+    run.fit(batches()).save_checkpoint(tmp_path / "last.ckpt")
+    assert run.module.losses == run.plain.losses
+    assert_same_weights(run.module, run.plain)
+    assert recomputes(run.planned.sequence) or "precision" in options  # activations are half as large in bfloat16
+    assert run.module.network is inside
+    assert "forward" not in inside.__dict__
+    again = Classifier(network())
+    again.load_state_dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
+    assert_same_weights(again, run.plain)
+
+
+@pytest.mark.parametrize("by", ["wrapped", "callback"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_run_stays_inside_the_limit_also_where_the_whole_module_is_planned(by: str, whole: bool) -> None:
+    run = Run(by, whole=whole)
+    trainer().fit(run.plain, batches())
+    run.fit()
+    assert run.module.losses == run.plain.losses
+    assert_same_weights(run.module, run.plain)
+    assert recomputes(run.planned.sequence)
+    assert run_peak(run.fit, run.module, BATCHES[0]) <= run.most
+
+
+def test_a_checkpoint_is_resumed_with_a_plan_or_without_one(tmp_path: Path) -> None:
+    run = Run("wrapped", max_steps=-1, max_epochs=1)
+    run.fit().save_checkpoint(tmp_path / "last.ckpt")
+    trainer(max_steps=-1, max_epochs=2).fit(run.plain, batches())
+    for model in (network(), Checkpointable(network(), mem_limit="1GB", loss=entropy)):
+        resumed = Classifier(model)
+        trainer(max_steps=-1, max_epochs=2).fit(resumed, batches(), ckpt_path=tmp_path / "last.ckpt")
+        assert_same_weights(resumed, run.plain)
+
+
+def test_a_network_that_is_not_called_is_told_of_and_the_module_is_plain_again() -> None:
+    module = Classifier(network())
+    with raises(UnsupportedModelError, "network_not_called", name="forward"):
+        trainer(callbacks=[MemoryLimit("1GB", network="")]).fit(module, batches())
+    assert "forward" not in module.__dict__
+
+
+def test_which_child_is_planned_is_not_guessed() -> None:
+    module = Classifier(nn.Linear(3, 3))
+    module.other = nn.Linear(3, 3)
+    with raises(UnsupportedModelError, "which_network"):
+        trainer(callbacks=[MemoryLimit("1GB")]).fit(module, batches())
+
+
+def test_a_network_that_is_wrapped_already_keeps_its_own_limit() -> None:
+    module = Classifier(Checkpointable(network(), mem_limit="1GB", loss=entropy))
+    callback = MemoryLimit("1kB")
+    trainer(max_steps=1, callbacks=[callback]).fit(module, batches())
+    assert callback.planned is None
+    assert module.network.sequence is not None
+
+
+def test_a_copy_that_is_made_while_training_follows_a_plan_of_its_own() -> None:
+    class Copying(lightning.Callback):  # type: ignore[name-defined,misc]  # Lightning may not be there
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            self.copied = copy.deepcopy(pl_module)
+
+    copying, module = Copying(), Classifier(network())
+    trainer(max_steps=1, callbacks=[MemoryLimit("1GB", loss=entropy), copying]).fit(module, batches())
+    copied = copying.copied.network
+    assert copied.forward.planned.model is copied
+    entropy(copied(BATCHES[0])).backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
+
+
+class Stepping(lightning.LightningModule):
+    """Lightning runs forward and backward inside of `optimizer.step(closure)`: this steps in the backward as well."""
+
+    def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self.network, self.chosen = network, [optimizer]
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        return square(self.network(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.chosen[0]
+
+
+def test_steps_in_the_backward_are_those_of_plain_training_and_clipping_or_accumulating_is_refused() -> None:
+    def fit(network: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        data = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
+        batches = torch.utils.data.DataLoader(data, batch_size=4)
+        trainer(max_steps=-1, max_epochs=1, log_every_n_steps=1, **options).fit(Stepping(network, optimizer), batches)
+
+    model = chain(3, 16)
+    plain = copy.deepcopy(model)
+    fit(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    planned = Checkpointable(model, mem_limit="1GB", step_in_backward=optimizer)
+    fit(planned, optimizer)
     assert_same_weights(planned, plain)
-    assert recomputes(planned.sequence)
-    assert run_peak(lambda: trainer().fit(planned, batches()), planned, BATCHES[0]) <= most
+    with raises(SpentGradientError, "gradient_spent"):
+        fit(planned, optimizer, gradient_clip_val=1.0)
+    optimizer.zero_grad()
+    planned = Checkpointable(model, mem_limit="1GB", step_in_backward=optimizer)
+    with raises(RuntimeError, "second_backward"):
+        fit(planned, optimizer, accumulate_grad_batches=2)

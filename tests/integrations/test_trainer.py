@@ -11,6 +11,8 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.measure.step_memory import recomputes
+from rotor_py.plan.step_in_backward import SpentGradientError
+from tests.fields import raises
 from tests.integrations.runs import assert_same_weights, halfway, run_peak, weights
 
 transformers = pytest.importorskip("transformers")
@@ -124,3 +126,24 @@ def test_a_saved_run_is_resumed_and_its_files_are_those_of_the_plain_model(tmp_p
         resumed = trainer(model, tmp_path / "resumed", data, **saving)
         resumed.train(resume_from_checkpoint=str(kept))
         assert_same_weights(resumed.model, plain.model)
+
+
+def test_steps_in_the_backward_are_those_of_plain_training_without_norms_and_clipping_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data = llama(1), examples()
+    plain = copy.deepcopy(model)
+
+    def run(network: torch.nn.Module, optimizer: torch.optim.Optimizer, norm: float) -> None:
+        made = trainer(network, tmp_path, data, max_grad_norm=norm)
+        made.optimizer = optimizer
+        monkeypatch.setattr(made, "_get_grad_norm", lambda model, grad_norm=None: None, raising=False)
+        made.train()
+
+    run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    planned = Checkpointable(model, mem_limit="1GB", step_in_backward=optimizer)
+    run(planned, optimizer, 0.0)
+    assert_same_weights(planned, plain)
+    with raises(SpentGradientError, "gradient_spent"):
+        run(planned, optimizer, 1.0)

@@ -20,7 +20,7 @@ from rotor_solver import Sequence
 from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
-    from rotor_py.capture.whole_graph import Room
+    from rotor_py.capture.whole_graph import CompileBudget
 
 
 class Measured(NamedTuple):
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
         return self.ways[-1]
 
 
-Rooms = Callable[[Measurement, Any], "Room"]
+Rooms = Callable[[Measurement, Any], "CompileBudget"]
 """Budget that a step leaves for a graph compiled whole, given the plain step's costs and its sample."""
 
 

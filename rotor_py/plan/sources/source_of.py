@@ -21,9 +21,6 @@ def source_of(model: nn.Module, granularity: int, compile: Config | None = None)
     captured too: hooks cast the inputs of their layers, and are absent while a layer is measured.
     """
     if compile is not None:
-        # Imported late: most plans do without Inductor.
-        from rotor_py.compile.partitioner import StagePartitions
-
-        return GraphSource(model, granularity, StageCompiler(compile, StagePartitions()))
+        return GraphSource(model, granularity, StageCompiler(compile))
     as_it_stands = is_chain(model) and not gathers_in_another_dtype(model)
     return LayerSource(model) if as_it_stands else GraphSource(model, granularity)

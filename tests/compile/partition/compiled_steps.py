@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,8 @@ from rotor_profiling.storage import storage_bytes
 from rotor_py import memory_budget
 from rotor_py.compile import partitioner
 from rotor_py.compile.candidates import Candidate
+from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.peak import GraphCosts
 
 
 class Loss(nn.Module):
@@ -114,3 +116,17 @@ def seen_candidates(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Candi
     with monkeypatch.context() as patched:
         patched.setattr(partitioner, "candidates", noted)
         yield found
+
+
+def noted_usual(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JointGraph, Candidate]]:
+    """Every graph that is partitioned for Inductor from now on, and PyTorch's partition of it."""
+    found: list[tuple[JointGraph, Candidate]] = []
+    honest = partitioner.by_torch
+
+    def noted(joint: JointGraph, costs: GraphCosts, budgets: Sequence[float]) -> list[Candidate]:
+        made = honest(joint, costs, budgets)
+        found.append((joint, made[0]))
+        return made
+
+    monkeypatch.setattr(partitioner, "by_torch", noted)
+    return found

@@ -10,17 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import LossCost, StageCost, measured_peak
 from rotor_py import Checkpointable
-from rotor_py.capture.variants import may_have_ways, with_ways
+from rotor_py.capture.variants import with_ways
 from rotor_py.compile.compiled_stage import same_bits
-from rotor_py.compile.stage_code import BUDGETS, Foreseen, way_of
-from rotor_py.measure.measurement import Measurement
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, Loss, Sequence, store_all
-from tests.compiled.network import Net, batch, loss, network, results, same
-
-CPU = torch.device("cpu")
-HALF, LESS, LEAST = map(way_of, BUDGETS)
+from tests.compile.network import Net, batch, measured, network, peak, results, same
 
 
 @pytest.fixture(scope="module")
@@ -51,40 +45,12 @@ def test_a_step_has_the_bits_of_the_compiled_step_that_stores_all(budgeted: Chec
 
 
 def test_ways_keep_less_and_their_peak_is_the_predicted_one(budgeted: Checkpointable) -> None:
-    model, value = budgeted.model, batch()
-    budgeted.watch = False
     measurement = budgeted._planner.in_use.measurement
     for cost, ways in zip(measurement.stages, measurement.ways_by_stage, strict=True):
         saved = [cost.saved_bytes, *(way.cost.saved_bytes for way in ways)]
         assert saved == sorted(set(saved), reverse=True)
-
-    def step() -> None:
-        output = budgeted(value)
-        loss(output).backward()
-
-    assert budgeted.budget is not None
     budgeted.sequence = in_ways(budgeted)
-    model.zero_grad()
-    step()
-    model.zero_grad()
-    peak = measured_peak(step, [*model.parameters(), *model.buffers(), value], CPU)
-    predicted = budgeted.budget.peak_bytes(budgeted.sequence)
-    assert 0.98 * predicted <= peak <= predicted
-
-
-def test_what_a_way_saves_is_known_before_it_is_compiled(budgeted: Checkpointable) -> None:
-    plan = budgeted._planner.in_use
-    assert plan.cut is not None
-    compared = 0
-    for (_, function), ways in zip(plan.cut.stages, plan.measurement.ways_by_stage, strict=True):
-        stage: Any = function
-        for foreseen in stage.foreseen:
-            for way in ways:
-                if way.name == foreseen.way:
-                    beside_output = way.cost.saved_bytes - way.cost.activation_bytes
-                    assert abs(foreseen.bytes - beside_output) <= 0.01 * beside_output
-                    compared += 1
-    assert compared
+    assert 0.98 * peak(budgeted) <= measured(budgeted, batch()) <= peak(budgeted)
 
 
 def test_a_plan_from_a_file_has_the_same_numbers(budgeted: Checkpointable, tmp_path: Path) -> None:
@@ -124,31 +90,20 @@ def test_a_way_is_taken_only_if_all_its_numbers_are_the_usual_ones(where: str) -
     assert all(each.grad is None for each in stage.parameters())
 
 
-def surveyed(code: str) -> Any:
-    """A stage whose code saves 100 bytes; its ways half of them for little time, or fewer for more."""
-    foreseen = (
-        Foreseen(HALF, 50, 100, 0, 1.02),
-        Foreseen(LESS, 98, 100, 0, 1.01),
-        Foreseen(LEAST, 40, 100, 100, 9.0),
-    )
-    made = SimpleNamespace(code=code, foreseen=foreseen)
-    made.with_ways = lambda ways: SimpleNamespace(code=code, ways=ways)
-    return made
-
-
-COST = StageCost(10, 110, 0, 0, 0, 0, 0, 10, forward_seconds=1.0, nograd_seconds=1.0, backward_seconds=2.0)
-SECONDS: Any = SimpleNamespace(seconds_of={"one": 5.0, "other": 7.0}.__getitem__)
-
-
 @pytest.mark.parametrize(
-    ("codes", "expected"), [("one one one", {"one"}), ("one other", set()), ("one one other", {"one"})]
+    ("codes", "expected"),
+    [
+        ("one one one", {"one": 2}),
+        ("one other", {}),
+        ("one one other", {"one": 1}),
+        ("one " * 4 + "other " * 3, {"one": 3, "other": 2}),
+    ],
 )
-def test_ways_are_compiled_that_a_plan_would_use_in_the_time_of_the_whole_model(codes: str, expected: set[str]) -> None:
-    stages = [surveyed(code) for code in codes.split()]
-    names = tuple(map(str, range(len(stages))))
-    costs, nothing = (COST,) * len(stages), (0,) * len(stages)
-    found: Any = SimpleNamespace(measurement=Measurement(names, costs, nothing, 10, LossCost(0.0, 0, 0)))
-    assert may_have_ways(stages, SECONDS) == bool(expected)
-    ways = {made.code: made.ways for made in with_ways(found, stages, SECONDS) if made not in stages}
-    # Of the others, one saves too little to be told from noise, and one is slower than running again.
-    assert ways == dict.fromkeys(expected, (HALF,))
+def test_ways_are_compiled_in_the_time_that_equal_stages_have_saved(codes: str, expected: dict[str, int]) -> None:
+    stages: list[Any] = [
+        SimpleNamespace(code=code, with_ways=lambda ways, code=code: SimpleNamespace(code=code, ways=ways))
+        for code in codes.split()
+    ]
+    compiler: Any = SimpleNamespace(seconds_of={"one": 5.0, "other": 10.0})
+    made: list[Any] = with_ways(stages, compiler)
+    assert {each.code: len(each.ways) for each in made if each not in stages} == expected

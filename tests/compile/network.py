@@ -1,20 +1,23 @@
-"""A small network with all that makes numbers hard to keep, and few kinds of stages: kinds are what is compiled."""
+"""Small networks compiled stage by stage or whole, of few kinds of stages, since each takes seconds to compile."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
+from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
+from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.operator_costs import Cost
 from rotor_py.compile.stage_code import Compile
-from rotor_solver import Sequence
+from rotor_solver import Sequence, store_all
 
 WIDTH = 32
 
@@ -82,24 +85,73 @@ def network(compile: Compile = True, blocks: int = 4, *, budgets: bool = False, 
 
 @contextmanager
 def stage_by_stage(*, budgets: bool = False) -> Iterator[None]:
-    """What is measured inside is not compiled as a whole, although it fits.
-
-    Without `budgets`, stages are stored in one way alone: each takes seconds to compile. With them, two other ways of
-    the most frequent kind are compiled, whether or not a plan would use them, which is a matter of times.
-    """
+    """Models measured inside are compiled stage by stage; without `budgets`, in one storage mode, which is quicker."""
     with pytest.MonkeyPatch.context() as patch:
-        if budgets:
-            patch.setattr("rotor_py.capture.variants._wanted", _two_ways)
-        else:
-            patch.setattr("rotor_py.capture.variants.may_have_ways", lambda *_: False)
+        if not budgets:
+            patch.setattr("rotor_py.capture.variants.with_ways", lambda stages, _: list(stages))
         patch.setattr("rotor_py.capture.variants.compiled_whole", lambda *_: None)
         yield
 
 
-def _two_ways(_: object, stages: list[Any]) -> list[tuple[Any, str]]:
-    ((code, _count),) = Counter(stage.code for stage in stages).most_common(1)
-    foreseen = next(stage.foreseen for stage in stages if stage.code is code)
-    return [(code, each.way) for each in (foreseen[0], foreseen[-1])]
+ROWS = 256
+"""Rows of a batch for graphs compiled whole."""
+
+
+def whole(
+    limit: int | str,
+    loss: Callable[[torch.Tensor], torch.Tensor] = loss,
+    make: Callable[[int], nn.Module] = Net,
+    blocks: int = 2,
+) -> Checkpointable:
+    """A network that runs compiled as a whole, or else stage by stage, whatever was measured."""
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
+        patch.setattr("rotor_py.compile.peak.fused_costs", _equally_long)
+        found = Checkpointable(
+            make(blocks), batch(ROWS), limit, compile=True, loss=loss, fresh_grads=True, granularity=2
+        )
+    plan = found._planner.in_use
+    plan.turn_to(plan.ways[0])
+    assert found.chain is not None
+    found.sequence = store_all(found.chain)
+    return found
+
+
+def _equally_long(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
+    """Every operator takes as long as any other, so that recomputing fewer of them is faster."""
+    return {node: replace(cost, seconds=1e-6, keeping=0.0) for node, cost in costs.items()}
+
+
+def share_of(free: Checkpointable, share: float) -> int:
+    """A limit that leaves this share of the activations' memory."""
+    assert free.budget is not None
+    fixed = free.budget.fixed.total
+    return fixed + int((peak(free) - fixed) * share)
+
+
+def peak(found: Checkpointable) -> int:
+    assert found.budget is not None
+    assert found.sequence is not None
+    return found.budget.peak_bytes(found.sequence)
+
+
+def measured(found: Checkpointable, value: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> int:
+    """The measured peak of a second step."""
+    model, found.watch = found.model, False
+    before = copy.deepcopy(model.state_dict())
+
+    def step() -> None:
+        output = found(value)
+        loss(output).backward()
+
+    model.zero_grad()
+    step()
+    model.zero_grad()
+    try:
+        return measured_peak(step, [*model.parameters(), *model.buffers(), value], torch.device("cpu"))
+    finally:
+        model.load_state_dict(before)
 
 
 def run_compiled(found: Checkpointable) -> None:

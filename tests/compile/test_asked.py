@@ -16,7 +16,7 @@ from rotor_cli.main import main
 from rotor_py import Checkpointable
 from rotor_py.backend import rotor
 from rotor_py.capture import variants
-from tests.compiled.network import Net, Wide, batch, gradients, loss, stage_by_stage
+from tests.compile.network import Net, Wide, batch, gradients, loss, stage_by_stage
 from tests.fields import logged, raises
 
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py import Checkpointable
 from rotor_solver import recompute_all, store_all
-from tests.compiled.network import Net, batch, gradients, loss, stage_by_stage
+from tests.compile.network import Net, batch, gradients, loss, stage_by_stage
 from tests.distributed.processes import Processes
 
 

@@ -9,13 +9,12 @@ import torch
 from torch import fx, nn
 from torch._inductor.utils import fresh_cache
 
-from rotor_py.compile import partitioner
-from rotor_py.compile.candidates import Candidate, usual
+from rotor_py.compile.candidates import by_torch
 from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.partition import Run
 from rotor_py.compile.partitioner import BudgetPartitioner
 from rotor_py.compile.peak import GraphCosts, in_registers
-from rotor_py.compile.program import Run
-from tests.partition.compiled_steps import Block, Loss, take_step
+from tests.compile.partition.compiled_steps import Block, Loss, noted_usual, take_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
@@ -27,13 +26,7 @@ def block_of_linears() -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "linears"])
 def test_the_estimated_peak_is_near_that_of_fused_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bounds = []
-
-    def seen(joint: JointGraph, costs: GraphCosts) -> Candidate:
-        bounds.append(usual(joint, GraphCosts.of(joint, fused=True)).weight.peak)
-        return usual(joint, costs)
-
-    monkeypatch.setattr(partitioner, "usual", seen)
+    seen = noted_usual(monkeypatch)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Loss(nn.Sequential(*(Block(64) if name == "llama" else block_of_linears() for _ in range(3))))
@@ -43,7 +36,9 @@ def test_the_estimated_peak_is_near_that_of_fused_code(name: str, monkeypatch: p
         step = take_step(model, run, torch.randn(4, 128, 64))
     (weight,) = chooser.chosen.values()
     assert 0.9 * step.peak < weight.peak < 1.08 * step.peak
-    assert weight.peak < bounds[0]
+    ((joint, _),) = seen
+    (bound,) = by_torch(joint, GraphCosts.of(joint, fused=True), [1])
+    assert weight.peak < bound.weight.peak
 
 
 def forward_runs(function: Any, *inputs: torch.Tensor) -> tuple[JointGraph, list[Run], set[Run]]:

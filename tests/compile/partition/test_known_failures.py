@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._functorch._activation_checkpointing.knapsack import dp_knapsack, dp_knapsack_sliding_hirschberg
 
-from tests.partition.compiled_steps import Block, compiled_step, seen_candidates
+from tests.compile.partition.compiled_steps import Block, compiled_step, seen_candidates
 
 LAYERS, SHAPE = 8, (1, 64, 16)
 

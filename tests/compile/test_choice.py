@@ -14,7 +14,7 @@ from rotor_py.compile import compiled_stage
 from rotor_py.compile.stage_code import NotCompilableError
 from rotor_py.plan.solving import fastest
 from rotor_solver import InfeasibleError, Persistent, Sequence, simulate, store_all
-from tests.compiled.network import Net, batch, gradients, loss, network, same, stage_by_stage
+from tests.compile.network import Net, batch, gradients, loss, network, same, stage_by_stage
 from tests.fields import logged, raises
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 
 from rotor_py import memory_budget
-from tests.partition.compiled_steps import Loss, take_step
+from tests.compile.partition.compiled_steps import Loss, take_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rotor_py.compile.stage_code import Compile
-from tests.compiled import sharded
+from tests.compile import sharded
 from tests.distributed.processes import Processes
 
 EAGER_DRAWS = {"fallback_random": True}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.partition.compiled_steps import Block, Residual, compiled_step, seen_candidates
+from tests.compile.partition.compiled_steps import Block, Residual, compiled_step, seen_candidates
 
 WIDTH = 16
 LAYERS: dict[str, Callable[[], nn.Module]] = {

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.operator_costs import Cost, fused_costs
-from rotor_py.compile.program import extract, in_time
+from rotor_py.compile.partition import extract, in_time
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from rotor_py import InfeasibleError, memory_budget
 from rotor_py.compile.partitioner import BudgetPartitioner
+from tests.compile.partition.compiled_steps import Loss, take_step
 from tests.fields import logged, raises, warns
-from tests.partition.compiled_steps import Loss, take_step
 
 WIDTH = 16
 

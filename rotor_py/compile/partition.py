@@ -21,8 +21,8 @@ from rotor_py.compile.joint_graph import JointGraph, ancestors, is_number
 
 # A partitioned graph: the operators of its forward and of its backward, in order, and the values between.
 #
-# A `Program` can be weighed (`peak.py`) and made into two graphs (`extract`). It says which of the joint graph's nodes
-# the backward recomputes, when, and from which inputs.
+# A `Partition` can be weighed (`peak.py`) and made into two graphs (`extract`). It says which of the joint graph's
+# nodes the backward recomputes, when, and from which inputs.
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +34,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Partition:
     """`forward` runs, `saved` is kept from it (inputs included), then `backward` runs."""
 
     forward: tuple[fx.Node, ...]
@@ -43,14 +43,8 @@ class Program:
 
     @property
     def replayed(self) -> list[fx.Node]:
-        """Nodes of the forward that the backward recomputes, once per run."""
         own = set(self.forward)
         return [run.node for run in self.backward if run.node in own]
-
-    def does_as(self, other: Program) -> bool:
-        """Whether both run the same nodes in the same order, and save the same."""
-        mine, theirs = ([run.node for run in each.backward] for each in (self, other))
-        return self.saved == other.saved and self.forward == other.forward and mine == theirs
 
 
 @dataclass
@@ -69,7 +63,6 @@ class BackwardWriter:
         self.siblings = _siblings(self.joint)
 
     def write(self, node: fx.Node) -> None:
-        """Run a node of the backward."""
         if node in self.there or node in self.kept:  # unpacked already, or made by the forward
             return
         for each in node.all_input_nodes:
@@ -77,7 +70,6 @@ class BackwardWriter:
         self._run(node)
 
     def make(self, node: fx.Node) -> None:
-        """Make a value available, recomputing it if necessary."""
         pending, needed = [node], set()
         while pending:
             each = pending.pop()
@@ -89,12 +81,11 @@ class BackwardWriter:
                 self._run(each)
 
     def forget(self, nodes: Iterable[fx.Node]) -> None:
-        """Drop these values: later readers have them recomputed."""
         for node in nodes:
             self.there.pop(node, None)
 
-    def program(self) -> Program:
-        """Return the whole program, without runs whose values are not read."""
+    def partition(self) -> Partition:
+        """Return the whole partition, without runs whose values are not read."""
         joint = self.joint
         needed = {run for node in joint.gradients if (run := self.there.get(node)) is not None}
         needed.update(run for run in self.runs if run.node not in self.forward and not run.node.users)
@@ -109,7 +100,7 @@ class BackwardWriter:
         saved -= tangents
         needed_forward = ancestors([*joint.outputs, *saved])
         forward = joint.in_turn(node for node in (*joint.forward, *joint.early) if node in needed_forward)
-        return Program(tuple(forward), frozenset(saved), tuple(reversed(backward)))
+        return Partition(tuple(forward), frozenset(saved), tuple(reversed(backward)))
 
     def _is_there(self, node: fx.Node) -> bool:
         return node in self.there or self._from_outside(node)
@@ -138,16 +129,15 @@ class BackwardWriter:
             del self.there[node]  # but not its elements
 
 
-def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Program:
-    """Return the program that keeps `kept`, and makes everything else once, right before its first read."""
+def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Partition:
+    """Return the partition that keeps `kept`, and makes everything else once, right before its first read."""
     writer = BackwardWriter(joint, set(kept))
     for node in joint.backward:
         writer.write(node)
-    return writer.program()
+    return writer.partition()
 
 
 def _siblings(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
-    """Return, per node with several results, the nodes that unpack it."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in (*joint.forward, *joint.backward):
         if node.target is operator.getitem and not is_number(node):
@@ -156,22 +146,21 @@ def _siblings(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _acts(node: fx.Node, forward: set[fx.Node]) -> bool:
-    """Whether a node of the backward has an effect besides its value: a write, for example."""
     return node not in forward and node.is_impure()
 
 
 def extract(
-    joint: JointGraph, program: Program, static_inputs: list[int] | None
+    joint: JointGraph, partition: Partition, static_inputs: list[int] | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the graphs of the forward and of the backward, which run in the order of `program`."""
+    """Return the graphs of the forward and of the backward, which run in the order of `partition`."""
     graph = fx.Graph()
     copies: dict[fx.Node | Run, fx.Node] = {}
-    runs = {*joint.forward, *program.forward}
+    runs = {*joint.forward, *partition.forward}
     for node in joint.module.graph.nodes:
         if node.op in ("placeholder", "get_attr") or node in runs:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     last: dict[fx.Node, Run] = {}
-    for run in program.backward:
+    for run in partition.backward:
         copies[run] = graph.node_copy(run.node, {each: copies[read] for each, read in run.reads.items()}.__getitem__)
         last[run.node] = run
         if run.node in runs:
@@ -187,7 +176,7 @@ def extract(
     written.meta = dict(end.meta)
     module = fx.GraphModule(joint.module, graph)
 
-    saved = [copies[node] for node in sorted(program.saved, key=joint.order.__getitem__) if _passed_on(node)]
+    saved = [copies[node] for node in sorted(partition.saved, key=joint.order.__getitem__) if _passed_on(node)]
     numbers = [node for node in saved if is_number(node)]
     options: dict[str, Any] = {}
     # torch 2.11 finds the nodes that are no tensors among the others itself.

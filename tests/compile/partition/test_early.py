@@ -11,12 +11,9 @@ from torch import nn
 from torch._dynamo.backends.common import AotAutograd
 from torch._dynamo.backends.debugging import boxed_nop
 
-from rotor_py.compile import partitioner
-from rotor_py.compile.candidates import Candidate, usual
-from rotor_py.compile.joint_graph import JointGraph, usually_saved
+from rotor_py.compile.joint_graph import usually_saved
 from rotor_py.compile.partitioner import BudgetPartitioner
-from rotor_py.compile.peak import GraphCosts
-from tests.partition.compiled_steps import Residual
+from tests.compile.partition.compiled_steps import Residual, noted_usual
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default}
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -46,23 +43,11 @@ def step(model: nn.Module, value: torch.Tensor, **partition: Any) -> list[torch.
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[JointGraph, Candidate]]:
-    """Every graph that is partitioned from now on, and what is chosen for it."""
-    found: list[tuple[JointGraph, Candidate]] = []
-
-    def choose(joint: JointGraph, costs: GraphCosts) -> Candidate:
-        found.append((joint, usual(joint, costs)))
-        return found[-1][1]
-
-    monkeypatch.setattr(partitioner, "usual", choose)
-    return found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = noted(monkeypatch)
+    found = noted_usual(monkeypatch)
     torch.manual_seed(0)
     model, value = MODELS[name](), torch.randn(8, 16)
     made = step(model, value, partition_fn=BudgetPartitioner("1GB", fused=True))
@@ -70,8 +55,8 @@ def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(
     (saved,) = usually_saved(joint, [1])
     early = {node for node in saved if joint.allocating(node) in joint.early}
     assert early, "the model shows nothing"
-    assert early <= chosen.program.saved
-    assert not PRODUCTS & {node.target for node in chosen.program.replayed}
+    assert early <= chosen.partition.saved
+    assert not PRODUCTS & {node.target for node in chosen.partition.replayed}
     storages = {key: size for node in saved for key, size in joint.allocations[node].items()}
     callers = {key for node in (*joint.primals, *joint.outputs) for key in joint.allocations[node]}
     assert chosen.weight.saved == sum(size for key, size in storages.items() if key not in callers)
@@ -81,12 +66,12 @@ def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(
 
 def test_what_runs_early_runs_right_after_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of the forward, all that it reads would be there at once, and the peak would be another one."""
-    found = noted(monkeypatch)
+    found = noted_usual(monkeypatch)
     step(MODELS["norm"](), torch.randn(8, 16), partition_fn=BudgetPartitioner("1GB", fused=True))
     ((joint, chosen),) = found
-    position = {node: number for number, node in enumerate(chosen.program.forward)}
-    ran = [node for node in chosen.program.forward if node in joint.early]
+    position = {node: number for number, node in enumerate(chosen.partition.forward)}
+    ran = [node for node in chosen.partition.forward if node in joint.early]
     assert ran
     for node in ran:
         latest = max(position[each] for each in node.all_input_nodes if each in position)
-        assert set(chosen.program.forward[latest + 1 : position[node]]) <= set(joint.early)
+        assert set(chosen.partition.forward[latest + 1 : position[node]]) <= set(joint.early)

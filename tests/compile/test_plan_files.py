@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, Plan, PlanMismatchError
 from rotor_solver import Persistent, store_all
-from tests.compiled.network import Net, batch, loss, network, results, run_compiled, same
+from tests.compile.network import Net, batch, loss, network, results, run_compiled, same
 from tests.fields import raises
 
 EAGER_DRAWS = {"fallback_random": True}

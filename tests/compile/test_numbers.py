@@ -1,0 +1,168 @@
+"""A planned compiled step has the numbers of the compiled step that stores everything, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable, verify
+from rotor_solver import Sequence, recompute_all, store_all
+from tests.compile.network import (
+    ROWS,
+    WIDTH,
+    batch,
+    gradients,
+    loss,
+    measured,
+    network,
+    peak,
+    results,
+    run_compiled,
+    same,
+    share_of,
+    stage_by_stage,
+    whole,
+)
+
+Pair = tuple[tuple[Checkpointable, Sequence], tuple[Checkpointable, Sequence]]
+"""A model and its sequence, which recomputes, and the same that stores everything."""
+
+
+def stages(**given: int) -> Pair:
+    found = network(**given)
+    assert found.chain is not None
+    return (found, recompute_all(found.chain)), (found, store_all(found.chain))
+
+
+def whole_graphs() -> Pair:
+    free = whole("1GB")
+    tight = whole(share_of(free, 0.9))
+    assert free.sequence is not None
+    assert tight.sequence is not None
+    assert peak(tight) < peak(free)
+    return (tight, tight.sequence), (free, free.sequence)
+
+
+def planned_batch(found: Checkpointable) -> torch.Tensor:
+    return batch(ROWS if len(found.names) == 1 else 64)
+
+
+@pytest.fixture(scope="module", params=[stages, pytest.param(whole_graphs, marks=pytest.mark.slow)])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    made: Callable[[], Pair] = request.param
+    return made()
+
+
+def test_recomputation_changes_no_bit(pair: Pair) -> None:
+    (found, again), (free, stored) = pair
+    expected = results(free, stored, planned_batch(found))
+    assert same(results(found, again, planned_batch(found)), expected)
+    counts = [each for each in expected if each.dtype == torch.int64]
+    assert counts
+    assert all(each == 1 for each in counts)  # of batch norms
+
+
+def test_a_retained_graph_goes_backward_twice(pair: Pair) -> None:
+    (found, again), (free, stored) = pair
+    assert same(
+        results(found, again, planned_batch(found), passes=2), results(free, stored, planned_batch(found), passes=2)
+    )
+
+
+def test_two_forwards_in_flight(pair: Pair) -> None:
+    def both(found: Checkpointable, sequence: Sequence) -> list[torch.Tensor]:
+        before = copy.deepcopy(found.model.state_dict())
+        found.model.zero_grad()
+        found.sequence = sequence
+        torch.manual_seed(3)
+        first, second = found(planned_batch(found)), found(planned_batch(found).neg())
+        (loss(first) + 2 * loss(second)).backward()
+        made = gradients(found.model)
+        found.model.load_state_dict(before)
+        return made
+
+    planned, stored = pair
+    assert same(both(*planned), both(*stored))
+
+
+@pytest.mark.slow
+def test_another_shape_is_compiled_when_it_comes(pair: Pair) -> None:
+    planned, stored = pair
+    made = results(*planned, batch(48))  # inside of nodes of autograd, where gradients are off
+    assert same(made, results(*stored, batch(48)))
+
+
+def test_the_peak_is_the_predicted_one(pair: Pair) -> None:
+    for found, sequence in pair:
+        found.sequence = sequence
+        assert found.budget is not None
+        assert 0.98 * peak(found) <= measured(found, planned_batch(found)) <= peak(found)
+
+
+def test_verifying_compares_with_the_compiled_step_and_tells_the_distance_to_eager(pair: Pair) -> None:
+    (found, again), _ = pair
+    found.sequence = again
+    (verified,) = verify(found, planned_batch(found), loss=loss, fresh_grads=True)
+    assert verified.max_grad_difference == 0
+    assert verified.eager_difference is not None
+    assert verified.eager_difference > 0  # dropout draws other numbers in generated kernels
+    assert verified.plain_peak_bytes is not None
+    assert verified.plain_peak_bytes > verified.measured_peak_bytes
+    assert found.sequence is again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [lambda: stages(blocks=2), whole_graphs])
+def test_autocast(kind: Callable[[], Pair]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        planned, stored = kind()
+        value = planned_batch(planned[0])
+        assert same(results(*planned, value), results(*stored, value))
+
+
+def test_numbers_are_those_of_eager_mode_but_for_rounding() -> None:
+    """With the random numbers of eager mode: generated kernels draw others."""
+    found = network({"fallback_random": True}, blocks=2)
+    assert found.chain is not None
+    made = results(found, recompute_all(found.chain), batch())
+    found.model.zero_grad()
+    torch.manual_seed(2)
+    output = found.model(batch())
+    loss(output).backward()
+    for a, b in zip(made, [output, *gradients(found.model), *found.model.buffers()], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Alternating(nn.Module):
+    """Equal blocks, which read one and the other of two inputs in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, value: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            value = torch.tanh(block(value)) * (one if number % 2 else other)
+        return value
+
+
+def test_equal_blocks_read_what_is_theirs() -> None:
+    torch.manual_seed(0)
+    model = Alternating()
+    values = (batch(), batch().sin(), batch().cos())
+    with stage_by_stage():
+        found = Checkpointable(model, values, "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
+    run_compiled(found)
+    assert found.chain is not None
+    found.sequence = recompute_all(found.chain)
+    made = []
+    for run in (found, model):
+        model.zero_grad()
+        output = run(*values)
+        loss(output).backward()
+        made.append([output.detach(), *gradients(model)])
+    torch.testing.assert_close(*made)

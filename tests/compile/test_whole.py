@@ -1,0 +1,160 @@
+"""A graph that is compiled as a whole: inside the limit, in at most two attempts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._dynamo.backends.common import AotAutograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import default_partition
+from torch._inductor.decomposition import select_decomp_table
+
+from rotor_py import Checkpointable
+from rotor_py.capture.whole_graph import CompileBudget
+from rotor_py.measure.measurement import Measurement
+from rotor_solver import store_all
+from tests.compile.network import ROWS, Net, Wide, batch, loss, measured, peak, share_of, whole
+from tests.compile.test_choice import Compilations
+from tests.fields import logged
+
+
+@pytest.fixture(scope="module")
+def free() -> Checkpointable:
+    """Without a limit that matters."""
+    return whole("1GB")
+
+
+def test_the_graph_is_one_compiled_stage_inside_the_limit(free: Checkpointable) -> None:
+    limit = share_of(free, 0.9)
+    tight = whole(limit)
+    for found in (free, tight):
+        assert len(found.names) == 1
+        assert found.compiled == found.names
+        assert len(found._planner.in_use.ways) == 2  # and plain: its stages are not compiled beside it
+    assert measured(tight, batch(ROWS)) <= peak(tight) <= limit < peak(free)
+
+
+def test_it_leaves_room_for_a_loss_that_takes_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def large(output: torch.Tensor) -> torch.Tensor:
+        return output.repeat(1, 8).exp().mean()
+
+    free = whole("1GB", large, Wide, 1)
+    assert free.budget is not None
+    chain = replace(free.budget.chain, loss_temp=0)
+    assert peak(free) > replace(free.budget, chain=chain).peak_bytes(store_all(chain))
+    compilations = Compilations(monkeypatch)
+    limit = peak(free) - batch(ROWS).nbytes
+    tight = whole(limit, large, Wide, 1)
+    assert len(tight.names) == 1
+    assert compilations.count == 1  # it was known before, not found out
+    assert 0.98 * peak(tight) <= measured(tight, batch(ROWS), large) <= peak(tight) <= limit
+
+    tight.save_plan(tmp_path / "plan.json")
+    again = Checkpointable(Wide(1), plan=tmp_path / "plan.json", granularity=2)
+    assert measured(again, batch(ROWS), large) <= limit
+
+
+class Attempts:
+    """Partitions compiled by a stand-in for Inductor, each of which takes a given share of the room."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *shares: float) -> None:
+        self.saved: list[int] = []
+
+        def taken(room: CompileBudget, found: Measurement) -> int:
+            if len(found.stages) > 1:
+                return room.available + 1  # plain, nothing fits
+            size = found.stages[0].saved_bytes
+            self.saved += [] if size in self.saved else [size]
+            return int(shares[self.saved.index(size)] * room.available)
+
+        def compiled(graph: fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
+            partition = config_patches.get("custom_partitioner_fn", default_partition)
+            table = select_decomp_table()
+            options = {"fw_compiler": boxed_nop, "bw_compiler": boxed_nop, "decompositions": table}
+            return AotAutograd(**options, partition_fn=partition)(graph, inputs)
+
+        monkeypatch.setattr(CompileBudget, "taken", taken)
+        monkeypatch.setattr("rotor_py.capture.variants._stage_by_stage", lambda *_: [])
+        monkeypatch.setattr("rotor_profiling.torch_compat.compile_fx", compiled)
+
+
+@pytest.mark.parametrize(
+    ("shares", "kept"),
+    [
+        ((0.99,), 0),
+        ((0.6, 0.95), 1),  # fused more than its graph shows: a faster one fits
+        ((0.6, 1.01), 0),
+        ((1.04, 0.98), 1),  # with buffers of its own: one with less room fits
+        ((1.04, 1.02), None),
+    ],
+)
+def test_one_more_partition_is_compiled_at_most_with_the_room_that_the_first_one_shows(
+    monkeypatch: pytest.MonkeyPatch, free: Checkpointable, shares: tuple[float, ...], kept: int | None
+) -> None:
+    attempts = Attempts(monkeypatch, *shares)
+    found = whole(share_of(free, 0.9))
+    assert len(attempts.saved) == len(shares)
+    assert attempts.saved == sorted(attempts.saved, reverse=shares[0] > 1)
+    assert bool(found.compiled) == (kept is not None)
+    if kept is not None:
+        assert found._planner.in_use.ways[0].measurement.stages[0].saved_bytes == attempts.saved[kept]
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(free: Checkpointable) -> None:
+    """Adam's state takes as much again as all parameters, twice."""
+    torch.manual_seed(0)
+    limit = peak(free) * 11 // 10
+    found = Checkpointable(Net(2), mem_limit=limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
+    optimizer = torch.optim.Adam(found.parameters())
+    saved = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(found(batch(ROWS))).backward()
+        plan = found._planner.in_use
+        assert len(plan.ways[0].cut.stages) == 1
+        saved.append(plan.ways[0].measurement.stages[0].saved_bytes)
+        optimizer.step()
+    budget = plan.budget_of(plan.ways[0])
+    assert budget.peak_bytes(store_all(budget.chain)) <= limit
+    assert saved[0] > saved[1] == saved[2]
+
+
+def test_where_it_cannot_be_compiled_whole_the_stages_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(CompileBudget, "available", property(lambda room: 1))  # no partition fits
+        found = whole("1GB", make=Wide)
+    assert len(found.names) == 2
+    assert found.compiled
+    assert not logged(caplog, "not_compiled")
+    Compilations(monkeypatch, failing=range(1))
+    found = whole("1GB", make=Wide)
+    assert len(found.names) == 2
+    assert found.compiled
+    assert logged(caplog, "not_compiled", name="the graph as a whole")
+
+
+def test_what_does_not_fit_after_all_is_not_compiled_in_every_step(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Checkpointable(Wide(3), batch(ROWS), "1GB", loss=loss, fresh_grads=True, granularity=3)
+    plain.compute_sequence()
+    roomy = CompileBudget.partitioner
+    monkeypatch.setattr(CompileBudget, "partitioner", lambda room, _: roomy(room, 10**12))
+    monkeypatch.setattr(CompileBudget, "taken", lambda *_: 0)  # as if all beside the graph were overlooked
+    torch.manual_seed(0)
+    found = Checkpointable(
+        Wide(3), mem_limit=share_of(plain, 0.7), compile=True, loss=loss, fresh_grads=True, granularity=3
+    )
+    for _ in range(3):
+        found.zero_grad()
+        loss(found(batch(ROWS))).backward()
+    assert len(found.names) > 1
+    assert not logged(caplog, "planning_again")
