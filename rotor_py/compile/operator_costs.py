@@ -169,7 +169,7 @@ def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, tuple[Lay
         for mode in (unset_fake_temporarily, disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
             stack.enter_context(mode())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        runs = {
+        runs: _Runs = {
             kind: partial(_prepared, node, layouts)
             for kind, (node, layouts) in missing.items()
             # Others may be no functions of their arguments.

@@ -200,7 +200,8 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
     # `fully_shard` needs initialized processes.
     if not dist.is_initialized():
         return []
-    states = {id(state): state for state in (m._get_fsdp_state() for m in model.modules() if is_fsdp_module(m))}
+    modules: list[Any] = [module for module in model.modules() if is_fsdp_module(module)]
+    states = {id(state): state for state in (module._get_fsdp_state() for module in modules)}
     return [ShardGroup(state) for state in states.values()]
 
 
