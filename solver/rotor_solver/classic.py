@@ -227,10 +227,7 @@ class _Heterogeneous:
             self.least[i, stop], self.least_seconds[i, stop] = self._least_of(i, stop)
 
     def _least_of(self, i: int, stop: int) -> tuple[int, float]:
-        """Return the least m for [i, stop), and the seconds of the fastest schedule from shorter intervals' least.
-
-        The recurrence of the class, with "least m" for "least time".
-        """
+        """Return the least m for [i, stop), and the seconds of the fastest schedule from shorter intervals' least."""
         costs, js, first = self.costs, slice(i + 1, stop), self.first[i + 1 : stop]
         parts = np.maximum(self.taken[js] + self.least[first, stop], self.least[i, js])
         needs = np.maximum(self._asked(i, js, stop), parts)
@@ -371,10 +368,7 @@ def _stage_needs(costs: Costs) -> Ints:
 
 
 def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
-    """([L+2, L+2], [L+2, L+2]): the m from which all checkpoints of [i, stop) can be stored, and the seconds with it.
-
-    Every stage then runs once, or twice if it must: nothing is faster.
-    """
+    """([L+2, L+2], [L+2, L+2]): the m from which all checkpoints of [i, stop) can be stored, and the seconds with it."""
     length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
     full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
     full[length, length + 1] = costs.loss_need

@@ -26,8 +26,7 @@ class Spacing(NamedTuple):
 
     From d = 2 · parts · period on, they end at every second period, from 4 · parts · period on at every fourth, and so
     on: about `parts` rows for every doubling of d. Ends are counted from stage L-1, which is always one. Where an
-    interval may end, those that begin later may too. Otherwise each further Fe would drop a few more stages, and worsen
-    the bound.
+    interval may end, those that begin later may too: else each further Fe would drop stages, and worsen the bound.
     """
 
     parts: int
@@ -204,10 +203,9 @@ def nodes_of(grid: Grid) -> Ints:
 
 
 def _offsets(taken: Ints, kinds: Ints, room: int, unit: int) -> Ints:
-    """[L+1] the offset of every stage's rows.
+    """[L+1] the offset of every stage's rows: between stages of the same kinds an earlier one, if only a little larger.
 
-    Between two stages of the same kinds, an earlier offset is reused if it is only a little larger, so that their rows
-    are the same. All stages together lose at most a slot.
+    So their rows are the same. All stages together lose at most a slot.
     """
     offset = [room % unit]
     seen: dict[tuple[int, ...], list[int]] = {}

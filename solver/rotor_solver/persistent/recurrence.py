@@ -276,10 +276,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
 
 
 def _begin(best: Best, mem_limit: int) -> None:
-    """Offer the program's own plan for groups of stages; if large groups do not fit, for smaller ones.
-
-    Times above a known plan are never computed, so a nearly optimal first plan pays for itself many times.
-    """
+    """Offer a plan for groups of stages: times above a known plan are never computed, so it pays for itself."""
     chain, size = best.problem.chain, _GROUP
     while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
         groups = even_segments(len(chain), -(-len(chain) // size))

@@ -73,10 +73,7 @@ def slot_of(need: int, unit: int, offset: int) -> int:
 
 @compiled()
 def need_of(costs: Any, grid: Any, state: int, i: int, last: int, k: int) -> int:
-    """Bytes that a run of stage i with a graph and its backward need, in the row of [i, last].
-
-    Needs are compared in bytes, never rounded: only memory that an operation leaves is rounded.
-    """
+    """Bytes that a run of stage i with a graph and its backward need, in the row of [i, last]: never rounded."""
     row = 0 if last == len(costs.run) - 1 else 1
     return int(max(grid.base[last] + costs.forward_need[k], costs.backward_need[row][k] - costs.released[state][i]))
 
@@ -232,10 +229,7 @@ def checkpoints(flat: np.ndarray, rows: Any, costs: Any, grid: Any, s: int, row:
 
 @compiled()
 def finish_row(flat: np.ndarray, rows: Any, width: int, row: int) -> None:
-    """Complete a row: continue it beyond its end, and find its begin.
-
-    Times above rows.limit are of no use. A row with no useful time begins at `width`: it has no slots.
-    """
+    """Complete a row: continue it beyond its end, and find its begin: `width` if no time is of use."""
     out, begin, high = rows.position[row], rows.begin[row], rows.high[row]
     stored = rows.final[row] == 0
     if begin < high and not stored:
@@ -423,10 +417,7 @@ def hand_to_both(
     seconds: float,
     cut: float,
 ) -> bool:
-    """Lower both parts of an interval from its slots low … high-1; slot 0 of its row of `out` would lie at `at`.
-
-    In three parts, as in `split`. First tests whether each can matter: nearly all do not. Returns whether one did.
-    """
+    """Lower both parts of an interval from its slots low … high-1; return whether that can matter: mostly it cannot."""
     left_at, right_at = rows.position[left], rows.position[right] - shift
     left_end, right_end = left_at + rows.high[left], right_at + rows.high[right] + shift
     left_final, right_final = rows.final[left], rows.final[right]
@@ -455,9 +446,8 @@ def hand_to_both(
 def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
     """Windows by interval, (low, high, outside), [nodes, L+1] each, from windows by row, in bytes and seconds.
 
-    The next table has other rows, so each interval takes the most generous values of all rows that stand for it. The
-    stages that a row omits at its end may be divided further; these intervals are only known to have no more memory
-    than the whole, and as much time outside.
+    The next table has other rows, so each interval takes the most generous values of all rows that stand for it. Of
+    the stages that a row omits at its end, intervals have no more memory than the whole, and as much time outside.
     """
     length, shape = len(grid.band), (len(grid.place), len(grid.band) + 1)
     lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf)

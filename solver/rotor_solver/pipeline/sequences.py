@@ -36,10 +36,7 @@ from rotor_solver.simulate import Machine, simulate
 
 
 def bytes_in_flight(kept: int, peak: int, count: int) -> int:
-    """The peak of `count` microbatches in flight, in bytes: one is in progress, and takes up to `peak`.
-
-    Each of the others has had its forward, waits for its backward, and holds `kept`.
-    """
+    """The peak of `count` microbatches in flight: one takes up to `peak` bytes, the others each hold `kept`."""
     return (count - 1) * kept + peak
 
 
