@@ -368,7 +368,7 @@ def _stage_needs(costs: Costs) -> Ints:
 
 
 def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
-    """([L+2, L+2], [L+2, L+2]): the m from which all checkpoints of [i, stop) can be stored, and the seconds with it."""
+    """([L+2, L+2], [L+2, L+2]): the m from which [i, stop) can store all checkpoints, and the seconds with it."""
     length, needs, state = len(costs.activation) - 1, _stage_needs(costs), int(attached)
     full, seconds = np.full((length + 2, length + 2), _NOTHING), np.zeros((length + 2, length + 2))
     full[length, length + 1] = costs.loss_need
