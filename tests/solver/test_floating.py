@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence, min_bytes, simulate, store_all
 from rotor_solver.floating import Floating
 from tests.fields import raises
+from tests.solver.long_chains import limit_between
 from tests.solver.naive import Columns, exhaustive_optimum, naive_optimum
 from tests.solver.strategies import plain_chains, rich_chains, unit_chain
 
@@ -85,11 +86,6 @@ def random_chain(length: int, seed: int) -> Chain:
         random.integers(0, 10**7, length),
         random.integers(0, 10**7, length + 1),
     )
-
-
-def between(chain: Chain, share: float) -> int:
-    least = min_bytes(chain)
-    return int(least + share * (simulate(chain, store_all(chain)).peak - least))
 
 
 def dropped_early() -> Chain:
@@ -188,7 +184,7 @@ def test_the_bound_of_coarse_slots_holds_for_long_chains(seed: int, monkeypatch:
     sizes, nothing = random.integers(0, 4, length + 1), [0] * (length + 1)
     saved = 10 * random.integers(1, 4, length)  # about whole slots: only checkpoints are rounded much
     chain = Chain.from_arrays(random.integers(0, 10, length), nothing, sizes, saved, nothing[1:], nothing)
-    limit = between(chain, random.uniform(0, 0.9))
+    limit = limit_between(chain, random.uniform(0, 0.9))
     plan = Floating(-(-limit // 10)).solve(chain, limit)
     assert plan.lower_bound is not None
     assert plan.lower_bound <= naive_floating(chain, limit) <= simulate(chain, plan).makespan
@@ -197,7 +193,7 @@ def test_the_bound_of_coarse_slots_holds_for_long_chains(seed: int, monkeypatch:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.9])
 def test_bytes_that_are_no_whole_slots_stay_within_the_limit(share: float) -> None:
     chain = random_chain(12, seed=1)
-    limit = between(chain, share)
+    limit = limit_between(chain, share)
     assert solved(chain, limit) <= solved(chain, limit, Persistent())
 
 
@@ -226,8 +222,10 @@ def test_sizes_of_zero_bytes_and_times_of_zero_seconds_have_plans() -> None:
 def test_chains_that_are_too_long_are_refused() -> None:
     chain = random_chain(200, seed=2)
     with raises(ValueError, "table_too_large"):
-        Floating().solve(chain, between(chain, 0.2))
-    assert isinstance(Floating(5).solve(random_chain(30, seed=2), between(random_chain(30, seed=2), 0.2)), Sequence)
+        Floating().solve(chain, limit_between(chain, 0.2))
+    assert isinstance(
+        Floating(5).solve(random_chain(30, seed=2), limit_between(random_chain(30, seed=2), 0.2)), Sequence
+    )
 
 
 @pytest.mark.parametrize("slots", [0, -1, True, 2.5])
