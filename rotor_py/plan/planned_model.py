@@ -124,7 +124,7 @@ class PlannedModel(Transparent):
     @property
     def captured(self) -> bool:
         """Whether TorchDynamo captures the model's graph; a nesting of `nn.Sequential` is a chain already."""
-        return self._planner.captured
+        return self._planner.plans.blank.captured
 
     @property
     def device(self) -> torch.device:

@@ -13,7 +13,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from rotor_profiling import OptimizerCost
 from rotor_py.compile.compiled_stage import is_compiled
 from rotor_py.distributed.processes import size_of
 from rotor_py.errors import record_fields
@@ -24,7 +23,7 @@ from rotor_py.measure.stages import MeasuredCut
 from rotor_py.plan.agreement import agreed_sequence, gather_objects, refuse_other_plans, slowest
 from rotor_py.plan.description import summary_of
 from rotor_py.plan.offloading import reserve, reserve_in_all, tell_of_several_forwards
-from rotor_py.plan.step_plan import StepPlan, StepPlans
+from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
@@ -243,49 +242,20 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
         except InfeasibleError as error:
             if plan.last_resort is None:
                 raise
-            _warn_beyond_the_limit(error)
+            warn_beyond_the_limit(error)
             # With several processes, the error came in all of them (`agreed_sequence`), so all go on together.
             plan.sequence = plan.agreed = plan.last_resort
         plan.last_resort = None
 
 
-def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: OptimizerCost) -> None:
-    """Count an undeclared optimizer, and solve again where its state does not fit.
-
-    Warns if no plan has room, or if the plan came from a file: training goes on with the plan in use, beyond the limit.
-    An error would come too late, after forward and backward.
-    """
-    by_hand = model.settings.by_hand is not None
-    plan = plans.in_use
-    limit = None if by_hand else model.limit_bytes(model.device_of(None if plan is None else plan.input_spec))
-    plans.count_optimizer(cost, limit)
-    if plan is None:  # it counts as soon as there is a plan
-        return
-    if plan.file is not None:
-        count_optimizer_beside_file(plan, model, cost)
-        return
-    plan.count_optimizer(cost)
-    if limit is None:
-        return
-    if plan.agreed is not None:  # other processes detect theirs, and agree with this one at the next step
-        plan.solve_again()
-        return
-    if plan.sequence is None or plan.budget.peak_bytes(plan.sequence) <= limit:
-        return
-    try:
-        solve(plan, model)
-    except InfeasibleError as error:
-        _warn_beyond_the_limit(error)
-
-
-def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: OptimizerCost) -> None:
+def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
     """Count an optimizer in a plan from a file. Warns if the plan has too little room for it.
 
     Solves nothing: giving a file asks for its sequence.
     """
     assert plan.file is not None
     before = plan.budget
-    plan.count_optimizer(cost)
+    plan.count_optimizer(model.counted_optimizer())
     if plan.unlimited(model.settings) or plan.budget == before:
         return
     peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
@@ -298,7 +268,8 @@ def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: Optim
         )  # fmt: skip
 
 
-def _warn_beyond_the_limit(error: InfeasibleError) -> None:
+def warn_beyond_the_limit(error: InfeasibleError) -> None:
+    """Warn that training goes on although a late optimizer leaves no room for any plan."""
     _log.warning(
         "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
         "optimizer=, it counts from the start.",

@@ -162,13 +162,7 @@ class Stepper:
                 parameter.register_post_accumulate_grad_hook(partial(_gradient_whole, ref(self)))
         return before != self._has
 
-    def forward_begins(self, forward: Any) -> None:
-        """Do nothing: `before_forward` has prepared everything."""
-
-    def forward_failed(self, forward: Any) -> None:
-        """Do nothing: no backward follows."""
-
-    def forward_returned(self, forward: Any, output: Any) -> None:
+    def forward_returned(self, output: Any) -> None:
         """Make the backward through `output` of a planned forward step."""
         for tensor in tensors_in(output):
             if tensor.requires_grad:

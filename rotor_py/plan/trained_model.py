@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost
+from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost, together
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.optimizer import step_bytes_without
 from rotor_profiling.torch_compat import tree_leaves
@@ -33,6 +34,13 @@ from rotor_py.plan.offloading import link_to
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
 from rotor_py.plan.step_spec import ModelState, StepSpec, TensorSpec, spec_of
 from rotor_solver import InfeasibleError
+
+late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
+late_optimizers = WeakKeyDictionary()
+"""The undeclared optimizers that have stepped, by models without a declared one; None for those that cost them nothing.
+
+Weak on both sides: neither a model nor an optimizer may live longer for being tracked.
+"""
 
 
 class TrainedModel:
@@ -130,11 +138,16 @@ class TrainedModel:
             "scratch_bytes": max(stepped.scratch.values(), default=0),
         }
 
-    def optimizer_cost(self, given: torch.optim.Optimizer) -> OptimizerCost:
-        """Return the cost of `given`, its state and its step, for parameters that are not stepped in the backward.
+    def counted_optimizer(self) -> OptimizerCost | None:
+        """Return the cost of the declared optimizer, or else of the detected ones that are still alive.
 
-        Raises UnknownOptimizerError if that cannot be found.
+        Its state and its step, for parameters that are not stepped in the backward. Raises UnknownOptimizerError if the
+        cost of the declared one cannot be found.
         """
+        given = self.settings.optimizer
+        if given is None:
+            costs = [cost for cost in late_optimizers.get(self, {}).values() if cost is not None]
+            return together(costs) if costs else None
         cost, stepped = optimizer_cost(given), self.stepped()
         return replace(cost, step_bytes=step_bytes_without(given, set(stepped.scratch))) if stepped else cost
 
@@ -142,12 +155,9 @@ class TrainedModel:
         """Return the limit of the whole step, in bytes. Raises ValueError if it is invalid."""
         return limit_bytes(self.settings.mem_limit, device)
 
-    def budget(
-        self, measurement: Measurement, sample: Any, device: torch.device, noticed: OptimizerCost | None
-    ) -> Budget:
-        """Return the budget of a step measured on `sample`; `noticed` is the cost of undeclared optimizers."""
-        given, stepped = self.settings.optimizer, self.stepped()
-        cost = noticed if given is None else self.optimizer_cost(given)
+    def budget(self, measurement: Measurement, sample: Any, device: torch.device) -> Budget:
+        """Return the budget of a step measured on `sample`."""
+        cost, stepped = self.counted_optimizer(), self.stepped()
         with at_rest(self.core):
             budget = make_budget(
                 self.core,
@@ -165,17 +175,14 @@ class TrainedModel:
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 
-    def static_infeasibility(
-        self, sample: Any, device: torch.device, noticed: OptimizerCost | None
-    ) -> InfeasibleError | None:
+    def static_infeasibility(self, sample: Any, device: torch.device) -> InfeasibleError | None:
         """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None.
 
-        `noticed` is the cost of undeclared optimizers. Raises ValueError for an invalid limit.
+        Raises ValueError for an invalid limit.
         """
         settings = self.settings
         if settings.by_hand is not None and settings.mem_limit is None:
             return None
-        given, stepped = settings.optimizer, self.stepped()
         with at_rest(self.core):
             return static_infeasibility(
                 self.core,
@@ -183,8 +190,8 @@ class TrainedModel:
                 device,
                 self.limit_bytes(device),
                 fresh_gradients=settings.fresh_grads,
-                optimizer=noticed if given is None else self.optimizer_cost(given),
-                stepped=stepped,
+                optimizer=self.counted_optimizer(),
+                stepped=self.stepped(),
             )
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:

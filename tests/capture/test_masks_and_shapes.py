@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.plan.sources.graph_source import GraphSource
+from rotor_py.plan.graph_source import GraphSource
 from rotor_py.plan.step_plan import Refusals
 from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from tests.capture.test_masks import assert_same_gradients, attentions, llama, words
