@@ -78,7 +78,6 @@ from rotor_py.plan.observers.forwards_in_flight import ForwardInFlight, Forwards
 from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, anything_around, outer_regions_aside
 from rotor_py.plan.observers.undeclared_memory import KeptGradients, wait_for_optimizers
 from rotor_py.plan.observers.watched_steps import WatchedSteps
-from rotor_py.plan.offloading import prepare_for_file, reserve
 from rotor_py.plan.oom_replanning import Replanner, guarded
 from rotor_py.plan.plan_file import config_beside
 from rotor_py.plan.saved_plan import Plan, model_fingerprint
@@ -169,8 +168,8 @@ class Planner:
 
         Raises OffloadError if the tier has no room for the offloads.
         """
-        if sequence is not None and self.model.offload is not None:
-            reserve(self.model.offload, self.in_use.budget, sequence)
+        if sequence is not None:
+            self.model.reserve(self.in_use.budget, sequence)
         self.in_use.sequence = sequence
 
     def divide(self, budget: Budget) -> None:
@@ -191,7 +190,21 @@ class Planner:
         file.refuse_other(model=model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
         file.refuse_fewer_bits(self.settings.keep)
-        prepare_for_file(self.model.offload, file.costs.budget, file.sequence)
+        budget, offload = file.costs.budget, self.model.offload
+        if file.sequence.moves is None and offload is not None:
+            _log.warning(
+                "the plan from the file moves nothing, so offload=%r has nothing to do",
+                offload.name,
+                extra=record_fields("moves_nothing", name=offload.name),
+            )
+        if file.sequence.moves is not None and offload is None:
+            raise InvalidValueError(
+                f"the plan moves activations (it was made with offload={budget.link_name!r}); give offload= here as "
+                "well, for where they go",
+                kind="no_tier",
+                name="offload",
+            )
+        self.model.reserve(budget, file.sequence)
         if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
             self.settings.inductor = config
             self.plans.begin_anew()

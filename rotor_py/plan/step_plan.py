@@ -22,7 +22,8 @@ from rotor_py.plan.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.runner import undo_bytes
 from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_effects
-from rotor_solver import Sequence
+from rotor_py.units import format_bytes
+from rotor_solver import Sequence, store_all
 
 _ENOUGH = 3
 """Steps in reverse, after which reverse order is planned for. A guess: more steps delay the faster plan; fewer risk a
@@ -214,6 +215,24 @@ class StepPlan:
             yield
         finally:
             self.source.follow(self.cut)
+
+    def summary(self, model: TrainedModel) -> str:
+        """Return one line: limit, fixed part, least possible, planned peak and overhead."""
+        assert self.sequence is not None
+        budget, sequence, stored = self.budget, self.sequence, store_all(self.budget.chain)
+        plain, planned = budget.makespan(stored), budget.makespan(sequence)
+        overhead = planned / plain - 1 if plain else 0.0
+        compiled, moved = len(self.compiled), budget.moved_in_words(sequence)
+        limit = "no limit"
+        if not self.unlimited(model.settings):
+            limit = f"limit {format_bytes(model.limit_bytes(model.device_of(self.input_spec)))}"
+        return (
+            f"{limit}; {budget.split()}; least possible "
+            f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
+            f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(stored))})"
+            + (f"; {moved}" if moved else "")
+            + (f"; {compiled} of {len(self.names)} stages compiled" if compiled else "")
+        )
 
     def _measurement_of(self, way: MeasuredCut) -> Measurement:
         """Return the variant's measurement, with the loss as observed in steps since."""

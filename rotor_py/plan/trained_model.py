@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost, together
+from rotor_profiling.backends import prediction
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.optimizer import step_bytes_without
 from rotor_profiling.torch_compat import tree_leaves
@@ -23,17 +24,18 @@ from rotor_py.distributed.processes import (
     size_of,
 )
 from rotor_py.distributed.sharding import at_rest, is_sharded, keeps_gradients
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import OffloadError, UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.fixed_memory import static_infeasibility, trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
-from rotor_py.offload.offload import Offload
-from rotor_py.plan.offloading import link_to
+from rotor_py.offload.offload import Offload, link_of
+from rotor_py.plan.agreement import gather_objects
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
 from rotor_py.plan.step_spec import ModelState, StepSpec, TensorSpec, spec_of
-from rotor_solver import InfeasibleError
+from rotor_solver import InfeasibleError, Sequence
+from rotor_solver.moving import Link
 
 late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
 late_optimizers = WeakKeyDictionary()
@@ -171,9 +173,28 @@ class TrainedModel:
                 stepped=stepped,
             )
         if self.offload is not None:
-            budget = replace(budget, link=link_to(self.offload, device), link_name=self.offload.name)
+            budget = replace(budget, link=_link_to(self.offload, device), link_name=self.offload.name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
+
+    def reserve(self, budget: Budget, sequence: Sequence, group: ProcessGroup | None = None) -> None:
+        """Reserve room in the offload tier for a step by `sequence`, which all processes of `group` follow.
+
+        Raises OffloadError, in all of them, if there is less.
+        """
+        if self.offload is None or sequence.moves is None:
+            return
+        refused = ""
+        try:
+            if nbytes := budget.moved_bytes(sequence):
+                self.offload.tier.reserve(nbytes)
+        except OffloadError as error:
+            if group is None:
+                raise
+            refused = str(error)
+        for rank, each in enumerate([] if group is None else gather_objects(refused, group, self.device_of())):
+            if each:
+                raise OffloadError(f"rank {rank}: {each}", kind="cannot_offload_on_rank", rank=rank)
 
     def static_infeasibility(self, sample: Any, device: torch.device) -> InfeasibleError | None:
         """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None.
@@ -226,3 +247,17 @@ class TrainedModel:
             return budget
         needed = communication_bytes(self.whole)
         return budget.with_communication(needed) if needed > budget.fixed.communication else budget
+
+
+def _link_to(offload: Offload, device: torch.device) -> Link:
+    """Return the bandwidth from `device` to the tier and back. UnsupportedModelError if the device has no way to it."""
+    kind = "cuda" if offload.name == "host" else "cpu"
+    if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
+        other = "file:/path" if kind == "cuda" else "host"
+        raise UnsupportedModelError(
+            f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
+            f"offload={other!r}",
+            kind="other_device",
+            name="offload",
+        )
+    return link_of(offload.name, device)
