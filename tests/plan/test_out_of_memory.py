@@ -439,15 +439,6 @@ class TestSettings:
             Checkpointable(dropping(), **given)
         Checkpointable(dropping(), **{**given, "on_oom": "raise"})
 
-    def test_several_processes_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        network = planned(dropping())
-        monkeypatch.setattr("rotor_py.plan.trained_model.TrainedModel.alone", False)
-        with raises(UnsupportedModelError, "one_process_only", name="on_oom='replan'"):
-            step(network)
-        monkeypatch.undo()
-        step(network)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_device_that_is_too_small_trains_inside_it() -> None:

@@ -197,14 +197,6 @@ def test_hooks_of_the_optimizer_and_schedulers_see_one_step(planned: Checkpointa
         assert len(steps) == number + 1
 
 
-def test_several_processes_are_refused(planned: Checkpointable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainedModel, "alone", False)
-    with raises(UnsupportedModelError, "one_process_only", name="step_in_backward"):
-        planned(BATCH)
-    with raises(UnsupportedModelError, "one_process_only", name="step_in_backward"):
-        planned.measure(BATCH)
-
-
 class Borrows(nn.Module):
     """Uses the weight of a layer without training it; the layer is its own if it is `registered`."""
 
