@@ -43,12 +43,7 @@ class _Part:
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
-    """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective.
-
-    `device` is the one that this process trains on.
-
-    Raises InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages differ.
-    """
+    """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective."""
     # Compared before solving: rank 0's sequence is valid only for as many stages.
     own = _Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes, budget.link)
     parts = gather_objects(own, group, device)

@@ -59,11 +59,7 @@ class LayerParts:
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
-        """Find the storage modes of a layer on the input `value`, once for each kind of layer.
-
-        Does not change the layer. Skips layers that save less than a mebibyte: `saved_bytes` besides parameters, input
-        and output.
-        """
+        """Find the storage modes of a layer on the input `value`, once for each kind of layer."""
         self._found.pop(id(function), None)
         if kind not in self._kinds:
             gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)

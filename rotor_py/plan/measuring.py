@@ -80,11 +80,7 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
 
 
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-    """Cut the model into stages and measure them on `value`. The plan has no sequence yet.
-
-    Times are measured more `closely` for a limit that is read off the curve of all plans. Raises UnsupportedModelError
-    if the model cannot be cut.
-    """
+    """Cut the model into stages and measure them on `value`. The plan has no sequence yet."""
     settings, core = model.settings, model.core
     # Each plan has its own source: an earlier plan may wait, or be used again if this one fails.
     source = blank.renewed()

@@ -137,11 +137,7 @@ class Planner:
     # Requests of the user.
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, closely: bool = False) -> None:
-        """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked.
-
-        Restores parameters, gradients, buffers, random state and mode afterwards. Raises UnsupportedModelError if the
-        model cannot be cut.
-        """
+        """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked."""
         with self.plans.kept_on_error():
             value = self.plans.blank.input_of(args, kwargs)
             self.plans.measure(self.model.step_on(value), value, closely=closely)
@@ -164,10 +160,7 @@ class Planner:
         return self.in_use
 
     def follow(self, sequence: Sequence | None) -> None:
-        """Event 3: follow this sequence; None solves for one. Raises ValueError if nothing has been measured.
-
-        Raises OffloadError if the tier has no room for the offloads.
-        """
+        """Event 3: follow this sequence; None solves for one. Raises ValueError if nothing has been measured."""
         if sequence is not None:
             self.model.reserve(self.in_use.budget, sequence)
         self.in_use.sequence = sequence
@@ -182,11 +175,7 @@ class Planner:
         self.settings.mem_limit = limit
 
     def adopt(self, file: Plan) -> None:
-        """Event 8: follow a plan from a file.
-
-        Raises PlanMismatchError if it was made for another model, `compile=` or `keep=`; ValueError if it offloads, and
-        no tier was given.
-        """
+        """Event 8: follow a plan from a file."""
         file.refuse_other(model=model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
         file.refuse_fewer_bits(self.settings.keep)
@@ -219,11 +208,7 @@ class Planner:
                 _log.warning("%s", error, extra=fields_of(error))
 
     def compile_with(self, compile: Compile) -> None:
-        """Event 12: plan anew with compiled stages.
-
-        Raises ValueError if `compile` asks for CUDA graphs, or with `offload`. Warns if the plan is from a file, whose
-        stages are not compiled.
-        """
+        """Event 12: plan anew with compiled stages."""
         refuse_excluded(self.settings, compile="compile()")
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
             _log.warning(
@@ -253,11 +238,7 @@ class Planner:
     # Forwards by plans.
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Event 5: run the model forward, with a backward by plan; without one if nothing trains.
-
-        Raises UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan
-        fits, PlanMismatchError if the plan is from a file and was made for something else.
-        """
+        """Event 5: run the model forward, with a backward by plan; without one if nothing trains."""
         if torch_compat.maybe_current_level() is not None:
             raise UnsupportedModelError(
                 "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
@@ -304,10 +285,7 @@ class Planner:
         return self._run_other_way(value, by_plan)
 
     def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
-        """Put a plan for batches with these answers in use: a waiting one, or a new one.
-
-        Raises UnsupportedModelError in one of several processes: others may have other batches.
-        """
+        """Put a plan for batches with these answers in use: a waiting one, or a new one."""
         if not self.model.alone:
             raise UnsupportedModelError(
                 "the plan was made before this process was one of several, and for batches that are masked otherwise; "

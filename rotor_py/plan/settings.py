@@ -55,12 +55,7 @@ class Settings:
     """compressed storage modes that plans may use"""
 
     def __post_init__(self) -> None:
-        """Validate the settings.
-
-        Raises TypeError if `optimizer` or `step_in_backward` is not an optimizer: its class, for example; ValueError if
-        `forwards_in_flight` is not an integer of at least one, if `backward_order`, `compile` or `keep` is invalid, if
-        `on_oom`, `step_in_backward` or `offload` cannot be done, or if `keep` is combined with a strategy by hand.
-        """
+        """Validate the settings."""
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
             raise InvalidValueError(
@@ -167,12 +162,7 @@ def _given(settings: Settings) -> dict[str, str]:
 
 
 def refuse_excluded(settings: Settings, **more: str) -> None:
-    """Raise ValueError if two settings exclude each other, by `EXCLUSIONS`.
-
-    Args:
-        settings: the settings to check.
-        more: further names of the table that are asked for, each with the text that an error shows.
-    """
+    """Raise ValueError if two settings exclude each other, by `EXCLUSIONS`."""
     given = {**_given(settings), **more}
     for each in EXCLUSIONS:
         if each.first in given and each.second in given:

@@ -96,14 +96,7 @@ def solve(
     slots: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Sequence:
-    """Find the sequence of `plan` within `limit`, or else within the limit that is set.
-
-    Without an `algorithm`, use the strategy set by hand, or else find the best sequence. A given limit that works
-    becomes the limit that is set.
-
-    Raises InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits; ValueError for an invalid
-    limit; OffloadError if the tier has no room for the sequence's offloads.
-    """
+    """Find the sequence of `plan` within `limit`, or else within the limit that is set."""
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
@@ -146,10 +139,7 @@ def solve(
 def _telling_of_fresh_gradients(
     error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int
 ) -> InfeasibleError:
-    """Extend the error by the step's need with gradients freed between steps, where that is less.
-
-    It follows from the measurement. Most loops free gradients, and need not have declared it.
-    """
+    """Extend the error by the step's need with gradients freed between steps, where that is less."""
     if plan.fresh_gradients:
         return error
     device, budgets, group = model.device_of(plan.input_spec), plan.budgets(), model.group
@@ -177,10 +167,7 @@ def _telling_of_fresh_gradients(
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:
-    """Put a sequence in use that all processes follow; solve unless all of them have already.
-
-    Raises InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
-    """
+    """Put a sequence in use that all processes follow; solve unless all of them have already."""
     alone = model.alone
     # Compared as objects: a sequence set since is not agreed upon, even if equal.
     group = None if alone else model.group
@@ -213,10 +200,7 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
 
 
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
-    """Count an optimizer in a plan from a file. Warns if the plan has too little room for it.
-
-    Solves nothing: giving a file asks for its sequence.
-    """
+    """Count an optimizer in a plan from a file. Warns if the plan has too little room for it."""
     assert plan.file is not None
     before = plan.budget
     plan.count_optimizer(model.counted_optimizer())

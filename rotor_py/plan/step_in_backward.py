@@ -133,13 +133,7 @@ class Stepper:
         optimizer.register_step_post_hook(partial(_has_stepped, ref(self)))
 
     def before_forward(self, *, in_flight: bool) -> bool:
-        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Removes consumed gradients.
-
-        Returns whether the optimizer has got other parameters since the last forward, which no plan knows.
-
-        Raises RuntimeError if other forwards are in flight, or gradients exist already; ValueError if the optimizer has
-        become one of another kind.
-        """
+        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Removes consumed gradients."""
         refuse_optimizer(self._optimizer)
         if in_flight:
             raise InvalidStateError(

@@ -75,11 +75,7 @@ class StepPlans:
             raise
 
     def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
-        """Event 1: measure a step on `value`, and put its plan in use. The one in use before may wait.
-
-        Drops other plans for the same graph in steps of this kind, and one from a file: it fits any step that its file
-        covers.
-        """
+        """Event 1: measure a step on `value`, and put its plan in use. The one in use before may wait."""
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
         plan = guarded(plan) if self.model.settings.replans else plan

@@ -207,10 +207,7 @@ class StepSpec:
         return alike and self.model == other.model and same_kind(self.input, other.input)
 
     def identical(self, other: StepSpec) -> bool:
-        """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other.
-
-        If False, it may still be so.
-        """
+        """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other."""
         alike = self.answers is None or other.answers is None or self.answers == other.answers
         if not alike or self.model != other.model:
             return False

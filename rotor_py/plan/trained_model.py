@@ -101,10 +101,7 @@ class TrainedModel:
         return StepSpec(ModelState.of(self.core), spec_of(value))
 
     def device_of(self, spec: Any = None) -> torch.device:
-        """Return the device that a step on this input trains on, and whose memory the limit is about.
-
-        Raises UnsupportedModelError if model and input are on several.
-        """
+        """Return the device that a step on this input trains on, and whose memory the limit is about."""
         devices = ModelState.of(self.core).devices | {
             leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)
         }
@@ -141,11 +138,7 @@ class TrainedModel:
         }
 
     def counted_optimizer(self) -> OptimizerCost | None:
-        """Return the cost of the declared optimizer, or else of the detected ones that are still alive.
-
-        Its state and its step, for parameters that are not stepped in the backward. Raises UnknownOptimizerError if the
-        cost of the declared one cannot be found.
-        """
+        """Return the cost of the declared optimizer, or else of the detected ones that are still alive."""
         given = self.settings.optimizer
         if given is None:
             costs = [cost for cost in late_optimizers.get(self, {}).values() if cost is not None]
@@ -178,10 +171,7 @@ class TrainedModel:
         return budget.with_backward_order(self.settings.backward_order or "any")
 
     def reserve(self, budget: Budget, sequence: Sequence, group: ProcessGroup | None = None) -> None:
-        """Reserve room in the offload tier for a step by `sequence`, which all processes of `group` follow.
-
-        Raises OffloadError, in all of them, if there is less.
-        """
+        """Reserve room in the offload tier for a step by `sequence`, which all processes of `group` follow."""
         if self.offload is None or sequence.moves is None:
             return
         refused = ""
@@ -197,10 +187,7 @@ class TrainedModel:
                 raise OffloadError(f"rank {rank}: {each}", kind="cannot_offload_on_rank", rank=rank)
 
     def static_infeasibility(self, sample: Any, device: torch.device) -> InfeasibleError | None:
-        """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None.
-
-        Raises ValueError for an invalid limit.
-        """
+        """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None."""
         settings = self.settings
         if settings.by_hand is not None and settings.mem_limit is None:
             return None

@@ -12,8 +12,7 @@ from torch import nn
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from rotor_py.validate.verification import verify
-from rotor_solver import InfeasibleError, Persistent, simulate_forwards, solve_in_flight
+from rotor_solver import InfeasibleError, simulate_forwards, solve_in_flight
 from tests.checkpointable.steps import CPU
 from tests.fields import logged, raises
 

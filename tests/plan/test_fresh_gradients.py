@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, estimate
-from rotor_py.measure.stage_measurer import StageMeasurer
 from tests.cli.conftest import model_file, plan  # noqa: F401  # fixtures
 from tests.fields import raises
 

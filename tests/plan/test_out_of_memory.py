@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
+from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan import oom_replanning
 from rotor_py.stage.error_context import asked_bytes, is_out_of_memory
 from tests.checkpointable.steps import Residual, between, blocks, images, square, step_peak
@@ -438,6 +438,7 @@ class TestSettings:
         with raises(ValueError, kind, name=name):
             Checkpointable(dropping(), **given)
         Checkpointable(dropping(), **{**given, "on_oom": "raise"})
+
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

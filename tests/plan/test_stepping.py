@@ -14,7 +14,6 @@ from torch import nn
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import PlanMismatchError
 from rotor_py.plan.step_in_backward import SpentGradientError
-from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Sequence, store_all
 from tests.fields import raises
 from tests.training.stepping import chain, square, stepping, train, vectors

@@ -223,12 +223,7 @@ def _is_for_inputs_alone(model: TrainedModel) -> bool:
 
 
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
-    """Solve for the number of forwards in flight seen, and for the order of their backwards.
-
-    No forward may be in flight. Logs a line if another sequence is found. If there is none, warns, and training goes on
-    with the sequence in use, beyond the limit. Processes that plan together plan for the declared number; sequences by
-    hand or from a file stay.
-    """
+    """Solve for the number of forwards in flight seen, and for the order of their backwards."""
     if not model.alone:
         return
     order = plan.order.to_plan_for(model.settings, alone=True)

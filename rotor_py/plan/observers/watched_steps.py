@@ -168,10 +168,7 @@ class WatchedSteps:
         """outputs of the last watched step"""
 
     def forward_begins(self, plan: StepPlan, value: Any, in_flight: int) -> None:
-        """Watch the step that a forward on `value` begins, unless there is nothing to watch for.
-
-        The forward joins the last step if others are in flight.
-        """
+        """Watch the step that a forward on `value` begins, unless there is nothing to watch for."""
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
             if self._watch is not None:
@@ -337,10 +334,7 @@ and a wrong prediction stays in use."""
 
 
 def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Compare the first step by a predicted plan with its prediction; do nothing for other plans and steps.
-
-    If the peak differs by more than the margin, mark the model for measuring (`disproved`), and warn.
-    """
+    """Compare the first step by a predicted plan with its prediction; do nothing for other plans and steps."""
     if plan.file is None or plan.file.predicted_for is None or plan.prediction_holds is not None:
         return
     assert plan.sequence is not None
