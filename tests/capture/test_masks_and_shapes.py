@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.plan.graph_source import GraphSource
-from rotor_py.plan.step_plan import Refusals
+from rotor_py.plan.settings import Settings
+from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
+from rotor_py.plan.trained_model import TrainedModel
 from tests.capture.test_masks import assert_same_gradients, attentions, llama, words
 from tests.fields import logged
 
@@ -104,14 +105,14 @@ def test_where_the_first_graph_asks_and_another_is_planned_plans_wait_as_well(ca
 
 def test_a_batch_with_padding_that_was_refused_says_nothing_of_one_without() -> None:
     model, error = llama(), InfeasibleError("no plan", min_bytes=200, mem_limit=100)
-    spec, source = StepSpec(ModelState.of(model), spec_of(((), words()))), GraphSource(model, 10)
+    spec = StepSpec(ModelState.of(model), spec_of(((), words())))
     answers: list[tuple[bool, ...] | None] = [None, (), (True,), (False,)]
     for refused in answers:
-        refusals = Refusals()
-        refusals.remember(replace(spec, answers=refused), error)
+        plans = StepPlans(TrainedModel(model, model, Settings(mem_limit=100)))
+        plans._remember_refused(replace(spec, answers=refused), error)
         for asked in answers:
             if refused == (False,) != asked:
-                refusals.raise_if_refused(replace(spec, answers=asked), 100, source)
+                plans._raise_if_refused(replace(spec, answers=asked))
             else:
                 with pytest.raises(InfeasibleError):
-                    refusals.raise_if_refused(replace(spec, answers=asked), 100, source)
+                    plans._raise_if_refused(replace(spec, answers=asked))
