@@ -279,22 +279,18 @@ class Planner:
             answers = error.answers if isinstance(error, OtherDataError) else None
         # Not in the `except`: there, the error's traceback would keep the tensors of the first attempt.
         if answers is not None:
-            self._turn_to_answers(answers, value)
+            if not model.alone:  # others may have other batches
+                raise UnsupportedModelError(
+                    "the plan was made before this process was one of several, and for batches that are masked "
+                    "otherwise; call measure() again in all of them",
+                    kind="no_plan_for_input",
+                    name="mask",
+                )
+            spec = replace(model.step_on(value), answers=answers)
+            self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
             with suppress(PlanMismatchError):  # another shape may also change the model's control flow
                 return by_plan(value, self._forwards.in_flight())
         return self._run_other_way(value, by_plan)
-
-    def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
-        """Put a plan for batches with these answers in use: a waiting one, or a new one."""
-        if not self.model.alone:
-            raise UnsupportedModelError(
-                "the plan was made before this process was one of several, and for batches that are masked otherwise; "
-                "call measure() again in all of them",
-                kind="no_plan_for_input",
-                name="mask",
-            )
-        spec = replace(self.model.step_on(value), answers=answers)
-        self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
 
     def _run_other_way(self, value: Any, by_plan: Callable[[Any, list[ForwardInFlight]], Any]) -> Any:
         """Run a forward whose graph differs from that of the plan in use, for example for another shape."""

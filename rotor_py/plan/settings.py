@@ -63,12 +63,12 @@ class Settings:
                 kind="not_a_count",
                 name="forwards_in_flight",
             )
-        if self.backward_order not in (None, *ORDERS):
-            raise InvalidValueError(
-                f"backward_order is {self.backward_order!r}; it can be {' or '.join(map(repr, ORDERS))}",
-                kind="unknown_value",
-                name="backward_order",
-            )
+        values = {"backward_order": (None, *ORDERS), "on_oom": ("raise", "replan"), "keep": (None, *FEWER_BITS)}
+        for name, known in values.items():
+            if (value := getattr(self, name)) not in known:
+                raise InvalidValueError(
+                    f"{name} is {value!r}; it can be {' or '.join(map(repr, known))}", kind="unknown_value", name=name
+                )
         for name, given in (("optimizer", self.optimizer), ("step_in_backward", self.step_in_backward)):
             if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
                 raise InvalidTypeError(
@@ -76,16 +76,6 @@ class Settings:
                     kind="not_an_optimizer",
                     name=name,
                 )
-        if self.on_oom not in ("raise", "replan"):
-            raise InvalidValueError(
-                f"on_oom is {self.on_oom!r}; it can be 'raise' or 'replan'", kind="unknown_value", name="on_oom"
-            )
-        if self.keep is not None and self.keep not in FEWER_BITS:
-            raise InvalidValueError(
-                f"keep is {self.keep!r}; it can be {', '.join(map(repr, FEWER_BITS))}, or None for exact",
-                kind="unknown_value",
-                name="keep",
-            )
         if self.offload is not None:
             self.offload = checked_name(self.offload)  # the full name of the tier
         refuse_excluded(self)

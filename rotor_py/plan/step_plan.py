@@ -159,6 +159,17 @@ class StepPlan:
         """Whether its sequence comes from solving, and not from a strategy by hand, a file, or the user."""
         return self.file is None and settings.by_hand is None and self.sequence is self.found
 
+    def why_it_stays(self, model: TrainedModel) -> str | None:
+        """Say why the plan must not change after a step over its limit; None if it may."""
+        if self.file is not None:
+            return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
+        if model.settings.by_hand is not None:
+            return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
+        if not model.alone:
+            # Other processes may have found nothing, would not join the solve, and all would wait.
+            return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
+        return None
+
     def is_for(self, spec: StepSpec) -> bool:
         """Whether it was measured for such steps. A plan from a file is compared with its file instead."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)

@@ -166,7 +166,15 @@ class Forwards:
                 return squeezed
         if count > max(self._warned, plan.budget.forwards):  # else the warning came when the plan was made
             self._warned = count
-            _warn(count, held, peak, limit, model)
+            _log.warning(
+                "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their "
+                "backwards, so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Say "
+                "forwards_in_flight=%d (--forwards-in-flight %d), and the plan leaves room for them. Or call "
+                "backward() after each forward: the gradients add up to the same.",
+                count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
+                format_bytes(limit), limit, count, count,
+                extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
+            )  # fmt: skip
         return planned
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
@@ -201,18 +209,6 @@ class Forwards:
                 self._remembered.clear()
             self._remembered[key] = of, make()  # holding `of` keeps its id from being reused
         return self._remembered[key][1]
-
-
-def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> None:
-    _log.warning(
-        "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their backwards, "
-        "so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Say forwards_in_flight=%d "
-        "(--forwards-in-flight %d), and the plan leaves room for them. Or call backward() after each forward: the "
-        "gradients add up to the same.",
-        count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
-        format_bytes(limit), limit, count, count,
-        extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
-    )  # fmt: skip
 
 
 def _is_for_inputs_alone(model: TrainedModel) -> bool:

@@ -92,12 +92,8 @@ class KeptGradients:
         )  # fmt: skip
 
     def _remedy(self, plan: StepPlan, value: Any) -> str:
-        if plan.file is not None:
-            return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
-        if self._model.settings.by_hand is not None:
-            return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
-        if not self._model.alone:
-            return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
+        if (why := plan.why_it_stays(self._model)) is not None:
+            return why
         try:
             self._plans.plan_for_kept_gradients(value)
         except InfeasibleError as error:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from rotor_profiling import (
-    LossCost,
     Phase,
     StepWatch,
     optimizer_cost,
@@ -237,15 +236,16 @@ def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model:
     If the limit has no room for them, solve again, once per plan, and log the result. If no plan has room, or the plan
     must not change, warn, and training goes on beyond the limit.
     """
-    planned = plan.measurement.loss
-    found = _cost(loss, planned, plan.budget.chain.activation[-1])
+    planned, gradient = plan.measurement.loss, plan.budget.chain.activation[-1]
+    # As `measure_loss` counts it: the gradient of the output is part of the chain.
+    temp, kept = max(planned.temp_bytes, loss.rise - gradient), max(planned.kept_bytes, loss.kept - gradient)
+    found = replace(planned, temp_bytes=temp, kept_bytes=kept)
     if found == planned and peak_bytes <= limit:
         return
     assert plan.sequence is not None
     limit = max(limit, plan.budget.peak_bytes(plan.sequence))  # a plan may exceed it, as its warning said
     measurement = replace(plan.measurement, loss=found)
-    kept = found.kept_bytes - planned.kept_bytes
-    budget = plan.budget.with_found(measurement, kept, fresh_gradients=plan.fresh_gradients)
+    budget = plan.budget.with_found(measurement, kept - planned.kept_bytes, fresh_gradients=plan.fresh_gradients)
     # Bytes that the loss does not explain count as held throughout the step.
     other = max(0, peak_bytes - budget.peak_bytes(plan.sequence)) if peak_bytes > limit else 0
     budget = budget.with_found(measurement, other, fresh_gradients=plan.fresh_gradients)
@@ -254,15 +254,25 @@ def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model:
         plan.budget, plan.measurement = budget, measurement
     if peak > limit:
         least = (peak - limit) / _WORTH_SAYING
-        more = found.temp_bytes - planned.temp_bytes + kept
-        causes = _of_loss(found, planned) if more > least else "", _of_others(other, limit) if other > least else ""
+        of_loss = of_others = ""
+        if temp - planned.temp_bytes + kept - planned.kept_bytes > least:
+            of_loss = (
+                f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, where "
+                f"{format_bytes(planned.temp_bytes)} were planned for: pass it as loss=, or "
+                f"loss_tmp_memory_usage={temp}, so that it counts from the start."
+            )
+        if other > least:
+            of_others = (
+                f" {format_bytes(other)} more are held than was known, such as other inputs and outputs: let go of "
+                f"them, or write mem_limit={limit - other}."
+            )
         remedy = _plan_again(plan, model)
         _log.warning(
             "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes).%s%s %s",
-            type(model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit, *causes, remedy,
+            type(model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit, of_loss, of_others, remedy,
             extra=record_fields(
                 "over_limit", name=type(model.core).__name__, peak_bytes=peak, mem_limit=limit,
-                loss_bytes=found.temp_bytes if causes[0] else 0, other_bytes=other if causes[1] else 0,
+                loss_bytes=temp if of_loss else 0, other_bytes=other if of_others else 0,
                 goes_on=budget.peak_bytes(plan.sequence) > limit,
             ),
         )  # fmt: skip
@@ -280,40 +290,11 @@ def tell_of_several_plans(peak_bytes: int, limit: int, plan: StepPlan, model: Tr
     )  # fmt: skip
 
 
-def _cost(loss: Phase, planned: LossCost, gradient_bytes: int) -> LossCost:
-    """Return the loss cost as `measure_loss` counts it: the gradient of the output is part of the chain."""
-    return replace(
-        planned,
-        temp_bytes=max(planned.temp_bytes, loss.rise - gradient_bytes),
-        kept_bytes=max(planned.kept_bytes, loss.kept - gradient_bytes),
-    )
-
-
-def _of_loss(found: LossCost, planned: LossCost) -> str:
-    need, room = found.temp_bytes, planned.temp_bytes
-    return (
-        f" Its loss needs {format_bytes(need)} beyond the gradient of the output, where {format_bytes(room)} were "
-        f"planned for: pass it as loss=, or loss_tmp_memory_usage={need}, so that it counts from the start."
-    )
-
-
-def _of_others(size: int, limit: int) -> str:
-    return (
-        f" {format_bytes(size)} more are held than was known, such as other inputs and outputs: let go of them, or "
-        f"write mem_limit={limit - size}."
-    )
-
-
 def _plan_again(plan: StepPlan, model: TrainedModel) -> str:
     """Solve again, where allowed; return the outcome in words."""
     plan.overruns += 1
-    if plan.file is not None:
-        return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
-    if model.settings.by_hand is not None:
-        return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
-    if not model.alone:
-        # Other processes may have found nothing, would not join the solve, and all would wait.
-        return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
+    if (why := plan.why_it_stays(model)) is not None:
+        return why
     if plan.overruns > 1:
         return "It was planned again before, and the plan stays: training goes on, beyond the limit."
     try:
