@@ -227,18 +227,6 @@ def test_a_model_that_has_changed_is_planned_anew(change: Callable[[Checkpointab
     assert planned.sequence is not sequence
 
 
-def test_unfreezing_is_planned_anew() -> None:
-    network = blocks(4, 16)
-    network[0].requires_grad_(False)
-    planned = planned_at(0.5, network)
-    assert "0" not in planned.names
-    planned.mem_limit = "1GB"
-    network.requires_grad_(True)
-    planned(images()).sum().backward()
-    assert planned.names[0] == "0"
-    assert network[0].weight.grad is not None
-
-
 def test_evaluation_and_no_grad_are_the_model() -> None:
     planned = planned_at(0.0)
     x = images()

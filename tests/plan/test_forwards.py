@@ -96,8 +96,7 @@ def same_gradients(planned: Checkpointable, kind: str, step: Callable[[nn.Module
     return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-@pytest.mark.parametrize("forwards", [2, 4])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("forwards", "share"), [(2, 0.0), (2, 0.3), (4, 1.0)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_forwards_that_were_told_stay_inside_the_limit_in_any_order(
     kind: str, share: float, forwards: int, caplog: pytest.LogCaptureFixture

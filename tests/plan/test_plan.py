@@ -152,13 +152,6 @@ def test_files_that_are_no_plan_are_refused(tmp_path: Path, text: str) -> None:
         Checkpointable(network(), plan=path)
 
 
-def test_a_plan_without_its_fields_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text('{"schema": 12}')
-    with raises(ValueError, "damaged_plan", name=str(path), field="torch"):
-        Checkpointable(network(), plan=path)
-
-
 def test_a_file_that_is_not_there_is_said_to_be_so(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Checkpointable(network(), plan=tmp_path / "none.json")
