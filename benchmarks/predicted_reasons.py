@@ -74,7 +74,7 @@ class Followed:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, tapes tell of what they do."""
-        forward, run_next, run_again, advance = Tape._forward, Tape._run_next, Tape._run_again, Tape._advance
+        forward, run_next, run_again, advance = Tape._forward, Tape._run_next, Tape._recompute, Tape._advance
         come: set[int] = set()
 
         def begin(self_: Tape, held: Any, value: Any) -> Any:
@@ -108,7 +108,7 @@ class Followed:
             if stage not in self_.instructions.in_graph:
                 self.come_to(Backward(stage))
 
-        changed = {"_forward": begin, "_run_next": first, "_run_again": again, "_advance": advanced}
+        changed = {"_forward": begin, "_run_next": first, "_recompute": again, "_advance": advanced}
         with patch.multiple(Tape, **changed), patch.object(Runners, "joined", lambda *_: None):
             yield
 

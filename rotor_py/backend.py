@@ -21,7 +21,7 @@ from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
 from rotor_py.execute.instructions import Instructions, Runners, read_sequence
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
@@ -140,7 +140,7 @@ class GraphPlanner:
             runners = runners_of(plan.cut.stages, rng, ways, keepers).by(instructions.options)
             self._read = sequence, instructions, runners
         _, instructions, runners = self._read
-        made = replay(runners, instructions, value, context=context)
+        made = Tape(runners, instructions, context=context).forward(value)
         self._forwards.forward_returned(plan, sequence, model, made)
         return graph.leave(made, values)
 

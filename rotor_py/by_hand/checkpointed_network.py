@@ -13,7 +13,7 @@ from torch import nn
 from rotor_profiling import leaves_of, storage_bytes, tensors_in
 from rotor_profiling.isolate import accelerators, trained_parameters
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.stage.forward_state import present
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, InvalidValueError
@@ -109,7 +109,7 @@ class CheckpointedNetwork(nn.Module):
         enables = map(ForwardEnable, range(count))
         instructions = read_sequence(count, recompute_segments(enables, segments_from(range(count), count)))
         with _watched(self.segments) as (kept, made):
-            output = replay(runners, instructions, x)
+            output = Tape(runners, instructions).forward(x)
         self._kept, self._full = kept.nbytes, made.nbytes
         return output
 

@@ -21,7 +21,7 @@ from rotor_py.by_hand.strategy import whole_number
 from rotor_py.errors import CheckpointLimitError, InvalidStateError, InvalidValueError, MissingCheckpointError
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.store import ActivationStore
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.stage.forward_state import Surroundings, recorded
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable
@@ -214,7 +214,7 @@ class ActivationCheckpointer:
         runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
         enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
         sequence = recompute_segments(enables, segments[:-1])
-        value = replay(runners, read_sequence(len(run), sequence), input, store)
+        value = Tape(runners, read_sequence(len(run), sequence), store).forward(input)
         for index in shared:  # a layer's output is the input of the segment that starts after it
             self._store.adopt(index, store, index + 1)
         return value

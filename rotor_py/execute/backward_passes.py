@@ -9,12 +9,15 @@ what had a gradient in the forward, whatever this pass was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch.autograd.graph import Node
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor_profiling import torch_compat
 from rotor_py.errors import InvalidStateError
@@ -22,22 +25,15 @@ from rotor_py.execute.instructions import Instructions
 from rotor_py.execute.store import ActivationStore
 from rotor_py.stage.runner import AttachedStage
 
-_NO_TASK = -1
-
-
-def current_task() -> int:
-    """Return the number of the pass, unique in the process."""
-    return torch_compat.current_graph_task_id()
+current_task: Callable[[], int] = torch_compat.current_graph_task_id
+"""Return the number of the pass, unique in the process; -1 outside of passes."""
+retains_graph: Callable[[], bool] = torch_compat.get_current_graph_task_keep_graph
+"""Whether the pass retains the graph, so that another can follow."""
 
 
 def in_backward() -> bool:
     """Whether a backward pass is running."""
-    return current_task() != _NO_TASK
-
-
-def retains_graph() -> bool:
-    """Whether the pass retains the graph, so that another can follow."""
-    return torch_compat.get_current_graph_task_keep_graph()
+    return current_task() != -1
 
 
 def goes_through(node: Node) -> bool:
@@ -46,6 +42,11 @@ def goes_through(node: Node) -> bool:
         return torch_compat.will_engine_execute_node(node)
     except RuntimeError:  # raised for a leaf whose gradient `torch.autograd.grad` was asked for
         return True
+
+
+def goes_through_any(nodes: Iterable[Node | None]) -> bool:
+    """Whether the pass goes through any of these nodes."""
+    return any(node is not None and goes_through(node) for node in nodes)
 
 
 @dataclass(slots=True)
@@ -82,32 +83,14 @@ class Passes:
     """Hands the values of a forward to the backward passes that follow it."""
 
     def __init__(self, held: Held, instructions: Instructions) -> None:
+        self.left: Held | None = held
+        """what the next pass finds; None once a pass has begun that leaves nothing for another one"""
+        self.nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
+        """nodes by stage, for as long as the graph lives"""
         self._instructions = instructions
-        self._held: Held | None = held
         self._current: Pass | None = None
-        self._nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
         self._used: set[int] = set()
         """stages whose backward has run in a pass that did not retain the graph"""
-
-    def know(self, stage: int, node: Node) -> None:
-        """Register the node of a stage, for as long as the graph lives."""
-        self._nodes[stage] = node
-
-    @property
-    def used_up(self) -> bool:
-        """Whether a pass has begun that leaves nothing for another one."""
-        return self._held is None
-
-    @contextmanager
-    def begin(self) -> Iterator[Held]:
-        """Enter the forward, which fills the held values. Release them on an error (Rule 10)."""
-        held = self._held
-        assert held is not None
-        try:
-            yield held
-        except BaseException:
-            held.clear()
-            raise
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
@@ -115,7 +98,9 @@ class Passes:
 
         Raises RuntimeError if an earlier pass has consumed what the forward left.
         """
-        current = self._find()
+        current = self._current
+        if current is None or current.task != current_task():  # Rule 8
+            current = None if self.left is None else self._begin()
         if current is None or stage in current.used:
             raise InvalidStateError(
                 "this forward was already used by a backward, which freed what it had kept; call backward with "
@@ -129,29 +114,97 @@ class Passes:
             current.held.clear()
             raise
 
-    def concerns_nodes(self) -> bool:
-        """Whether the running pass goes through the node of any stage."""
-        return any(goes_through(node) for node in self._nodes.values())
-
-    def _find(self) -> Pass | None:
-        """Find the running pass by its graph task (Rule 8); None if nothing is left for it."""
-        task, retain = current_task(), retains_graph()
-        if self._current is None or self._current.task != task:
-            if self._held is None:
-                return None
-            held, used = self._held, frozenset(self._used)
-            if retain:
-                held = held.copy()  # a pass releases inputs as it goes; the next pass must still find them
-            else:
-                self._held = self._left_by_this_pass(held)
-            self._current = Pass(task, held, retain, used)
+    def _begin(self) -> Pass:
+        held, used, retain = self.left, frozenset(self._used), retains_graph()
+        assert held is not None
+        if retain:
+            held = held.copy()  # a pass releases inputs as it goes; the next pass must still find them
+        else:
+            self.left = self._left_by_this_pass(held)
+        self._current = Pass(current_task(), held, retain, used)
         return self._current
 
     def _left_by_this_pass(self, held: Held) -> Held | None:
         """What remains after a pass that does not retain the graph: None if it goes through all nodes."""
-        self._used |= {stage for stage, node in self._nodes.items() if goes_through(node)}
-        if not (others := set(self._nodes) - self._used):
+        self._used |= {stage for stage, node in self.nodes.items() if goes_through(node)}
+        if not (others := set(self.nodes) - self._used):
             return None
         left = held.copy()
         left.inputs.drop_all_but(self._instructions.read_before_backward(others))
         return left
+
+
+# Parameter gradients for the second pass of a split backward.
+#
+# A zero-bubble pipeline first asks for the gradients of a stage's input, which the previous rank waits for, with the
+# graph retained. Later it passes the same gradients again, node by node, for the parameters. A stage that must be
+# recomputed is recomputed for the first pass only, which computes both: recomputing twice costs time, keeping the graph
+# costs the memory that the plan saves.
+
+
+Gradients = Sequence[torch.Tensor | None]
+_ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whether `torch.distributed.pipelining` starts the second pass of a node from one new tensor, the sum of the gradients
+that arrived at all outputs, as the gradient of the first output. Seen in torch 2.11, not in 2.13."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    others: tuple[torch.Tensor | None, ...]
+    """the other gradients that arrived with the one used as key"""
+    versions: tuple[int | None, ...]
+    """versions of the key gradient and of the others"""
+    parameters: Gradients
+
+
+class Unclaimed:
+    """Parameter gradients of one stage, keyed by the output gradients that they were computed from.
+
+    An entry lives as long as the caller holds those output gradients, the same tensors and unchanged, to start the
+    second pass. After an ordinary pass, the entry goes at once.
+    """
+
+    def __init__(self) -> None:
+        self._computed: Any = WeakTensorKeyDictionary()
+
+    def keep(self, arrived: Gradients, parameters: Gradients) -> None:
+        """Keep parameter gradients for the gradients that `arrived` at the output."""
+        first, others = _split(arrived)
+        self._computed[first] = _Computed(others, _versions(first, others), parameters)
+
+    def take(self, arrived: Gradients, *, leave: bool) -> Gradients | None:
+        """Return the parameter gradients kept for the gradients that `arrived`, if any; `leave` keeps the entry."""
+        key = self._key_of(*_split(arrived))
+        if key is None:
+            return None
+        found: _Computed = self._computed[key] if leave else self._computed.pop(key)
+        return found.parameters
+
+    def _key_of(self, first: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+        """Find the key tensor for these gradients, if they arrived before and are unchanged."""
+        found: _Computed | None = self._computed.get(first)
+        if found is not None:
+            same = all(a is b for a, b in zip(others, found.others, strict=True))
+            return first if same and found.versions == _versions(first, others) else None
+        if _ADDED_UP and all(other is None for other in others):
+            return next((each for each, found in self._computed.items() if _adds_up(each, found, first)), None)
+        return None
+
+
+def _split(arrived: Gradients) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+    at = next(i for i, gradient in enumerate(arrived) if gradient is not None)
+    first = arrived[at]
+    assert first is not None
+    return first, (*arrived[:at], *arrived[at + 1 :])
+
+
+def _versions(first: torch.Tensor, others: Gradients) -> tuple[int | None, ...]:
+    return tuple(None if gradient is None else gradient._version for gradient in (first, *others))
+
+
+def _adds_up(first: torch.Tensor, found: _Computed, total: torch.Tensor) -> bool:
+    """Whether `total` is the sum of the gradients that arrived, which are unchanged."""
+    if found.versions != _versions(first, found.others):
+        return False
+    terms = [first, *(gradient for gradient in found.others if gradient is not None)]
+    return all(term.shape == total.shape for term in terms) and torch.equal(sum(terms[1:], terms[0]), total)

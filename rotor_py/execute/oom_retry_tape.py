@@ -22,18 +22,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Operations
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from rotor_profiling.isolate import RandomState
+from rotor_profiling import bytes_like
+from rotor_profiling.attributes import Attributes
+from rotor_profiling.isolate import RandomState, buffer_slots
 from rotor_profiling.storage import tensors_in
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.execute.backward_passes import Held, Passes
 from rotor_py.execute.instructions import Instructions, from_input, in_nodes, read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.error_context import is_out_of_memory
+from rotor_py.stage.forward_state import slots_that_move
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence
 
@@ -56,6 +61,44 @@ class SmallerPlans(Protocol):
         """Return a plan for the first `stages` stages, where another pass begins after a failed one."""
 
 
+class Undo:
+    """State that the coming forward of `function` may change: buffers, attributes, and the RNG state of `devices`.
+
+    Only for stages that may have to repeat it, since copies of buffers cost memory.
+    """
+
+    def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
+        self._random = RandomState.now(devices)
+        self._attributes = Attributes(function)
+        self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
+        copied = {id(tensor) for (_, _, tensor), _ in self._copies}
+        # Not expected to change, so not copied. `restore` reports a change.
+        self._others = [(slot, slot[2]._version) for slot in buffer_slots(function) if id(slot[2]) not in copied]
+
+    def restore(self) -> str | None:
+        """Restore everything. Return the reason if a change cannot be undone, else None."""
+        self._random.restore()
+        try:
+            self._attributes.put_back()
+        except RuntimeError as error:
+            return str(error)
+        for (table, name, tensor), before in self._copies:
+            table[name] = tensor
+            # Unchanged buffers are not written: one may be an expanded number.
+            if not torch.equal(tensor, before):
+                # Through `data`, which leaves the version: the graph of an earlier forward may have saved the buffer.
+                tensor.data.copy_(before)
+        for (table, name, tensor), version in self._others:
+            if table[name] is not tensor or tensor._version != version:
+                return f"buffer {name!r} was changed for the first time, and there is no copy of it"
+        return None
+
+
+def undo_bytes(functions: Iterable[nn.Module]) -> int:
+    """Return the most bytes of an `Undo` for one of these stages. Each is released before the next is made."""
+    return max((bytes_like(slot[2] for slot in slots_that_move(function)) for function in functions), default=0)
+
+
 class OOMRetryTape(Tape):
     """A tape whose stages are recomputed after an out-of-memory error, by one of `plans`. All stages are modules."""
 
@@ -70,8 +113,7 @@ class OOMRetryTape(Tape):
     ) -> None:
         super().__init__(runners, instructions, context=context)
         self._plans = plans
-        self._stored = _stored(instructions)
-        self._begin_anew(in_nodes(instructions))
+        self._follow(instructions)
         self._input: Any = None
         self._devices: tuple[torch.device, ...] = ()
         self._then: list[list[int]] = []
@@ -89,9 +131,14 @@ class OOMRetryTape(Tape):
             except RuntimeError as error:
                 if not is_out_of_memory(error) or (sequence := self._plans.whole(error, self._not_undone)) is None:
                     raise
-            instructions = read_sequence(len(self.runners), sequence)
-            self._stored = _stored(instructions)
-            self._begin_anew(in_nodes(instructions))
+            self._follow(read_sequence(len(self.runners), sequence))
+
+    def _follow(self, instructions: Instructions) -> None:
+        """Run the whole chain by `instructions`, with every stage in a node."""
+        operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
+        self._stored = {each.stage: each.option for each in operations if each.stage in instructions.in_graph}
+        """options of the stages that the forward stores"""
+        self._begin_anew(in_nodes(instructions))
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage inside its node: for the first time, or once more if it has completed before."""
@@ -117,10 +164,10 @@ class OOMRetryTape(Tape):
             output = runner.again(value, self.surroundings[stage], self.context)
         else:
             output, self.surroundings[stage] = self._undone_on_error(runner, runner.first, value)
-        return output, self._without_gradient(stage, value, output)
+        return output, self._without_gradient(runner, value, output)
 
     def _undone_on_error(self, runner: StageRunner, run: Any, value: Any) -> Any:
-        undo = runner.undo(value, self.context)
+        undo = Undo(runner.function, runner.devices(value, self.context))
         try:
             return run(value, self.context)
         except RuntimeError as error:
@@ -130,7 +177,7 @@ class OOMRetryTape(Tape):
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage`."""
-        if stage not in self.instructions.backward_at and not self._passes.used_up:
+        if stage not in self.instructions.backward_at and self.passes.left is not None:
             # An earlier pass failed after it had come further, and left only the chain's input.
             self._begin_anew(from_input(stage + 1, self._plans.rest_as_before(stage + 1)), self._input)
         random = RandomState.now(self._devices)
@@ -145,7 +192,7 @@ class OOMRetryTape(Tape):
                     raise
             random.restore()
             self._begin_anew(from_input(stage + 1, sequence), self._input)
-        if stage == 0 and self._passes.used_up:
+        if stage == 0 and self.passes.left is None:
             self._input = None
         return found
 
@@ -154,7 +201,7 @@ class OOMRetryTape(Tape):
         held = Held()
         if value is not None:
             held.inputs.keep(0, value)
-        self._held, self._passes, self.instructions = held, Passes(held, instructions), instructions
+        self._held, self.passes, self.instructions = held, Passes(held, instructions), instructions
 
     def _inexact(self, stage: int) -> str | None:
         """Say why stages 0 … `stage` cannot be recomputed exactly; None if they can."""
@@ -164,16 +211,16 @@ class OOMRetryTape(Tape):
             found = self.surroundings.get(number)
             if found is not None and found.earlier is not None and found.earlier.switched:
                 return f"stage {runner.name!r} was switched between training and evaluation after the forward"
-        if self.runners[stage].hooks_gradients:
+        modules = _module_of(self.runners[stage]).modules()
+        if any(module._backward_hooks or module._backward_pre_hooks for module in modules):
             return f"stage {self.runners[stage].name!r} has hooks on gradients, which may have been called"
         return None
 
     def _written(self, stages: int) -> list[list[int]]:
-        parameters = [runner.all_parameters() for runner in self.runners[:stages]]
-        return [self._versions(self._input), *([each._version for each in found] for found in parameters)]
+        modules = map(_module_of, self.runners[:stages])
+        return [self._versions(self._input), *([each._version for each in module.parameters()] for module in modules)]
 
 
-def _stored(instructions: Instructions) -> dict[int, int]:
-    """Map the stages that the forward stores to their options."""
-    operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
-    return {each.stage: each.option for each in operations if each.stage in instructions.in_graph}
+def _module_of(runner: StageRunner) -> nn.Module:
+    assert isinstance(runner.function, nn.Module)
+    return runner.function

@@ -42,18 +42,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
 
+from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.storage import tensors_in, wait_for
+from rotor_profiling.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 from rotor_py.errors import InvalidStateError, InvalidValueError
-from rotor_py.execute.backward_passes import Held, Pass, Passes
+from rotor_py.execute.backward_passes import Held, Pass, Passes, Unclaimed, goes_through_any, retains_graph
 from rotor_py.execute.instructions import Instructions, Runners, Step, read_sequence
-from rotor_py.execute.node import Frame, StageNode
 from rotor_py.execute.store import ActivationStore
 from rotor_py.offload.offload_saved import OffloadableStorages
 from rotor_py.offload.tier import Tier
@@ -61,6 +62,7 @@ from rotor_py.stage.error_context import is_watched
 from rotor_py.stage.forward_state import Surroundings
 from rotor_py.stage.replayed_routing import draws
 from rotor_py.stage.runner import StageRunner, run_offloadable
+from rotor_py.stage.side_effects import recall_effects
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.moving import Moves
 
@@ -95,10 +97,80 @@ class Moving:
         """Run a stage in the graph of plain training, and begin to offload its saved tensors if the plan says so."""
         if stage not in self.moves.stages:
             return runner.forward(value, context)
-        output, leaving = run_offloadable(runner, value, context)
-        leaving.leave(self.tier)
-        self._away[stage] = leaving
+        output, offloadable = run_offloadable(runner, value, context)
+        offloadable.offload(self.tier)
+        self._away[stage] = offloadable
         return output
+
+
+_TENSOR = object()
+"""Marks a tensor's position in a frame. None would not do: a value may contain None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A value without its tensors: autograd tracks only tensors passed one by one."""
+
+    spec: TreeSpec
+    leaves: tuple[Any, ...]
+    tensors: int
+    """number of leaves that are tensors"""
+
+    @classmethod
+    def of(cls, value: Any) -> tuple[Frame, list[torch.Tensor]]:
+        """Split `value` into its frame and its tensors, in order."""
+        flat, spec = tree_flatten(value)
+        leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
+        return cls(spec, leaves, len(tensors)), tensors
+
+    def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """Rebuild the value with these tensors."""
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
+
+
+class StageNode(torch.autograd.Function):
+    """One stage, run without a graph in the forward, and by its tape in the backward (Rule 2)."""
+
+    @staticmethod
+    def forward(ctx: Any, tape: Tape, stage: int, frame: Frame, *tensors: torch.Tensor) -> Any:
+        """Run the stage. `tensors` are those of the input, then the parameters, so that the engine knows both."""
+        ctx.tape, ctx.stage, ctx.input_tensors, ctx.unclaimed = tape, stage, frame.tensors, None
+        tape.passes.nodes[stage] = ctx
+        ctx.set_materialize_grads(False)  # missing gradients stay None, as in plain training
+        output, without_gradient = tape.run_first(stage, frame.filled(tensors))
+        ctx.mark_non_differentiable(*without_gradient)
+        tape.frames[stage], made = Frame.of(output)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Return the gradients of a stage's input and parameters; compute those of parameters only once (Rule 11)."""
+        # The engine has gradients on here only for create_graph=True. The graph of a recomputed stage is not part of
+        # the caller's, so second derivatives would be silently wrong.
+        if torch.is_grad_enabled():
+            name = ctx.tape.runners[ctx.stage].name
+            raise InvalidStateError(
+                f"create_graph=True cannot go through stage {name!r}, {ctx.tape.hidden_because}, or train this loss "
+                "without Checkpointable",
+                kind="create_graph",
+                stage=ctx.stage,
+                name=name,
+            )
+        sources = [node for node, _ in ctx.next_functions]
+        if all(gradient is None for gradient in gradients):
+            return None, None, None, *[None] * len(sources)
+        inputs: int = ctx.input_tensors
+        if ctx.unclaimed is not None:
+            kept = ctx.unclaimed.take(gradients, leave=retains_graph())
+            if kept is not None and not goes_through_any(sources[:inputs]):
+                return None, None, None, *[None] * inputs, *kept
+        found = ctx.tape.backward(ctx.stage, gradients)
+        if len(sources) > inputs and retains_graph() and not goes_through_any(sources[inputs:]):
+            ctx.unclaimed = ctx.unclaimed or Unclaimed()
+            ctx.unclaimed.keep(gradients, found[inputs:])
+        return None, None, None, *found
 
 
 class CheckpointOptim(StageNode):
@@ -123,18 +195,18 @@ class CheckpointOptim(StageNode):
         ]
         if isinstance(sequence, str):
             sequence = Sequence.parse(sequence)
-        return replay(runners, read_sequence(len(runners), sequence), arg)
-
-    @classmethod
-    def add_node(cls, *args: Any) -> Any:
-        """Add a node for one stage: autograd's own `apply`. The `apply` above takes a whole chain."""
-        return super().apply(*args)  # type: ignore[no-untyped-call]  # torch's
+        return Tape(runners, read_sequence(len(runners), sequence)).forward(arg)
 
 
 class Tape:
-    """The shared state of the nodes of one forward."""
+    """The shared state of the nodes of one forward.
+
+    All stages share `context`. Inputs of stages are kept in `store` for the backward, if one is given; it has to be
+    empty. The sequence offloads to `tier`.
+    """
 
     hidden_because = "which is recomputed in the backward; raise the memory limit until it is stored"
+    """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""
 
     def __init__(
         self,
@@ -151,8 +223,9 @@ class Tape:
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
-        self._frames: dict[int, Frame] = {}
-        self._passes = Passes(Held() if store is None else Held(store), instructions)
+        self.frames: dict[int, Frame] = {}
+        """frame of a stage's output, from its node: a node can return only tensors"""
+        self.passes = Passes(Held(ActivationStore() if store is None else store), instructions)
         self._moving: Moving | None = None
         if instructions.moves is not None:
             if tier is None:
@@ -164,11 +237,21 @@ class Tape:
             self._moving = Moving(instructions.moves, tier)
 
     def forward(self, value: Any) -> Any:
-        """Run the operations before the loss; return the output, in the caller's graph."""
-        with self._passes.begin() as held:
+        """Run the operations before the loss; return the output, in the caller's graph.
+
+        Raises RuntimeError if a stage overwrites its own input and has to be recomputed from it, OffloadError if
+        something cannot be moved.
+        """
+        held = self.passes.left
+        assert held is not None
+        try:
             return self._forward(held, value)
+        except BaseException:  # Rule 10
+            held.clear()
+            raise
 
     def _forward(self, held: Held, value: Any) -> Any:
+        moving = self._moving
         frontier = 0
         """the first stage that has not run"""
         position = 0
@@ -182,62 +265,55 @@ class Tape:
                 frontier, position = stop, position + len(steps)
                 continue
             for step in steps:
-                if self._moving is not None:  # Rule 15
-                    self._moving.come_to(position)
+                if moving is not None:  # Rule 15
+                    moving.come_to(position)
                 position += 1
                 if step.operation.stage < frontier:  # type: ignore[union-attr] # no loss here
-                    self._run_again(held, step)
+                    self._recompute(held, step)
                 else:
                     value = self._run_next(held, step, frontier, value)
                     frontier += 1
-        if self._moving is not None:
-            self._moving.come_to(position)
+        if moving is not None:
+            moving.come_to(position)
         return value
 
     def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
-        if stage in self.instructions.runs_again:
+        runs_again = stage in self.instructions.runs_again
+        if runs_again:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
         if stage in step.live:  # Rule 5: without its history
             held.inputs.keep_first(stage, value)
         if stage not in self.instructions.in_graph:
             value = self._add_node(stage, value)  # Rule 2: one node
-        elif stage in self.instructions.runs_again:
+        elif runs_again:
             # The stage must not write into an input that the tape keeps. An input that is not kept may be overwritten.
             value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
+        elif self._moving is None:
+            value = self._runner(step).forward(value, self.context)  # Rule 1: plain autograd
         else:
-            value = self._run_in_graph(self._runner(step), stage, value)  # Rule 1: plain autograd
-        if stage in self.instructions.awaited:
-            self._await(stage, value)
+            value = self._moving.forward(self._runner(step), stage, value, self.context)
+        if stage in self.instructions.awaited:  # Rule 9
+            for tensor in tensors_in(value):
+                if tensor.requires_grad:
+                    # Called once per tensor: after the first call, `position` says that nothing is left to run.
+                    tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
         held.inputs.drop_all_but(step.live)
         return value
 
-    def _run_in_graph(self, runner: StageRunner, stage: int, value: Any) -> Any:
-        if self._moving is None:
-            return runner.forward(value, self.context)
-        return self._moving.forward(runner, stage, value, self.context)
-
-    def _come_to_replay(self, position: int) -> None:
-        """Move what the plan names before the operation at this position after the loss (Rule 15)."""
-        if self._moving is not None:
-            self._moving.come_to(len(self.instructions.forward) + 1 + position)
-
     def _add_node(self, stage: int, value: Any) -> Any:
         frame, tensors = Frame.of(value)
-        made = CheckpointOptim.add_node(self, stage, frame, *tensors, *self.runners[stage].parameters())
-        return self._frames.pop(stage).filled(made)
+        made = StageNode.apply(self, stage, frame, *tensors, *trained_parameters(self.runners[stage].function))  # type: ignore[no-untyped-call]  # torch's
+        return self.frames.pop(stage).filled(made)
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Run a stage for the first time inside its node, and record the forward state (Rule 4)."""
-        output = self._first(self.runners[stage], stage, value, value)
-        return output, self._without_gradient(stage, value, output)
+        """Run a stage inside its node, so that it can be recomputed, and record the forward state (Rule 4).
 
-    def leave_frame(self, stage: int, frame: Frame) -> None:
-        """Receive the frame of a stage's output from its node."""
-        self._frames[stage] = frame
-
-    def know(self, stage: int, node: Node) -> None:
-        """Register the node of a stage, for as long as the graph lives."""
-        self._passes.know(stage, node)
+        Returns its output, without a graph, and the output tensors that have no gradient in plain training. Autograd
+        would otherwise give every floating output of a node a gradient if any of its inputs has one.
+        """
+        runner = self.runners[stage]
+        output = self._first(runner, stage, value, value)
+        return output, self._without_gradient(runner, value, output)
 
     def _first(self, runner: StageRunner, stage: int, value: Any, kept: Any) -> Any:
         before = self._versions(kept)
@@ -248,48 +324,44 @@ class Tape:
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
         wait_for(gradients)  # Rule 14: before stages are recomputed
-        with self._passes.resume(stage) as current:
+        with self.passes.resume(stage) as current:
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
             current.held.inputs.drop_all_but(self.instructions.replay[self.instructions.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
-            if self._passes.used_up and stage not in self.instructions.runs_after_backward:
+            if self.passes.left is None and stage not in self.instructions.runs_after_backward:
                 self.surroundings.pop(stage, None)  # an owner of the output owns the tape
             return found
 
-    def _await(self, stage: int, value: Any) -> None:
-        """Run the operations before `B` of a stage in the graph when its backward is about to begin (Rule 9)."""
-        for tensor in tensors_in(value):
-            if tensor.requires_grad:
-                # Called once per tensor: after the first call, `position` says that nothing is left to run.
-                tensor.register_hook(lambda gradient: self._arrived(stage, gradient))
-
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
-        if not self._passes.concerns_nodes():
-            self._come_to_replay(self.instructions.backward_at[stage])
+        """Run the operations before `B` of a stage in the graph when its backward is about to begin (Rule 9)."""
+        if not goes_through_any(self.passes.nodes.values()):
+            if self._moving is not None:
+                self._moving.come_to(len(self.instructions.forward) + 1 + self.instructions.backward_at[stage])
             return  # a pass for this stage's parameters only: the forwards' outputs are unused
         wait_for(gradient)  # Rule 14: before stages are recomputed
-        with self._passes.resume(stage) as current:
+        with self.passes.resume(stage) as current:
             self._advance(current, stage)
 
     def _advance(self, current: Pass, stage: int) -> None:
+        moving, loss = self._moving, len(self.instructions.forward)
         begin, end = current.position, self.instructions.backward_at[stage]
         for position, step in enumerate(self.instructions.replay[begin:end], begin):
-            if self._moving is not None:
-                self._come_to_replay(position)
+            if moving is not None:  # Rule 15
+                moving.come_to(loss + 1 + position)
             if isinstance(step.operation, Backward):
                 # Either the engine ran it, or no gradient reached the stage and its graph is unused.
                 current.held.attached.pop(step.operation.stage, None)
                 current.held.inputs.drop_all_but(step.live)
             else:
-                self._run_again(current.held, step)
-        self._come_to_replay(end)
+                self._recompute(current.held, step)
+        if moving is not None:
+            moving.come_to(loss + 1 + end)
         current.position = max(begin, end)
 
-    def _run_again(self, held: Held, step: Step) -> None:
+    def _recompute(self, held: Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
-        runner, value = self.runners[stage], held.inputs[stage]
-        surroundings = self.surroundings[stage]  # Rule 4: as in the first run
+        value, surroundings = held.inputs[stage], self.surroundings[stage]  # Rule 4: as in the first run
         before = self._versions(value)
         if isinstance(step.operation, ForwardEnable):
             # A detached tensor loses `requires_grad`, so it is set as in the first run.
@@ -299,24 +371,22 @@ class Tape:
                 value, surroundings, self.context, skip_output=step.skips_output
             )
         else:
-            output = runner.again(value, surroundings, self.context)
+            output = self.runners[stage].again(value, surroundings, self.context)
         if stage + 1 in step.live:
             held.inputs.keep_first(stage + 1, output)
         self._refuse_overwritten(stage, value, before)
         held.inputs.drop_all_but(step.live)
 
-    def _without_gradient(self, stage: int, value: Any, output: Any) -> list[torch.Tensor]:
+    def _without_gradient(self, runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
         """Return the tensors of `output` without gradient: those passed on unchanged, and those found by measuring."""
         passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-        runner = self.runners[stage]
         # A stage that skips a layer at random has an output without gradient only in some steps.
-        known = () if draws(runner.function) else runner.effects.without_gradient
+        known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]
 
     def _runner(self, step: Step) -> StageRunner:
         assert isinstance(step.operation, ForwardEnable)
-        runner = self.runners[step.operation.stage]
-        return runner if runner.option == step.operation.option else runner.by(step.operation.option)
+        return self.runners[step.operation.stage].by(step.operation.option)
 
     def _versions(self, value: Any) -> list[int]:
         """Versions of the tensors that a stage reads, except its parameters and buffers."""
@@ -325,30 +395,11 @@ class Tape:
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         """Raise RuntimeError if the run of a stage wrote into its own input, which a recompute would read."""
         if self._versions(value) != before:
+            name = self.runners[stage].name
             raise InvalidStateError(
-                f"stage {self.runners[stage].name!r} overwrites its own input, which is needed again; use the layer "
-                "without inplace=True, or make it one stage with the layer before it",
+                f"stage {name!r} overwrites its own input, which is needed again; use the layer without inplace=True, "
+                "or make it one stage with the layer before it",
                 kind="in_place_input",
                 stage=stage,
-                name=self.runners[stage].name,
+                name=name,
             )
-
-
-def replay(
-    runners: Operations[StageRunner],
-    instructions: Instructions,
-    value: Any,
-    store: ActivationStore | None = None,
-    tier: Tier | None = None,
-    context: tuple[Any, ...] = (),
-) -> Any:
-    """Run a chain forward on `value`; the output is part of the caller's graph.
-
-    Inputs of stages are kept in `store` for the backward, if one is given; it has to be empty. The sequence offloads to
-    `tier`. All stages share `context`.
-
-    Raises RuntimeError if a stage overwrites its own input and has to be recomputed from it, OffloadError if something
-    cannot be moved.
-    """
-    tape = Tape(runners, instructions, store, tier, context)
-    return tape.forward(value)

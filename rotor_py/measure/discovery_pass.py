@@ -26,7 +26,7 @@ from rotor_py.measure.stepped_parameters import SteppedParameters
 from rotor_py.stage.error_context import During
 from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.protocol import StageOffers, offers_of
-from rotor_py.stage.runner import StageRunner, edges_of, leaves_behind
+from rotor_py.stage.runner import StageRunner, edges_and_owners, leaves_behind
 from rotor_py.stage.side_effects import GraphEffects, Steady, find_effects, remember_effects, remember_steady
 from rotor_py.stage.storage_modes import Keeper, Trial
 from rotor_solver.watching import Progress
@@ -180,7 +180,7 @@ def refuse_lost_gradients(
             extra=record_fields("kept_in_attribute", name=name, attribute=kept[0]),
         )  # fmt: skip
     known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
-    lost = [each for each in leaves_behind(edges_of(output)) if id(each) not in known]
+    lost = [each for each in leaves_behind(edges_and_owners(output)[0]) if id(each) not in known]
     if lost:
         raise UnsupportedModelError(
             f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is not "

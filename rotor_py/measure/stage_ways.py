@@ -114,8 +114,8 @@ class OffloadableBytes:
 
     def _leaving(self, runner: StageRunner, value: Any) -> int:
         with isolated(runner.function, self._device), torch.enable_grad():
-            output, leaving = run_offloadable(runner, leaves_of(value))
-            found = sum(allocated(piece.nbytes, self._device.type) for piece in leaving.can_leave())
+            output, offloadable = run_offloadable(runner, leaves_of(value))
+            found = sum(allocated(piece.nbytes, self._device.type) for piece in offloadable.offloadable())
             del output
         return found
 

@@ -6,7 +6,6 @@ elsewhere, so that moving them would free nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from weakref import ReferenceType, ref
 
 import torch
@@ -20,45 +19,43 @@ LEAST_BYTES = 64 * 2**10
 
 
 class OffloadableStorages:
-    """Storages saved by one stage run, kept in memory until `leave` offloads those that can go."""
+    """Storages saved by one stage run, kept in memory until `offload` moves those that can go."""
 
     name = "moved"
     exact = True
 
     def __init__(self) -> None:
         # Weak references, so that storages that autograd drops are freed.
-        self._pieces: list[ReferenceType[SavedStorage]] = []
+        self._saved: list[ReferenceType[SavedStorage]] = []
 
     def keep(self, memory: torch.Tensor) -> SavedStorage:
-        piece = SavedStorage(memory)
-        self._pieces.append(ref(piece))
-        return piece
+        saved = SavedStorage(memory)
+        self._saved.append(ref(saved))
+        return saved
 
-    def can_leave(self) -> list[SavedStorage]:
-        """Live, unmodified pieces held by autograd alone. Call after the run."""
-        return [piece for piece in self.pieces() if piece.is_alone]
+    def offloadable(self) -> list[SavedStorage]:
+        """Live, unmodified storages held by autograd alone. Call after the run."""
+        return [each for each in self._alive() if each.only_owner]
 
-    def pieces(self) -> list[SavedStorage]:
-        """All pieces that autograd still holds."""
-        return [piece for each in self._pieces if (piece := each()) is not None]
+    def _alive(self) -> list[SavedStorage]:
+        return [each for saved in self._saved if (each := saved()) is not None]
 
-    def leave(self, tier: Tier) -> int:
-        """Start offloading; return the bytes. Raises OffloadError if the tier is full."""
-        leaving = self.can_leave()
-        self._pieces = [ref(piece) for piece in leaving]
-        for piece in leaving:
-            piece.leave(tier)
-        return bytes_of(leaving)
+    def offload(self, tier: Tier) -> None:
+        """Start offloading. Raises OffloadError if the tier is full."""
+        offloadable = self.offloadable()
+        self._saved = [ref(each) for each in offloadable]
+        for each in offloadable:
+            each.offload(tier)
 
     def wait_out(self) -> None:
         """Wait until all has left, and release its memory. Raises OffloadError if a copy failed."""
-        for piece in self.pieces():
-            piece.wait_out()
+        for each in self._alive():
+            each.wait_out()
 
     def fetch(self) -> None:
         """Allocate the memory again and start all copies back."""
-        for piece in self.pieces():
-            piece.fetch()
+        for each in self._alive():
+            each.fetch()
 
 
 class SavedStorage:
@@ -76,8 +73,8 @@ class SavedStorage:
         self.nbytes = memory.untyped_storage().nbytes()
 
     @property
-    def is_alone(self) -> bool:
-        """Whether only this piece references the storage, unmodified since it was saved."""
+    def only_owner(self) -> bool:
+        """Whether only this object references the storage, unmodified since it was saved."""
         memory = self._memory
         if memory is None or memory._version != self._writes:
             return False
@@ -85,7 +82,7 @@ class SavedStorage:
         own = 3 if memory._is_view() else 2
         return bool(torch_compat.storage_use_count(memory.untyped_storage()._cdata) == own)
 
-    def leave(self, tier: Tier) -> None:
+    def offload(self, tier: Tier) -> None:
         assert self._memory is not None
         self._moved = tier.move_out(self._memory.untyped_storage())
 
@@ -122,8 +119,3 @@ class SavedStorage:
 
     def _note_writes(self) -> None:
         self._overwritten |= self._memory is not None and self._memory._version != self._writes
-
-
-def bytes_of(pieces: Iterable[SavedStorage]) -> int:
-    """Total bytes of pieces."""
-    return sum(piece.nbytes for piece in pieces)

@@ -13,13 +13,13 @@ from dataclasses import replace
 from functools import cached_property
 
 from rotor_py.errors import record_fields
+from rotor_py.execute.oom_retry_tape import undo_bytes
 from rotor_py.measure.budget import Budget, in_nodes
 from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.error_context import add_note, asked_bytes, is_out_of_memory
-from rotor_py.stage.runner import undo_bytes
 from rotor_py.units import format_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 

@@ -16,7 +16,7 @@ from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute import regions
 from rotor_py.execute.instructions import Instructions, NamedStage, Runners, read_sequence
 from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import MeasuringOptions
@@ -141,4 +141,4 @@ class SequenceExecutor:
                 return regions.run(runners, items, value, instructions.options, context)
             if how.smaller is not None:
                 return OOMRetryTape(runners, instructions, how.smaller, context).forward(value)
-            return replay(runners, instructions, value, tier=how.tier, context=context)
+            return Tape(runners, instructions, tier=how.tier, context=context).forward(value)

@@ -11,6 +11,7 @@ from torch import nn
 
 from rotor_profiling import OptimizerCost
 from rotor_py.compile.compiled_stage import is_compiled, partitioned_freely
+from rotor_py.execute.oom_retry_tape import undo_bytes
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
@@ -20,7 +21,6 @@ from rotor_py.plan.settings import Settings
 from rotor_py.plan.source import Source
 from rotor_py.plan.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.stage.runner import undo_bytes
 from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_effects
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, store_all

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet, ref
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_profiling import torch_compat
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.saved_tensors import (
-    AsItIs,
     Complete,
     Need,
     Saved,
     SavedAsItIs,
-    Saving,
     handing_over_now,
     last_node,
     memory_of,
@@ -142,7 +141,7 @@ class SavedView:
 #  8. Only readers hold a restored tensor. Nodes that read it at the same time share it. It is not cached for later
 #     readers.
 #  9. Of nested saved-tensor hooks, autograd calls only the innermost. A stage stored in part has hooks of its own,
-#     which therefore ask for the form around them (`saving_now`).
+#     which therefore ask for the form around them (`keeping_now`).
 # 10. Autograd attaches the history to the restored tensor. So `create_graph=True` works, as precisely as the form.
 # 11. ReLU needs only the sign of its result, leaky ReLU only that of its input; a form may keep the sign alone if no
 #     other node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own
@@ -357,9 +356,14 @@ class Keeping:
 _innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
 
 
-def saving_now() -> Saving:
-    """Return the innermost active `Keeping`, or one that saves every tensor unchanged."""
-    return _innermost.get() or AsItIs()
+def keeping_now() -> Keeping | None:
+    """Return the innermost active `Keeping`; None if tensors are saved unchanged."""
+    return _innermost.get()
+
+
+def owned_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
+    """Return the parameters and buffers of a module."""
+    return [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
 
 
 def _reference(tensor: torch.Tensor) -> StorageWeakRef:
@@ -368,12 +372,12 @@ def _reference(tensor: torch.Tensor) -> StorageWeakRef:
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter or a view of one. Sharded ones are gathered in the run, so unknown before."""
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a plain strided tensor that is not lazily conjugated, negated or quantized."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and _is_strided(tensor)
+    return type(tensor) in (torch.Tensor, nn.Parameter) and _is_strided(tensor)
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

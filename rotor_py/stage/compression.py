@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from rotor_profiling.storage import storages, tensors_in
 from rotor_profiling.torch_classes import is_fake
-from rotor_py.stage.compressing_hooks import LEAST_BYTES, Form, Keeping, is_plain
+from rotor_py.stage.compressing_hooks import LEAST_BYTES, Form, Keeping, is_plain, owned_tensors
 from rotor_py.stage.protocol import Run, offers_of
 from rotor_py.stage.saved_tensors import Need, Saved
 from rotor_py.stage.storage_modes import Trial
@@ -143,7 +142,7 @@ class FormKeeper:
         inputs = tensors_in(value)
         largest = max((each.untyped_storage().nbytes() for each in inputs), default=0)
         least = LEAST_BYTES if self.form.exact else max(LEAST_BYTES, largest // _STATISTICS)
-        return kind(form, [*inputs, *_owned(function)], least_bytes=least)
+        return kind(form, [*inputs, *owned_tensors(function)], least_bytes=least)
 
 
 class _Trial:
@@ -165,7 +164,7 @@ class _Trial:
             saved = sum(plain for plain, _ in tried.storages.values())
             spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
             self.pays = spared >= _LEAST_SHARE * saved and spared > 0
-            there = storages(tensors_in([value, output, _owned(self._function)]))
+            there = storages(tensors_in([value, output, owned_tensors(self._function)]))
             self.saved_bytes = sum(size for address, size in noting.seen.items() if address not in there)
             tried.let_go()  # the graph keeps `tried` alive
             return output
@@ -182,10 +181,6 @@ class _Noting(Keeping):
         if is_plain(tensor) or is_fake(tensor):
             self.seen.update(storages([tensor]))
         return super().save(tensor, for_numbers=for_numbers)
-
-
-def _owned(function: Callable[..., Any]) -> list[torch.Tensor]:
-    return [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
 
 
 class _Tried:

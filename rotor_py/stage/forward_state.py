@@ -22,29 +22,29 @@ from rotor_py.stage.replayed_routing import Decisions, Drawn, decisions_recorded
 
 
 class EarlierRuns:
-    """Training modes and parameter versions of the stage `function` since its first run in one forward.
+    """Training modes and parameter versions of the stage `module` since its first run in one forward.
 
     `name` is the stage's name in errors.
     """
 
     __slots__ = ("_modes", "_module", "_name", "_written")
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self._module = function if isinstance(function, nn.Module) else None
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = module
         self._name = name
-        self._modes = self._modes_now()
+        self._modes = [each.training for each in module.modules()]
         """training modes of its modules in the first run"""
-        self._written = self._written_now()
+        self._written = [each._version for each in module.parameters()]
         """parameter versions after the last run"""
 
     def note(self) -> None:
         """Record that the stage has run and may be recomputed."""
-        self._written = self._written_now()
+        self._written = [each._version for each in self._module.parameters()]
 
     @property
     def switched(self) -> bool:
         """Whether a module was switched between training and evaluation since the first run."""
-        return self._modes_now() != self._modes
+        return self._modes != [each.training for each in self._module.modules()]
 
     def refuse_changes(self) -> None:
         """Raise RuntimeError if a module switched between training and evaluation, or a parameter was written to."""
@@ -55,7 +55,7 @@ class EarlierRuns:
                 kind="mode_switched",
                 name=self._name,
             )
-        if self._written != self._written_now():
+        if self._written != [each._version for each in self._module.parameters()]:
             raise InvalidStateError(
                 f"a parameter of stage {self._name!r} was changed between its forward and its backward, for which the "
                 "stage has to be run again; call optimizer.step() after the backward, and with step_in_backward use no "
@@ -63,12 +63,6 @@ class EarlierRuns:
                 kind="parameter_changed",
                 name=self._name,
             )
-
-    def _modes_now(self) -> list[bool]:
-        return [] if self._module is None else [each.training for each in self._module.modules()]
-
-    def _written_now(self) -> list[int]:
-        return [] if self._module is None else [each._version for each in self._module.parameters()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +248,12 @@ def recorded(
     versions = [tensor._version for _, _, tensor in slots]
     attributes = Attributes(function)
     result: list[Surroundings] = []
-    statistics = WrittenStatistics()
+    statistics = WrittenStatistics() if slots and function not in _moving else None
     with (
         restored_autocast(autocast, cache=torch.is_grad_enabled()),  # no cache for weights without history
         decisions_recorded(function) as decided,
         other_draws(function) if preserve_rng_state else nullcontext([()]) as drawn,
-        statistics if slots and function not in _moving else nullcontext(),
+        statistics or nullcontext(),
     ):
         yield result
     # Most stages draw nothing, so their RNG state need not be kept.
@@ -276,7 +270,7 @@ def recorded(
             tuple(slots),
             drawn[0],
             (lambda: changes) if changes else tuple,
-            EarlierRuns(function, name),
+            EarlierRuns(function, name) if isinstance(function, nn.Module) else None,
         )
     )
 
@@ -286,21 +280,22 @@ def _find_moving(
     slots: list[Slot],
     copies: dict[int, torch.Tensor],
     versions: list[int],
-    statistics: WrittenStatistics,
+    statistics: WrittenStatistics | None,
     name: str,
 ) -> list[int]:
     """Return the indices of the buffers to restore for a recomputation, and remember them."""
     assert isinstance(function, nn.Module)
-    changed = [i for i, (slot, version) in enumerate(zip(slots, versions, strict=True)) if _moved(slot, version)]
-    if function not in _moving:
+    now = [table[name] for table, name, _ in slots]
+    changed = {i for i, (_, _, old) in enumerate(slots) if now[i] is not old or old._version != versions[i]}
+    if statistics is not None:
         # Some kernels write without raising the version. Values are compared once, while there is a copy of each; in
         # every step this would cost as much as the copies.
-        changed = [i for i in copies if i in changed or slots[i][2] in statistics or not _equal(copies[i], slots[i])]
+        changed |= {i for i in copies if slots[i][2] in statistics or not equal(copies[i], now[i])}
     else:
-        changed = sorted({*changed, *copies})
-    _moving[function] = _moving.get(function, frozenset()) | frozenset(changed)
-    changed = sorted({*changed, *_moved_elsewhere.get(function, ())})
-    if surprise := [slots[i][1] for i in changed if i not in copies]:
+        changed |= copies.keys()
+    _moving[function] = _moving.get(function, frozenset()) | changed
+    changed |= _moved_elsewhere.get(function, frozenset())
+    if surprise := [slots[i][1] for i in sorted(changed) if i not in copies]:
         raise InvalidStateError(
             f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
             "stage cannot be run again exactly in this step; run the step once more, it is now known to change",
@@ -308,7 +303,7 @@ def _find_moving(
             name=name,
             buffer=surprise[0],
         )
-    return changed
+    return sorted(changed)
 
 
 def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
@@ -350,16 +345,6 @@ def own_buffers(function: Callable[..., Any]) -> list[Slot]:
 def _copies(function: Callable[..., Any], slots: list[Slot]) -> dict[int, torch.Tensor]:
     unknown = not isinstance(function, nn.Module) or function not in _moving
     return {i: slot[2].clone() for i, slot in enumerate(slots) if unknown or i in recall_moving(function)}
-
-
-def _moved(slot: Slot, version: int) -> bool:
-    table, name, tensor = slot
-    return table[name] is not tensor or tensor._version != version
-
-
-def _equal(copy: torch.Tensor, slot: Slot) -> bool:
-    table, name, _ = slot
-    return equal(copy, table[name])
 
 
 def recall_moving(function: Callable[..., Any]) -> frozenset[int]:

@@ -13,9 +13,9 @@ from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_py.errors import InvalidStateError
-from rotor_py.stage.compressing_hooks import saving_now
+from rotor_py.stage.compressing_hooks import keeping_now
 from rotor_py.stage.forward_state import autocast_now, restored_autocast
-from rotor_py.stage.saved_tensors import AsItIs, Saved, SavedAsItIs, handing_over_now, tensor_of
+from rotor_py.stage.saved_tensors import Saved, SavedAsItIs, handing_over_now, tensor_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,9 @@ class Call:
 
 
 Reading = Callable[[Collection[int]], None]
-"""Called with the numbers of the values that a call is about to read; may bring some into memory."""
-Around = Callable[[], AbstractContextManager[Reading]]
+"""Called with the numbers of the values that a call is about to read; brings some into memory."""
+Around = Callable[[], AbstractContextManager[Reading | None]]
 """Makes the context around a recomputation."""
-
-
-def reading_all_there(numbers: Collection[int]) -> None:
-    """Do nothing: the values are in memory anyway."""
-
-
-def nothing_around() -> AbstractContextManager[Reading]:
-    """Return a context for values that are in memory anyway."""
-    return nullcontext(reading_all_there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +80,20 @@ class PartialSaving:
     Args:
         recipe: How to recompute the dropped values.
         devices: Devices of the run, besides the CPU.
-        around: Makes the context in which values are recomputed.
+        around: Makes the context in which values are recomputed, unless all that they are made of is in memory.
     """
 
-    def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around = nothing_around) -> None:
+    def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around | None = None) -> None:
         self.recipe = recipe
         self.around = around
-        self._saving = saving_now()
-        # Called for every saved tensor: without a keeper, no method in between.
-        self._save: Callable[[torch.Tensor], Saved] = SavedAsItIs if type(self._saving) is AsItIs else self._saving.save
+        self._keeper = keeping_now()
         self.autocast = autocast_now(devices)
         # Weak: once autograd has released all parts of a value, it is not needed.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, Callable[[], Any]] = {}
+        """functions that return kept values unchanged"""
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
-        self._saved: dict[int, list[_Early]] = {}
+        self._early: dict[int, list[_Early]] = {}
         self._to_drop = len(recipe.needs)
         self._handing_over = handing_over_now()
         self._hooks: Any = None
@@ -118,15 +108,17 @@ class PartialSaving:
         hooks.__exit__(*error)
         # Nothing is saved from here on. Each dropped value holds its sources; release the rest.
         self._storages.clear()
-        self._saved.clear()
+        self._early.clear()
         self._kept.clear()
 
     def keep(self, number: int, value: Any) -> None:
         """Keep value `number`, just computed."""
-        if isinstance(value, torch.Tensor):
-            self._kept[number] = _Kept(self._saving.save(value, for_numbers=True).tensor)
+        if not isinstance(value, torch.Tensor):
+            self._kept[number] = lambda: value
+        elif self._keeper is None:
+            self._kept[number] = SavedAsItIs(value).tensor
         else:
-            self._kept[number] = _Kept(lambda: value)
+            self._kept[number] = self._keeper.save(value, for_numbers=True).tensor
 
     def drop(self, number: int, value: torch.Tensor) -> None:
         """Drop value `number`, just computed."""
@@ -135,25 +127,25 @@ class PartialSaving:
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
         # Some operators save their result before they return it.
-        for each in self._saved.pop(storage._cdata, ()):
+        for each in self._early.pop(storage._cdata, ()):
             saved = each.saved()
             if saved is not None and each.dtype == value.dtype:
-                saved.content = self._view_of(number, each.view)
+                saved.content = self._dropped(number), each.view
         self._to_drop -= 1
         self._end_if_complete()
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
         storage, saved = tensor.untyped_storage(), _Saved()
-        view = _View(tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
         found = self._storages.get(storage._cdata)
         # A view in another dtype is kept: all parts of a recomputed value have the value's own dtype.
         if found is not None and found[2] == tensor.dtype:
-            saved.content = self._view_of(found[1], view)
+            saved.content = self._dropped(found[1]), view
         else:
-            saved.content = self._save(tensor)
+            saved.content = SavedAsItIs(tensor) if self._keeper is None else self._keeper.save(tensor)
             if found is None:
                 early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
-                self._saved.setdefault(storage._cdata, []).append(early)
+                self._early.setdefault(storage._cdata, []).append(early)
         if self._handing_over is not None:
             self._handing_over.hand_over(saved, tensor)
             self._end_if_complete()
@@ -161,22 +153,16 @@ class PartialSaving:
 
     def _end_if_complete(self) -> None:
         # Until the last value is dropped, earlier saved tensors may still belong to it.
-        if self._handing_over is not None and not self._to_drop and not self._saving.undecided:
+        undecided = self._keeper is not None and self._keeper.undecided
+        if self._handing_over is not None and not self._to_drop and not undecided:
             self._handing_over.end_if_complete()
 
-    def _view_of(self, number: int, view: _View) -> _DroppedView:
-        handle = self.dropped.get(number)
-        if handle is None:
+    def _dropped(self, number: int) -> _Dropped:
+        found = self.dropped.get(number)
+        if found is None:
             kept = {each: self._kept[each] for each in self.recipe.needs[number]}
-            handle = self.dropped[number] = _Dropped(self, number, kept)
-        return _DroppedView(handle, view)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A kept value, and a function that returns it unchanged."""
-
-    unchanged: Callable[[], Any]
+            found = self.dropped[number] = _Dropped(self, number, kept)
+        return found
 
 
 class _Dropped:
@@ -187,7 +173,7 @@ class _Dropped:
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 
-    def __init__(self, run: PartialSaving, number: int, kept: dict[int, _Kept]) -> None:
+    def __init__(self, run: PartialSaving, number: int, kept: dict[int, Callable[[], Any]]) -> None:
         self.run = run
         self.number = number
         self.kept = kept
@@ -199,7 +185,8 @@ class _Dropped:
             there, missing = self._plan()
             # No cache: a weight cast here has no history, and a later forward would find it so.
             autocast = restored_autocast(self.run.autocast, cache=False)
-            with torch.no_grad(), autocast, self.run.around() as reading:
+            around = nullcontext() if self.run.around is None else self.run.around()
+            with torch.no_grad(), autocast, around as reading:
                 self._make(there, missing, reading)
         return self.made  # type: ignore[no-any-return]  # a tensor
 
@@ -214,7 +201,7 @@ class _Dropped:
                 continue
             shared = self.run.dropped.get(number)
             if number in self.kept:
-                there[number] = self.kept[number].unchanged()
+                there[number] = self.kept[number]()
             elif shared is not None and shared.made is not None:
                 there[number] = shared.made
             else:
@@ -222,11 +209,12 @@ class _Dropped:
                 pending.extend(self.run.recipe.calls[number].reads)
         return there, sorted(missing)  # numbers are positions in a graph: none reads a later one
 
-    def _make(self, values: dict[int, Any], missing: list[int], reading: Reading) -> None:
+    def _make(self, values: dict[int, Any], missing: list[int], reading: Reading | None) -> None:
         calls = self.run.recipe.calls
         last = {read: number for number in missing for read in calls[number].reads}
         for number in missing:
-            reading(calls[number].reads)
+            if reading is not None:
+                reading(calls[number].reads)
             values[number] = calls[number](values)
             shared = self.run.dropped.get(number)
             if shared is not None:
@@ -237,38 +225,30 @@ class _Dropped:
                     del values[read]
 
 
+_View = tuple[torch.Size, tuple[int, ...], int]
+"""Size, strides and offset of a part of a value."""
+
+
 class _Saved:
     """The handle that autograd holds of a saved tensor."""
 
     # No `__init__`: one is made for every saved tensor.
     __slots__ = ("__weakref__", "content")
-    content: Saved | _DroppedView
+    content: Saved | tuple[_Dropped, _View]
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, recomputed if dropped. Raise RuntimeError if a recomputed one needs a double backward."""
-        part = self.content
-        if not isinstance(part, _DroppedView):
-            return part.tensor()
+        content = self.content
+        if not isinstance(content, tuple):
+            return content.tensor()
         if torch.is_grad_enabled():
             raise InvalidStateError(
                 "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the "
                 "memory limit until nothing is recomputed, or train this loss without Checkpointable",
                 kind="create_graph",
             )
-        return part.handle.value().as_strided(part.view.size, part.view.stride, part.view.offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class _DroppedView:
-    handle: _Dropped
-    view: _View
+        dropped, view = content
+        return dropped.value().as_strided(*view)
 
 
 @dataclass(frozen=True, slots=True)

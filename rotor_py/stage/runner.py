@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,86 +13,40 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rotor_profiling import bytes_like
-from rotor_profiling.attributes import Attributes
 from rotor_profiling.isolate import (
-    RandomState,
     accelerators,
     alias,
-    buffer_slots,
     parameter_slots,
     substituted,
-    trained_parameters,
 )
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
-from rotor_py.stage.compressing_hooks import Keeping
+from rotor_py.stage.compressing_hooks import Keeping, owned_tensors
 from rotor_py.stage.error_context import During, tell_of_backward
-from rotor_py.stage.forward_state import Surroundings, recorded, slots_that_move
+from rotor_py.stage.forward_state import Surroundings, recorded
 from rotor_py.stage.protocol import StageOffers, offers_of
-from rotor_py.stage.side_effects import GraphEffects, before_first, recall_effects, run_with_graph
+from rotor_py.stage.side_effects import before_first, recall_effects, run_with_graph
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_py.stage.storage_modes import Keeper, Trial, both, parted
-
-# Undo the first forward of a stage: buffers, attributes and RNG state. Only for stages that may have to repeat it after
-# running out of memory, since copies of buffers cost memory.
-
-
-class Undo:
-    """State that the coming forward of `function` may change. `devices` are those of its RNG state."""
-
-    def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
-        self._random = RandomState.now(devices)
-        self._attributes = Attributes(function)
-        self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
-        copied = {id(tensor) for (_, _, tensor), _ in self._copies}
-        # Not expected to change, so not copied. `restore` reports a change.
-        self._others = [(slot, slot[2]._version) for slot in buffer_slots(function) if id(slot[2]) not in copied]
-
-    def restore(self) -> str | None:
-        """Restore everything. Return the reason if a change cannot be undone, else None."""
-        self._random.restore()
-        try:
-            self._attributes.put_back()
-        except RuntimeError as error:
-            return str(error)
-        for (table, name, tensor), before in self._copies:
-            table[name] = tensor
-            # Unchanged buffers are not written: one may be an expanded number.
-            if not torch.equal(tensor, before):
-                # Through `data`, which leaves the version: the graph of an earlier forward may have saved the buffer.
-                tensor.data.copy_(before)
-        for (table, name, tensor), version in self._others:
-            if table[name] is not tensor or tensor._version != version:
-                return f"buffer {name!r} was changed for the first time, and there is no copy of it"
-        return None
-
-
-def undo_bytes(functions: Iterable[nn.Module]) -> int:
-    """Return the most bytes of an `Undo` for one of these stages. Each is released before the next is made."""
-    return max((bytes_like(slot[2] for slot in slots_that_move(function)) for function in functions), default=0)
-
 
 Edges = list[GradientEdge | None]
 """Edges of tensors into their graph, in order; None for a tensor without gradient."""
 
 
+@dataclass(eq=False)
 class AttachedStage:
     """A stage with a graph of its own, which ends at its input and at aliases of its parameters.
 
     It holds edges and no tensors, so memory that the backward does not need is freed. `owners` keep the graph alive.
     """
 
-    def __init__(
-        self, outputs: Edges, inputs: Edges, parameters: Sequence[torch.Tensor], owners: list[Any], name: str
-    ) -> None:
-        self.outputs = outputs
-        self.inputs = inputs
-        self.parameters = parameters
-        self.owners = owners
-        self.name = name
+    outputs: Edges
+    inputs: Edges
+    parameters: Sequence[torch.Tensor]
+    owners: list[Any]
+    name: str
 
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
@@ -152,16 +107,16 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
         pending.extend(following for following, _ in node.next_functions if following is not None)
 
 
-def owners_of(value: Any) -> list[Any]:
-    """Return nodes that keep the graph behind `value` alive. An edge alone does not keep a node written in Python."""
+def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
+    """Return the edges of the tensors in `value`, and nodes that keep the graph behind them alive.
+
+    An edge alone does not keep a node written in Python.
+    """
+    tensors = tensors_in(value)
     # The node of a view holds the node before it, and no tensor. `get_gradient_edge` does the same in newer torch.
     with torch.enable_grad():
-        return [tensor.view_as(tensor).grad_fn for tensor in tensors_in(value) if tensor.requires_grad]
-
-
-def edges_of(value: Any) -> Edges:
-    """Return the edges of the tensors in `value` into their graph."""
-    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors_in(value)]
+        owners = [tensor.view_as(tensor).grad_fn for tensor in tensors if tensor.requires_grad]
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors], owners
 
 
 # One stage, and its runs: in the caller's graph (`forward`); a first run before recomputations (`first`, or
@@ -216,6 +171,7 @@ class StageRunner:
         self.function = function
         self.name = name
         self.preserve_rng_state = preserve_rng_state
+        self._in_forward, self._in_recomputation = During("forward", name), During("recomputation", name)
         self.open = open or not isinstance(function, nn.Module)
 
     def by(self, option: int) -> StageRunner:
@@ -277,28 +233,25 @@ class StageRunner:
         for skip_output in (False, self.can_skip_output):
             self._run_of(self._way, skip_output)
 
-    @property
-    def effects(self) -> GraphEffects:
-        """Effects of the graph, as measured."""
-        return recall_effects(self.function)
-
     def forward(self, value: Any, context: Context = (), *, skip_output: bool = False) -> Any:
         """Run the stage in the surrounding graph, as plain training does.
 
         With `skip_output`, build the graph that the backward needs, and return an output without values.
         """
-        with During("forward", self.name):
-            output = self._function(context, skip_output)(value)
+        with self._in_forward:
+            way = self._way if torch.is_grad_enabled() or self._offers.ways_are_code else None
+            output = self._run(way, value, context, skip_output)
         tell_of_backward(output, self.name)
         return output
 
     def first(self, value: Any, context: Context = ()) -> tuple[Any, Surroundings]:
         """Run it for the first time; return its output and the state that it started from."""
         # Gradients are on for a stage that is `Fe` first and recomputed later, and off inside a node.
-        run = self._function(context) if torch.is_grad_enabled() else self._without_graph(context)
-        with During("forward", self.name), self.recorded(value, context) as surroundings:
-            output = run(value)
-        tell_of_backward(output, self.name)
+        graph = torch.is_grad_enabled()
+        with self._in_forward, self.recorded(value, context) as surroundings:
+            output = self._run(self._way, value, context) if graph else self._run_without_graph(value, context)
+        if graph:
+            tell_of_backward(output, self.name)
         return output, surroundings[0]
 
     def recorded(self, value: Any, context: Context = ()) -> AbstractContextManager[list[Surroundings]]:
@@ -320,31 +273,31 @@ class StageRunner:
         earlier = surroundings.earlier
         if earlier is not None:
             earlier.refuse_changes()
-        with During("recomputation", self.name), torch.no_grad(), surroundings.restored(self.function, graph=False):
-            output = self._without_graph(context)(value)
+        with self._in_recomputation, torch.no_grad(), surroundings.restored(self.function, graph=False):
+            output = self._run_without_graph(value, context)
         if earlier is not None:
             earlier.note()
         return output
 
-    @property
-    def hooks_gradients(self) -> bool:
-        """Whether modules of the stage have backward hooks."""
-        modules = self.function.modules() if isinstance(self.function, nn.Module) else ()
-        return any(module._backward_hooks or module._backward_pre_hooks for module in modules)
-
-    def _without_graph(self, context: Context) -> Callable[[Any], Any]:
-        run = self._function(context)
-        return partial(run_with_graph, run) if self.effects.graph_dependent else run
-
-    def _function(self, context: Context, skip_output: bool = False) -> Callable[[Any], Any]:
+    def _run_without_graph(self, value: Any, context: Context) -> Any:
         # Without a graph nothing is stored, so all options agree, except for rounding by other code.
-        by_way = torch.is_grad_enabled() or offers_of(self.function).ways_are_code
-        run = self._run_of(self._way if by_way else None, skip_output)
-        run = partial(_run_to_its_end, run)
-        return partial(self._in_context, run, context) if context else run
+        way = self._way if self._offers.ways_are_code else None
+        if recall_effects(self.function).graph_dependent:
+            return run_with_graph(partial(self._run, way, context=context), value)
+        return self._run(way, value, context)
+
+    def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
+        """Run the stage in a storage mode, None for whole, and wait for the collectives behind its output.
+
+        In plain training, the reader of the output waits. The output of a recomputation may have no reader, and PyTorch
+        holds the memory of an `AsyncCollectiveTensor` until a wait.
+        """
+        run = self._run_of(way, skip_output) if way is not None or skip_output else self.function
+        output = run((*value, *context) if context else value)
+        wait_for(output)
+        return output[: -len(context)] if context and self.hands_on else output
 
     def _run_of(self, way: str | None, skip_output: bool = False) -> Callable[[Any], Any]:
-        """Return the run for a storage mode; None is whole."""
         if way is None:
             return (forward_skipping_output(self.function) if skip_output else None) or self.function
         before, name = parted(way, [keeper.name for keeper in self._keepers])
@@ -352,10 +305,6 @@ class StageRunner:
             return self._offers.forward_by(way, skip_output=skip_output)
         keeper = next(each for each in self._keepers if each.name == name)
         return keeper.keeping(self._run_of(before, skip_output), self.function)
-
-    def _in_context(self, run: Callable[[Any], Any], context: Context, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        output: tuple[Any, ...] = run((*value, *context))
-        return output[: -len(context)] if self.hands_on else output
 
     def attach(
         self, value: Any, surroundings: Surroundings, context: Context = (), *, skip_output: bool = False
@@ -372,7 +321,7 @@ class StageRunner:
         if earlier is not None:
             earlier.refuse_changes()
         restored = surroundings.restored(self.function, graph=True)
-        attached, output, _ = self._attach("recomputation", restored, value, context, skip_output)
+        attached, output, _ = self._attach(self._in_recomputation, restored, value, context, skip_output)
         if earlier is not None:
             earlier.note()
         return attached, output
@@ -382,12 +331,12 @@ class StageRunner:
 
         Raises RuntimeError if an `open` stage uses a parameter that it does not own.
         """
-        attached, output, found = self._attach("forward", self.recorded(value, context), value, context)
+        attached, output, found = self._attach(self._in_forward, self.recorded(value, context), value, context)
         return attached, output, found[0]
 
     def _attach(
         self,
-        doing: str,
+        during: During,
         around: AbstractContextManager[T],
         value: Any,
         context: Context,
@@ -399,42 +348,20 @@ class StageRunner:
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
-        inputs, owners = edges_of(entered), owners_of(entered)
+        inputs, owners = edges_and_owners(entered)
         # `around` inside `enable_grad`: autocast caches cast weights only where there is a graph.
-        with During(doing, self.name), torch.enable_grad(), around as found, substituted(slots, aliases):
-            output = self._function(context, skip_output)(entered)
-        owners += owners_of(output)
-        attached = AttachedStage(edges_of(output), inputs, list(aliases.values()), owners, self.name)
+        with during, torch.enable_grad(), around as found, substituted(slots, aliases):
+            output = self._run(self._way, entered, context, skip_output)
+        outputs, owners_of_output = edges_and_owners(output)
+        attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + owners_of_output, self.name)
         if self.open:  # walks the whole graph, so not for a layer that owns all it uses
             attached.refuse_other_leaves(origin)
         return attached, output, found
 
-    def undo(self, value: Any, context: Context = ()) -> Undo:
-        """Return an undo for a first run on `value`, which is about to begin."""
-        return Undo(self.function, self.devices(value, context))
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the trained parameters, each once, in the gradient order of `AttachedStage.backward`."""
-        return trained_parameters(self.function)
-
-    def all_parameters(self) -> list[torch.Tensor]:
-        """Return all parameters, frozen ones included."""
-        return list(self.function.parameters()) if isinstance(self.function, nn.Module) else []
-
     def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:
-        given = tensors_in(value) + tensors_in(context)
-        return accelerators(tensor.device for tensor in [*given, *self.parameters()])
-
-
-def _run_to_its_end(run: Callable[[Any], Any], value: Any) -> Any:
-    """Run a stage, and wait for the collectives behind its output (`AsyncCollectiveTensor`).
-
-    In plain training, the reader of the output waits. The output of a recomputation may have no reader, and PyTorch
-    holds its memory until a wait.
-    """
-    output = run(value)
-    wait_for(output)
-    return output
+        """Return the devices of a run, besides the CPU."""
+        owned = self.function.parameters() if isinstance(self.function, nn.Module) else ()
+        return accelerators(tensor.device for tensor in (*tensors_in(value), *tensors_in(context), *owned))
 
 
 def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:
@@ -443,14 +370,8 @@ def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = 
     Inputs and parameters stay, and outputs as long as they are held. So do tensors that the runner keeps in another
     form.
     """
-    leaving = OffloadableStorages()
-    with Keeping(leaving, _in_memory_anyway(runner, (value, context)), least_bytes=LEAST_BYTES, reads_values=False):
+    offloadable = OffloadableStorages()
+    held = [*tensors_in((value, context)), *owned_tensors(runner.function)]
+    with Keeping(offloadable, held, least_bytes=LEAST_BYTES, reads_values=False):
         output = runner.forward(value, context)
-    return output, leaving
-
-
-def _in_memory_anyway(runner: StageRunner, value: Any) -> Iterable[torch.Tensor]:
-    yield from tensors_in(value)
-    if isinstance(runner.function, torch.nn.Module):
-        yield from runner.function.parameters()
-        yield from runner.function.buffers()
+    return output, offloadable

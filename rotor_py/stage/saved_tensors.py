@@ -54,29 +54,6 @@ class SavedAsItIs:
         return self._tensor
 
 
-class Saving(Protocol):
-    """Chooses what autograd saves in place of tensors."""
-
-    def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """Return the object to save in place of `tensor`. `for_numbers`: a computation reads it, not only autograd."""
-        ...
-
-    @property
-    def undecided(self) -> bool:
-        """Whether a run must go on to settle what is saved."""
-        ...
-
-
-class AsItIs:
-    """Save every tensor unchanged."""
-
-    undecided = False
-
-    def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        """Return `tensor`, saved unchanged."""
-        return SavedAsItIs(tensor)
-
-
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return all elements of the storage behind `tensor`, in its dtype, flat and without history."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_py import CheckpointOptim
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 from tests.execute.training import assert_same
@@ -301,11 +301,11 @@ def runners_of(model: nn.Sequential) -> list[StageRunner]:
 def test_runners_serve_two_forwards_in_flight_and_a_parameter_written_between_them_is_refused_to_the_first_alone():
     model = network()
     runners, instructions = runners_of(model), read_sequence(4, NESTED)
-    first = seeded(lambda: replay(runners, instructions, value()))
+    first = seeded(lambda: Tape(runners, instructions).forward(value()))
     with torch.no_grad():
         model[0].weight.mul_(2)
     plain = copy.deepcopy(model)
-    second = seeded(lambda: replay(runners, instructions, value()))
+    second = seeded(lambda: Tape(runners, instructions).forward(value()))
     second.sum().backward()
     seeded(lambda: plain(value()).sum().backward())
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
@@ -316,9 +316,9 @@ def test_runners_serve_two_forwards_in_flight_and_a_parameter_written_between_th
 def test_runners_serve_two_forwards_in_flight_and_a_switch_between_them_is_refused_to_the_first_alone():
     model = network()
     runners, instructions = runners_of(model), read_sequence(4, NESTED)
-    first = seeded(lambda: replay(runners, instructions, value()))
+    first = seeded(lambda: Tape(runners, instructions).forward(value()))
     model[1].eval()
-    replay(runners, instructions, value()).sum().backward()
+    Tape(runners, instructions).forward(value()).sum().backward()
     with pytest.raises(RuntimeError, match="stage 'stage 1' was switched between training and evaluation"):
         first.sum().backward()
 
@@ -327,7 +327,7 @@ def test_runners_hold_nothing_of_a_forward():
     model, x = network(), value()
     runners = runners_of(model)
     held = weakref.ref(x.untyped_storage())
-    output = replay(runners, read_sequence(4, NESTED), x)
+    output = Tape(runners, read_sequence(4, NESTED)).forward(x)
     del x
     assert held() is not None  # the tape has it, for the backward
     del output

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.stage import compression
 from rotor_py.stage.compression import FormKeeper, Packed
 from rotor_py.stage.runner import StageRunner
@@ -61,7 +61,7 @@ def in_form(model: nn.Module, sample: Any, sequence: Sequence, form: Any) -> Cal
         for _, layer in found.prefix:
             value = layer(value)
         runners = [StageRunner(function, name, keepers=(FormKeeper(form),)) for name, function in found.stages]
-        return replay(runners, read_sequence(len(runners), Sequence(operations)), value)
+        return Tape(runners, read_sequence(len(runners), Sequence(operations))).forward(value)
 
     return forward
 

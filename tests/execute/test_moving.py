@@ -18,7 +18,7 @@ from torch import nn
 from rotor_profiling.step import measured_peak
 from rotor_py.errors import OffloadError
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -70,7 +70,7 @@ MIXED = Sequence.parse("Fe_0, CF_1, Fn_2, Fe_3, L, B_3, CF_1, Fe_2, B_2, Fe_1, B
 
 def forward(layers: list[Block], sequence: Sequence, tier: FileTier, value: torch.Tensor) -> torch.Tensor:
     runners = [StageRunner(layer, f"block {number}") for number, layer in enumerate(layers)]
-    made: torch.Tensor = replay(runners, read_sequence(len(layers), sequence), value, tier=tier)
+    made: torch.Tensor = Tape(runners, read_sequence(len(layers), sequence), tier=tier).forward(value)
     return made
 
 
@@ -305,4 +305,4 @@ def test_a_sequence_that_moves_needs_a_tier() -> None:
     layers = blocks()
     runners = [StageRunner(layer, "block") for layer in copy.deepcopy(layers)]
     with raises(ValueError, "no_tier", name="offload"):
-        replay(runners, read_sequence(4, with_moves(ALL, EARLY)), batch())
+        Tape(runners, read_sequence(4, with_moves(ALL, EARLY))).forward(batch())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.tape import replay
+from rotor_py.execute.tape import Tape
 from rotor_py.stage.protocol import Run, StageOffers
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -38,7 +38,7 @@ def step(sequence: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     stages = [Rounding() for _ in range(3)]
     runners = [StageRunner(stage, str(number)) for number, stage in enumerate(stages)]
-    output = replay(runners, read_sequence(3, Sequence.parse(sequence)), torch.randn(2, 4, requires_grad=True))
+    output = Tape(runners, read_sequence(3, Sequence.parse(sequence))).forward(torch.randn(2, 4, requires_grad=True))
     output.square().sum().backward()
     return [output.detach(), *(each.grad for stage in stages for each in stage.parameters() if each.grad is not None)]
 

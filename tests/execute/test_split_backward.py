@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from rotor_py import CheckpointOptim
-from rotor_py.execute.node import Unclaimed
+from rotor_py.execute.backward_passes import Unclaimed
 
 STORED = "Fe_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, B_0"
 FROM_INPUT = "CF_0, Fn_1, Fn_2, Fe_3, L, B_3, CF_0, Fn_1, Fe_2, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"
@@ -214,7 +214,7 @@ def test_a_second_pass_through_the_same_stage_is_refused(sequence: str) -> None:
 
 @pytest.mark.parametrize("older", [True, False])
 def test_before_torch_2_13_sums_of_the_gradients_that_arrived_stand_for_them(older: bool, monkeypatch) -> None:
-    monkeypatch.setattr("rotor_py.execute.node._ADDED_UP", older)
+    monkeypatch.setattr("rotor_py.execute.backward_passes._ADDED_UP", older)
     first, last, parameters = torch.ones(2), torch.full((2,), 0.1), [torch.zeros(3)]
     unclaimed = Unclaimed()
     unclaimed.keep((first, None, last), parameters)

@@ -27,7 +27,7 @@ from rotor_py.capture.graph.graph_nodes import (
 )
 from rotor_py.capture.graph.stage_graph import StageGraph, run_graph
 from rotor_py.distributed.sharding import GatheredToRead, ShardGroup
-from rotor_py.stage.partial_storage import Around, Reading, reading_all_there
+from rotor_py.stage.partial_storage import Around, Reading
 from rotor_py.stage.protocol import StageOffers, Wrap
 
 _ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
@@ -212,10 +212,10 @@ class MarkedStage:
         by_number = {number: groups[node] for number, node in enumerate(body.graph.nodes) if node in groups}
 
         @contextmanager
-        def around() -> Iterator[Reading]:
+        def around() -> Iterator[Reading | None]:
             marks = self.facts.marks
             if marks is None or marks.measuring:
-                yield reading_all_there
+                yield None
                 return
             with GatheredToRead() as gathered:
 

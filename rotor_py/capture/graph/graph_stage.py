@@ -24,7 +24,7 @@ from rotor_py.capture.graph.stage_parts import Known, StageParts
 from rotor_py.distributed.sharding import ShardGroup
 from rotor_py.execute.instructions import Runners
 from rotor_py.stage.error_context import add_note
-from rotor_py.stage.partial_storage import Around, PartialSaving, nothing_around
+from rotor_py.stage.partial_storage import Around, PartialSaving
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.storage_modes import Keeper
@@ -170,7 +170,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         # parameters of their own and run on the body's.
         parts = {} if known is None else known
         self._parts = (StageParts(body, len(reads), sizes, signature, parts, own_names=marked is not None),)
-        self._around: Around = nothing_around if marked is None else marked.gathering(body)
+        self._around: Around | None = None if marked is None else marked.gathering(body)
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
         """This stage as one with following ones."""
 
