@@ -85,10 +85,15 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     """
     # The simulator refuses invalid sequences; costs do not matter to it.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
-    simulate(_unit_chain(stages, options), sequence)
+    simulate(Chain((Stage(1, (Option(1.0, 1.0, 1),) * options),) * stages, input_bytes=1), sequence)
     operations = tuple(sequence)
-    in_graph = frozenset(_first_with_graph(operations))
-    live = _liveness(operations, _first_runs(operations))
+    first: dict[int, int] = {}
+    """position of the first run of each stage"""
+    for position, each in enumerate(operations):
+        if not isinstance(each, Loss | Backward):
+            first.setdefault(each.stage, position)
+    in_graph = frozenset(stage for stage, at in first.items() if isinstance(operations[at], ForwardEnable))
+    live = _liveness(operations, first)
     skipped = skipped_outputs(sequence)
     steps = [
         Step(operation, needed, position in skipped)
@@ -182,20 +187,6 @@ def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step
     return tuple(map(tuple, found))
 
 
-def _first_with_graph(operations: Operations[Operation]) -> list[int]:
-    seen: set[int] = set()
-    found: list[int] = []
-    for operation in operations:
-        match operation:
-            case Loss():
-                return found
-            case ForwardEnable(stage) if stage not in seen:
-                found.append(stage)
-        if not isinstance(operation, Loss | Backward):
-            seen.add(operation.stage)
-    return found
-
-
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
     """Return, for every operation, the inputs that a later run of their stage reads and that are not recomputed before.
 
@@ -203,7 +194,16 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
     stage before, not from the tape. Inputs inside some ā are read from there, even if they are recomputed in the
     meantime.
     """
-    saved = _saved(operations)
+    saved: list[frozenset[int]] = [frozenset()]
+    """for every operation, the indices of the ā that exist when it begins"""
+    for operation in operations:
+        match operation:
+            case ForwardEnable(stage):
+                saved.append(saved[-1] | {stage + 1})
+            case Backward(stage):
+                saved.append(saved[-1] - {stage + 1})
+            case _:
+                saved.append(saved[-1])
     live: frozenset[int] = frozenset()
     result = []
     for position in range(len(operations) - 1, -1, -1):
@@ -215,33 +215,6 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
                 else:  # reads its input from the tape, and computes its output anew
                     live = (live if stage + 1 in saved[position] else live - {stage + 1}) | {stage}
     return result[::-1]
-
-
-def _saved(operations: Operations[Operation]) -> list[frozenset[int]]:
-    """Return, for every operation, the indices of the ā that exist when it begins."""
-    now: frozenset[int] = frozenset()
-    result = []
-    for operation in operations:
-        result.append(now)
-        match operation:
-            case ForwardEnable(stage):
-                now = now | {stage + 1}
-            case Backward(stage):
-                now = now - {stage + 1}
-    return result
-
-
-def _first_runs(operations: Operations[Operation]) -> dict[int, int]:
-    first: dict[int, int] = {}
-    for position, operation in enumerate(operations):
-        if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
-            first.setdefault(operation.stage, position)
-    return first
-
-
-def _unit_chain(stages: int, options: int) -> Chain:
-    stage = Stage(1, (Option(1.0, 1.0, 1),) * options)
-    return Chain((stage,) * stages, input_bytes=1)
 
 
 NamedStage = tuple[str, Callable[..., Any]]

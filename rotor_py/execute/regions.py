@@ -4,26 +4,54 @@ A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` 
 is recomputed just before its backward, when part of it may again be a region. The engine sees the operators themselves
 and no node of ours, so hooks on modules and parameters keep working: `fully_shard` gathers parameters before a stage
 runs, and again before its backward. That is why such models do not use a tape.
+
+# Note [Recomputing inside autograd's own graph]
+#
+# Non-reentrant `torch.utils.checkpoint` does the same, but cannot store a stage in part: of several saved-tensor hooks,
+# autograd calls only the innermost. So the rules are implemented here.
+#
+# 1. The first run makes the graph that the backward goes through. The graph saves a handle (`_Later`) for every tensor:
+#    it holds the run's input and no tensor of its own.
+# 2. The first handle that is asked for its tensor recomputes the stages. The recompute builds a second graph, unused;
+#    the tensors that this graph saves fill the handles, in order. It stops at the last tensor needed, unless that may
+#    be unfinished then: RReLU saves its noise, and draws it afterwards.
+# 3. A handle is emptied when it is read: a node's saved tensors are freed when it has run. If the graph is retained,
+#    the next backward recomputes the stages once more.
+# 4. A handle may hold another handle, of stages recomputed a third time, or a tensor to be computed from others, where
+#    a stage is stored in part. It is resolved when the handle is read.
+# 5. No cycles: the graph holds handles, and these the input. The run knows handles by weak references.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
+from weakref import ref
 
 import torch
 
+from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.distributed.sharding import gathered_again
-from rotor_py.errors import InvalidValueError
-from rotor_py.execute.recompute import saved_again
+from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.stage.forward_state import Surroundings
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.saved_tensors import (
+    HandingOver,
+    NobodyWaits,
+    Saved,
+    SavedAsItIs,
+    handing_over_now,
+    last_node,
+    nodes_behind,
+    tensor_of,
+)
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
 
@@ -37,14 +65,11 @@ class Region:
 def regions(sequence: Sequence) -> tuple[int | Region, ...]:
     """Return the stages of a sequence in order, with the regions that are recomputed.
 
-    Raises ValueError if the sequence is not memory-persistent (it drops a checkpoint before the backward that uses it),
-    or keeps a checkpoint in low precision.
+    Raises ValueError if the sequence is not memory-persistent (it drops a checkpoint before the backward that uses it).
     """
     items, rest = _items(list(sequence))
     if rest:
-        raise InvalidValueError(
-            f"the sequence is not a nesting of regions: {rest[0]} comes where no region is open", kind="not_nested"
-        )
+        raise _not_nested(f"{rest[0]} comes where no region is open")
     return items
 
 
@@ -61,9 +86,7 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
             case ForwardNograd(stage) if found and not found[-1][2] and found[-1][1] == stage:
                 found[-1] = (found[-1][0], stage + 1, False)
             case other:
-                raise InvalidValueError(
-                    f"the sequence is not a nesting of regions: {other} follows no ForwardCheck", kind="not_nested"
-                )
+                raise _not_nested(f"{other} follows no ForwardCheck")
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
@@ -71,23 +94,19 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
-                raise InvalidValueError(
-                    f"the sequence is not a nesting of regions: no {Backward(first)} where it has to be",
-                    kind="not_nested",
-                    stage=first,
-                )
+                raise _not_nested(f"no {Backward(first)} where it has to be", stage=first)
             items.append(first)
             rest = rest[1:]
         else:
             inside, rest = _items(rest)
             if _stages(inside) != list(range(first, stop)):
-                raise InvalidValueError(
-                    f"the sequence is not a nesting of regions: stages {first} to {stop - 1} do not come back",
-                    kind="not_nested",
-                    stage=first,
-                )
+                raise _not_nested(f"stages {first} to {stop - 1} do not come back", stage=first)
             items.append(Region(inside))
     return tuple(reversed(items)), rest
+
+
+def _not_nested(reason: str, **fields: int) -> InvalidValueError:
+    return InvalidValueError(f"the sequence is not a nesting of regions: {reason}", kind="not_nested", **fields)
 
 
 def _stages(items: tuple[int | Region, ...]) -> list[int]:
@@ -126,36 +145,133 @@ class _Chain:
         """Run stages and regions in order; stages outside of regions are stored."""
         for item in items:
             if isinstance(item, Region):
-                first, inside = partial(self._leave, _stages(item.items)), partial(self.store, item.items)
-                value = saved_again(first, inside, value)
+                first = partial(self._run_first, _stages(item.items))
+                value = _Recomputed(partial(self.store, item.items), value).run(first, value)
                 for tensor in tensors_in(value):
                     if tensor.requires_grad:
                         # Wait for pending collectives before the region is recomputed: sent tensors stay in memory
                         # until then.
                         tensor.register_hook(wait_for)
             elif item in self.again:
-                value = self._run_again(self.stored[item], self.known[item], value)
+                value = self._recompute(self.stored[item], self.known[item], value)
             else:
                 value = self.stored[item].forward(value, self.context)
         return value
 
-    def _leave(self, stages: list[int], value: Any) -> Any:
+    def _run_first(self, stages: list[int], value: Any) -> Any:
         """Run the stages of a region, and store nothing of them."""
         for stage in stages:
             # Storing in part would hold the values to be recomputed. But storage modes that are other code give other
             # digits.
-            by_way = offers_of(self.runners[stage].function).ways_are_code
-            runner = self.stored[stage] if by_way else self.runners[stage]
+            runner = (self.stored if offers_of(self.runners[stage].function).ways_are_code else self.runners)[stage]
             if stage in self.known:
-                value = self._run_again(runner, self.known[stage], value)
+                value = self._recompute(runner, self.known[stage], value)
             else:
                 value, self.known[stage] = runner.first(value, self.context)
         return value
 
-    def _run_again(self, runner: StageRunner, surroundings: Surroundings, value: Any) -> Any:
+    def _recompute(self, runner: StageRunner, surroundings: Surroundings, value: Any) -> Any:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
         with restored, gathered_again(function):
             # A module may have begun in an earlier stage, which is not always recomputed right before this one.
             offers_of(function).gather_begun()
             return runner.forward(value, self.context)
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A tensor of a region's input."""
+
+    saved: SavedAsItIs
+    requires_grad: bool
+
+    def tensor(self) -> torch.Tensor:
+        # A detached tensor loses `requires_grad`, so it is set again. It shares no graph with its source.
+        return self.saved.tensor().detach().requires_grad_(self.requires_grad)
+
+
+class _Recomputed:
+    """A region that runs on `value`; `again` recomputes it, and saves the same tensors in the same order."""
+
+    def __init__(self, again: Callable[[Any], Any], value: Any) -> None:
+        self._again = again
+        self._input = tree_map_only(torch.Tensor, lambda each: _Input(SavedAsItIs(each), each.requires_grad), value)
+        self._handles: list[tuple[ref[_Later], torch.Size, torch.dtype]] = []
+        self._to_the_end = False
+
+    def run(self, first: Callable[[Any], Any], value: Any) -> Any:
+        """Return `first(value)`, in the surrounding graph, which saves handles only."""
+        outside = handing_over_now()
+        last = 0
+        """number of the node that saved the last tensor, in the order in which autograd makes nodes"""
+
+        def leave_out(tensor: torch.Tensor) -> _Later:
+            nonlocal last
+            handle = _Later(self)
+            self._handles.append((ref(handle), tensor.shape, tensor.dtype))
+            last = last_node()
+            if outside is not None:
+                outside.hand_over(handle, tensor)
+                outside.end_if_complete()
+            return handle
+
+        with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), NobodyWaits():
+            output = first(value)
+        node = nodes_behind(tensors_in(output), {last}, most=None).get(last)
+        self._to_the_end = node is not None and node.name().startswith("RreluWithNoise")  # Rule 2
+        return output
+
+    def recompute(self) -> None:
+        """Fill the handles."""
+        origin = torch.empty(0, requires_grad=True)
+        value = tree_map_only(_Input, _Input.tensor, self._input)
+        with torch.enable_grad(), HandingOver(self):
+            self._again(enter_graph(origin, value))
+
+    @property
+    def ends_after(self) -> int | None:
+        return None if self._to_the_end else len(self._handles)
+
+    def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
+        """Fill a handle, if the graph still has it. Raises RuntimeError if the tensor is not the expected one."""
+        if number >= len(self._handles):
+            raise InvalidStateError(
+                f"a stage saved {len(self._handles)} tensors for its backward in the forward, and more when it was run "
+                "again; a stage has to do the same thing every time",
+                kind="rerun_differs",
+                saved=len(self._handles),
+            )
+        handle, shape, dtype = self._handles[number]
+        if tensor.shape != shape or tensor.dtype != dtype:
+            raise InvalidStateError(
+                f"a stage saved a tensor of shape {tuple(shape)} ({dtype}) in the forward, and one of shape "
+                f"{tuple(tensor.shape)} ({tensor.dtype}) when it was run again; a stage has to do the same thing "
+                "every time",
+                kind="rerun_differs",
+            )
+        if (found := handle()) is not None:
+            found.saved = saved
+
+
+class _Later:
+    """Stands in the graph for a saved tensor."""
+
+    __slots__ = ("__weakref__", "_region", "saved")
+
+    def __init__(self, region: _Recomputed) -> None:
+        self._region = region
+        self.saved: Saved | None = None
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor. Raises RuntimeError if the recompute does not save it."""
+        if self.saved is None:
+            self._region.recompute()
+        saved, self.saved = self.saved, None
+        if saved is None:
+            raise InvalidStateError(
+                "a stage saved fewer tensors for its backward when it was run again than in the forward; a stage has "
+                "to do the same thing every time",
+                kind="rerun_differs",
+            )
+        return saved.tensor()

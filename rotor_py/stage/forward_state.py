@@ -195,7 +195,7 @@ class Surroundings:
             graph: Whether the recomputation builds a graph. If not, autocast does not cache cast weights: a later
                 forward in the same region would find them without history and lose gradients.
             alike: Make autograd save as many tensors as in the first run, where it might save fewer. Regions
-                (`execute/recompute.py`) count them.
+                (`execute/regions.py`) count them.
         """
         with ExitStack() as stack:
             # Each undo is registered before its change, so an interrupt between the two does no harm.

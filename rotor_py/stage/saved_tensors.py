@@ -124,11 +124,6 @@ def need_of(node: Node, device: torch.device) -> Need:
     return Need.NUMBERS
 
 
-def node_behind(tensors: Iterable[torch.Tensor], number: int) -> Node | None:
-    """Return the node with this number in the graph behind `tensors`; None if absent."""
-    return nodes_behind(tensors, {number}, most=None).get(number)
-
-
 def nodes_behind(
     tensors: Iterable[torch.Tensor], numbers: Collection[int], most: int | None = _MOST_NODES
 ) -> dict[int, Node]:
