@@ -32,7 +32,6 @@ retains_graph: Callable[[], bool] = torch_compat.get_current_graph_task_keep_gra
 
 
 def in_backward() -> bool:
-    """Whether a backward pass is running."""
     return current_task() != -1
 
 
@@ -45,7 +44,6 @@ def goes_through(node: Node) -> bool:
 
 
 def goes_through_any(nodes: Iterable[Node | None]) -> bool:
-    """Whether the pass goes through any of these nodes."""
     return any(node is not None and goes_through(node) for node in nodes)
 
 
@@ -57,7 +55,6 @@ class Held:
     attached: dict[int, AttachedStage] = field(default_factory=dict)
 
     def copy(self) -> Held:
-        """Copy the mappings; tensors are shared."""
         return Held(self.inputs.copy(), dict(self.attached))
 
     def clear(self) -> None:
@@ -168,7 +165,6 @@ class Unclaimed:
         self._computed: Any = WeakTensorKeyDictionary()
 
     def keep(self, arrived: Gradients, parameters: Gradients) -> None:
-        """Keep parameter gradients for the gradients that `arrived` at the output."""
         first, others = _split(arrived)
         self._computed[first] = _Computed(others, _versions(first, others), parameters)
 

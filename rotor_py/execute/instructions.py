@@ -275,7 +275,6 @@ class Runners(Operations[StageRunner]):
 
     @classmethod
     def of(cls, runners: Operations[StageRunner]) -> Runners:
-        """Reuse existing runners, or wrap others."""
         if isinstance(runners, Runners):
             return runners
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)

@@ -121,7 +121,6 @@ class OOMRetryTape(Tape):
         self._not_undone: str | None = None
 
     def forward(self, value: Any) -> Any:
-        """Run the operations before the loss; return the output, in the caller's graph."""
         self._input = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         self._devices = self.runners[0].devices(value, self.context)
         self._then = self._written(len(self.runners))
@@ -176,7 +175,6 @@ class OOMRetryTape(Tape):
             raise
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Run the operations up to and including `B` of `stage`."""
         if stage not in self.instructions.backward_at and self.passes.left is not None:
             # An earlier pass failed after it had come further, and left only the chain's input.
             self._begin_anew(from_input(stage + 1, self._plans.rest_as_before(stage + 1)), self._input)

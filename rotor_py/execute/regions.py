@@ -142,7 +142,6 @@ class _Chain:
     known: dict[int, Surroundings] = field(default_factory=dict)
 
     def store(self, items: tuple[int | Region, ...], value: Any) -> Any:
-        """Run stages and regions in order; stages outside of regions are stored."""
         for item in items:
             if isinstance(item, Region):
                 first = partial(self._run_first, _stages(item.items))
@@ -181,8 +180,6 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A tensor of a region's input."""
-
     saved: SavedAsItIs
     requires_grad: bool
 
@@ -223,7 +220,6 @@ class _Recomputed:
         return output
 
     def recompute(self) -> None:
-        """Fill the handles."""
         origin = torch.empty(0, requires_grad=True)
         value = tree_map_only(_Input, _Input.tensor, self._input)
         with torch.enable_grad(), HandingOver(self):

@@ -15,8 +15,6 @@ from rotor_profiling.torch_compat import tree_map_only
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A tensor in a lower precision than its own."""
-
     tensor: torch.Tensor
     dtype: torch.dtype
 
@@ -46,7 +44,6 @@ class ActivationStore:
         return value if self.storage_dtype is None else tree_map_only(_Packed, _unpacked, value)
 
     def get(self, index: int) -> Any:
-        """Return the value at `index`; None if there is none."""
         return self[index] if index in self._held else None
 
     def keep(self, index: int, value: Any) -> None:
@@ -70,12 +67,10 @@ class ActivationStore:
         self._held.clear()
 
     def drop_all_but(self, live: AbstractSet[int]) -> None:
-        """Release every value whose index is not in `live`."""
         for index in self._held.keys() - live:
             del self._held[index]
 
     def copy(self) -> ActivationStore:
-        """Copy the store; values are shared."""
         twin = ActivationStore(self.storage_dtype)
         twin._held = dict(self._held)
         return twin

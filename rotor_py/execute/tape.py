@@ -118,14 +118,12 @@ class Frame:
 
     @classmethod
     def of(cls, value: Any) -> tuple[Frame, list[torch.Tensor]]:
-        """Split `value` into its frame and its tensors, in order."""
         flat, spec = tree_flatten(value)
         leaves = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
         tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         return cls(spec, leaves, len(tensors)), tensors
 
     def filled(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """Rebuild the value with these tensors."""
         remaining = iter(tensors)
         return tree_unflatten([next(remaining) if leaf is _TENSOR else leaf for leaf in self.leaves], self.spec)
 

@@ -194,7 +194,6 @@ class Copy:
 
     @property
     def over(self) -> bool:
-        """Whether the copy has finished or failed."""
         return self._over.is_set()
 
     def wait(self) -> None:
@@ -217,7 +216,6 @@ class Copy:
             self._keeps = None
 
     def do(self) -> None:
-        """Run the copy in the copying thread."""
         run, self._run = self._run, None
         assert run is not None
         try:
@@ -248,7 +246,6 @@ class CopyingThread:
         self._queue.put(copy)
 
     def end(self) -> None:
-        """End the thread after all queued copies."""
         thread, self._thread = self._thread, None
         self._queue.put(None)
         # The garbage collector may call this in any thread, including this one.
@@ -267,8 +264,6 @@ def _work(queue: SimpleQueue[Copy | None]) -> None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Extent:
-    """`size` bytes of a file, from `start`."""
-
     start: int
     size: int
 
@@ -305,7 +300,6 @@ class FileSpace:
         return found
 
     def give_back(self, extent: Extent) -> None:
-        """Free a range, merged with its free neighbours."""
         self.taken -= extent.size
         insort(self._free, extent)
         joined: list[Extent] = []
@@ -386,7 +380,6 @@ class NamelessFile:
             done += found
 
     def refuse_stopped(self) -> None:
-        """Raise OffloadError once copies are stopped."""
         if self.stopped:
             raise OffloadError(
                 f"the file of moved activations in {self.folder} was closed, and what was in it is lost; run the "

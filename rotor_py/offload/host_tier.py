@@ -38,7 +38,6 @@ class HostTier:
     name = "host"
 
     def __init__(self) -> None:
-        """Raise OffloadError without a CUDA device."""
         if not torch.cuda.is_available():
             raise OffloadError(
                 "offload='host' moves activations from a CUDA device to the host, and there is no such device here; "
@@ -78,7 +77,6 @@ class HostTier:
         return MovedToHost(self, storage)
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """The streams of a device for copies out and back."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return self._streams[device]

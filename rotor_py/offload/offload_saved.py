@@ -21,9 +21,6 @@ LEAST_BYTES = 64 * 2**10
 class OffloadableStorages:
     """Storages saved by one stage run, kept in memory until `offload` moves those that can go."""
 
-    name = "moved"
-    exact = True
-
     def __init__(self) -> None:
         # Weak references, so that storages that autograd drops are freed.
         self._saved: list[ReferenceType[SavedStorage]] = []

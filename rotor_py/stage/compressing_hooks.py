@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_profiling import torch_compat
+from rotor_profiling.storage import storages
 from rotor_profiling.torch_classes import is_fake
 from rotor_py.stage.saved_tensors import (
     Complete,
@@ -47,11 +48,6 @@ class KeptStorage:
         """empty tensor that shares the version counter of the saved one"""
         self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._given: StorageWeakRef | None = None
-
-    @property
-    def is_as_it_is(self) -> bool:
-        """Whether it is saved unchanged."""
-        return isinstance(self.kept, SavedAsItIs)
 
     def keep_as_it_is(self, tensor: torch.Tensor) -> None:
         """Save it unchanged from now on. `tensor` is the storage or a view of it."""
@@ -157,36 +153,13 @@ LEAST_BYTES = 4096
 
 
 class Form(Protocol):
-    """A form in which saved tensors are kept."""
-
-    @property
-    def name(self) -> str:
-        """Name of the form in plans and reports."""
-        ...
-
-    @property
-    def exact(self) -> bool:
-        """Whether the restored tensor equals the saved one bit for bit."""
-        ...
+    """A form in which saved tensors are kept. It may also have `keep_sign` (see `compression.SmallerForm`)."""
 
     def keep(self, memory: torch.Tensor) -> Saved | None:
         """Keep `memory`, the flat tensor of all elements of a storage. None declines: it is saved unchanged.
 
         The result must not hold `memory` longer than copying takes, since autograd then releases it.
         """
-        ...
-
-
-@runtime_checkable
-class FormOfSigns(Form, Protocol):
-    """A form that keeps only signs where the backward needs no more."""
-
-    def keep_sign(self, memory: torch.Tensor, need: Need) -> Saved | None:
-        """Keep of floating `memory` only the bits that `need` names (neither NUMBERS nor SHAPE).
-
-        The restored tensor is 1 where the answer is yes, and 0 or -1 elsewhere. None declines.
-        """
-        ...
 
 
 class Keeping:
@@ -197,6 +170,7 @@ class Keeping:
         untouched: Tensors in memory anyway: parameters, buffers and inputs of the stage.
         least_bytes: Smaller storages are saved unchanged.
         reads_values: Whether the form reads values. If not, it also keeps fake tensors, by which a device is predicted.
+        seen: Receives address and bytes of all saved storages.
     """
 
     def __init__(
@@ -206,13 +180,16 @@ class Keeping:
         *,
         least_bytes: int = LEAST_BYTES,
         reads_values: bool = True,
+        seen: dict[int, int] | None = None,
     ) -> None:
         self.form = form
-        self._signs = form if isinstance(form, FormOfSigns) else None
+        self._keep_sign: Callable[[torch.Tensor, Need], Saved | None] | None = getattr(form, "keep_sign", None)
+        self._seen = seen
         self._least_bytes = least_bytes
         self._reads_values = reads_values
         # By address. The weak references keep other storages from reusing the addresses.
-        self._untouched = {ref.cdata: ref for ref in map(_reference, filter(self._concerns, untouched))}
+        concerned = filter(self._concerns, untouched)
+        self._untouched = {ref.cdata: ref for ref in (StorageWeakRef(each.untyped_storage()) for each in concerned)}
         self._references: dict[int, StorageWeakRef] = {}
         # Weak: entries go when autograd releases them.
         self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
@@ -258,7 +235,11 @@ class Keeping:
 
     def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
         """Return the object to save in place of `tensor`. `for_numbers`: a computation reads it, not only autograd."""
-        concerned = self._concerns(tensor) and not _is_parameter(tensor)
+        if self._seen is not None and (is_plain(tensor) or is_fake(tensor)):
+            self._seen.update(storages([tensor]))
+        # Sharded parameters are gathered in the run, so unknown before.
+        concerned = self._concerns(tensor) and not isinstance(tensor, nn.Parameter)
+        concerned = concerned and not isinstance(tensor._base, nn.Parameter)
         node, kept = last_node(), self._known(tensor) if concerned else None
         if kept is not None and kept.need is not Need.NUMBERS and kept.dtype == tensor.dtype:
             self._read_also(kept, tensor, None if for_numbers else node)
@@ -273,7 +254,7 @@ class Keeping:
         return SavedView(kept, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _read_also(self, kept: KeptStorage, tensor: torch.Tensor, node: int | None) -> None:
-        if not kept.is_as_it_is:
+        if not isinstance(kept.kept, SavedAsItIs):
             kept.keep_as_it_is(tensor)
             self._fresh.append(ref(kept))
         kept.read_by(node)
@@ -314,7 +295,7 @@ class Keeping:
             return None
         self._references.setdefault(storage._cdata, StorageWeakRef(storage))
         found = KeptStorage(tensor)
-        if self._signs is not None and node is not None and tensor.is_floating_point():
+        if self._keep_sign is not None and node is not None and tensor.is_floating_point():
             own = own_need(tensor, node)
             found.need = own or Need.SHAPE
             if own is None:
@@ -341,8 +322,8 @@ class Keeping:
                 found.read_by(None)
             if not found.undecided and isinstance(saved, SavedAsItIs) and not saved.overwritten:
                 memory = memory_of(saved.tensor())
-                sign = self._signs if found.need not in (Need.NUMBERS, Need.SHAPE) else None
-                kept = self.form.keep(memory) if sign is None else sign.keep_sign(memory, found.need)
+                sign = self._keep_sign if found.need not in (Need.NUMBERS, Need.SHAPE) else None
+                kept = self.form.keep(memory) if sign is None else sign(memory, found.need)
                 found.kept = kept or self._kept_around(memory) or saved
 
     def _kept_around(self, memory: torch.Tensor) -> Saved | None:
@@ -364,15 +345,6 @@ def keeping_now() -> Keeping | None:
 def owned_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
     """Return the parameters and buffers of a module."""
     return [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
-
-
-def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter or a view of one. Sharded ones are gathered in the run, so unknown before."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

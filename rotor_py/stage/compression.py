@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from functools import partial
+from typing import Any, ClassVar, Protocol
 
 import torch
 
 from rotor_profiling.storage import storages, tensors_in
-from rotor_profiling.torch_classes import is_fake
-from rotor_py.stage.compressing_hooks import LEAST_BYTES, Form, Keeping, is_plain, owned_tensors
+from rotor_py.stage.compressing_hooks import LEAST_BYTES, Form, Keeping, owned_tensors
 from rotor_py.stage.protocol import Run, offers_of
 from rotor_py.stage.saved_tensors import Need, Saved
 from rotor_py.stage.storage_modes import Trial
@@ -27,11 +27,9 @@ class Converted:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the converted values."""
         return self.values.nbytes
 
     def tensor(self) -> torch.Tensor:
-        """Return the values in the original dtype."""
         return self.values.to(self.dtype)
 
 
@@ -76,8 +74,6 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
     return values
 
 
-K = TypeVar("K", bound=Keeping)
-
 _STATISTICS = 16
 """Inexact forms decline saved tensors this much smaller than the input: per-row statistics, such as a mean or a
 logsumexp, from which a whole row is computed. Rows are usually longer: the smallest attention heads have 32 numbers."""
@@ -90,21 +86,28 @@ class SmallerKept(Saved, Protocol):
     """A tensor in fewer bytes."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the kept form."""
-        ...
+    def nbytes(self) -> int: ...
 
 
-class SmallerForm(Form, Protocol):
+class SmallerForm(Protocol):
     """A form that takes fewer bytes in the same memory tier."""
+
+    @property
+    def name(self) -> str:
+        """Name of the form in plans and reports."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the restored tensor equals the saved one bit for bit."""
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         """Keep `memory`, as `Form.keep`; None if it would not get smaller."""
-        ...
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Keep the signs of `memory`, as `FormOfSigns.keep_sign`."""
-        ...
+        """Keep of floating `memory` only the bits that `need` names (neither NUMBERS nor SHAPE).
+
+        The restored tensor is 1 where the answer is yes, and 0 or -1 elsewhere. None declines.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,22 +130,25 @@ class FormKeeper:
         """Wrap `run`, a run of `function`, so that its graph saves in this form. The values are the same."""
 
         def kept(value: Any) -> Any:
-            with self._keeping(self.form, function, value, Keeping) as keeping:
+            with self.keeping_in(self.form, function, value) as keeping:
                 output = run(value)
                 keeping.spare(tensors_in(output))
             return output
 
         return kept
 
-    def trial(self, function: Callable[..., Any]) -> Trial:
-        """Return a trial that tells from a run of `function` whether the form spares enough to be worth measuring."""
-        return _Trial(self, function)
-
-    def _keeping(self, form: Form, function: Callable[..., Any], value: Any, kind: type[K]) -> K:
+    def keeping_in(
+        self, form: Form, function: Callable[..., Any], value: Any, seen: dict[int, int] | None = None
+    ) -> Keeping:
+        """Return the context for a run on `value` whose tensors are kept in `form`."""
         inputs = tensors_in(value)
         largest = max((each.untyped_storage().nbytes() for each in inputs), default=0)
         least = LEAST_BYTES if self.form.exact else max(LEAST_BYTES, largest // _STATISTICS)
-        return kind(form, [*inputs, *owned_tensors(function)], least_bytes=least)
+        return Keeping(form, [*inputs, *owned_tensors(function)], least_bytes=least, seen=seen)
+
+    def trial(self, function: Callable[..., Any]) -> Trial:
+        """Return a trial that tells from a run of `function` whether the form spares enough to be worth measuring."""
+        return _Trial(self, function)
 
 
 class _Trial:
@@ -156,59 +162,41 @@ class _Trial:
     def watch(self, run: Run) -> Run:
         def watched(value: Any) -> Any:
             tried = _Tried(self._keeper.form)
-            noting = self._keeper._keeping(tried, self._function, value, _Noting)
-            with noting:
+            seen: dict[int, int] = {}
+            with self._keeper.keeping_in(tried, self._function, value, seen) as keeping:
                 output = run(value)
-                noting.settle(tensors_in(output))
+                keeping.settle(tensors_in(output))
             outputs = {each.untyped_storage()._cdata for each in tensors_in(output)}
             saved = sum(plain for plain, _ in tried.storages.values())
             spared = sum(plain - kept for address, (plain, kept) in tried.storages.items() if address not in outputs)
             self.pays = spared >= _LEAST_SHARE * saved and spared > 0
             there = storages(tensors_in([value, output, owned_tensors(self._function)]))
-            self.saved_bytes = sum(size for address, size in noting.seen.items() if address not in there)
-            tried.let_go()  # the graph keeps `tried` alive
+            self.saved_bytes = sum(size for address, size in seen.items() if address not in there)
+            tried.memory.clear()  # the graph keeps `tried` alive
             return output
 
         return watched
 
 
-class _Noting(Keeping):
-    def __init__(self, form: Form, untouched: Iterable[torch.Tensor], *, least_bytes: int) -> None:
-        super().__init__(form, untouched, least_bytes=least_bytes)
-        self.seen: dict[int, int] = {}
-
-    def save(self, tensor: torch.Tensor, *, for_numbers: bool = False) -> Saved:
-        if is_plain(tensor) or is_fake(tensor):
-            self.seen.update(storages([tensor]))
-        return super().save(tensor, for_numbers=for_numbers)
-
-
 class _Tried:
     """A form that keeps nothing and records the bytes of another form."""
 
-    exact = True
-
     def __init__(self, form: SmallerForm) -> None:
-        self.name = form.name
         self.storages: dict[int, tuple[int, int]] = {}
         """address: (bytes unchanged, bytes in the other form)"""
+        self.memory: list[torch.Tensor] = []
+        """held, so that no address is reused"""
         self._form = form
-        self._memory: list[torch.Tensor] = []  # held, so that no address is reused
 
-    def let_go(self) -> None:
-        self._memory.clear()
-
-    def keep(self, memory: torch.Tensor) -> Saved | None:
+    def keep(self, memory: torch.Tensor) -> None:
         self._note(memory, self._form.keep(memory))
-        return None
 
-    def keep_sign(self, memory: torch.Tensor, need: Need) -> Saved | None:
+    def keep_sign(self, memory: torch.Tensor, need: Need) -> None:
         self._note(memory, self._form.keep_sign(memory, need))
-        return None
 
     def _note(self, memory: torch.Tensor, kept: SmallerKept | None) -> None:
         storage = memory.untyped_storage()
-        self._memory.append(memory)
+        self.memory.append(memory)
         self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes
 
 
@@ -255,7 +243,7 @@ class Packed:
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         """Pack `memory`; None if it does not get smaller."""
         if memory.dtype == torch.bool:
-            return _Bits(packed_bits(memory), memory.numel())
+            return _Bits(packed_bits(memory), memory.numel(), unpacked_bits)
         if memory.is_floating_point():
             return _mask(memory)
         return _narrow(memory)
@@ -273,56 +261,35 @@ class Packed:
             where = bits.gt(0).logical_and_(bits.le(infinity))
         else:
             where = bits.ge(0).logical_and_(bits.le(infinity)).logical_or_(bits.eq(minus_zero))
-        return _Sign(packed_bits(where), memory.numel(), memory.dtype, -1 if need is Need.NOT_NEGATIVE else 0)
+        restored = partial(_signed, -1 if need is Need.NOT_NEGATIVE else 0, memory.dtype)
+        return _Bits(packed_bits(where), memory.numel(), restored)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bits:
+    """Booleans as bits, and a function that restores the tensor from them and their number."""
+
     bits: torch.Tensor
     count: int
+    restored: Callable[[torch.Tensor, int], torch.Tensor]
 
     @property
     def nbytes(self) -> int:
         return self.bits.nbytes
 
     def tensor(self) -> torch.Tensor:
-        return unpacked_bits(self.bits, self.count)
+        return self.restored(self.bits, self.count)
 
 
-@dataclass(frozen=True, slots=True)
-class _Mask:
+def _masked(other: int, dtype: torch.dtype, bits: torch.Tensor, count: int) -> torch.Tensor:
     """Elements that are 0 or one other number, whose bits are the integer `other`."""
-
-    bits: torch.Tensor
-    count: int
-    other: int
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.bits.nbytes
-
-    def tensor(self) -> torch.Tensor:
-        found = unpacked_bits(self.bits, self.count).to(_BITS[self.dtype.itemsize])
-        return found.mul_(self.other).view(self.dtype)
+    return unpacked_bits(bits, count).to(_BITS[dtype.itemsize]).mul_(other).view(dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sign:
-    """Signs: restored as 1 where the bit is set, and as `other` elsewhere."""
-
-    bits: torch.Tensor
-    count: int
-    dtype: torch.dtype
-    other: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.bits.nbytes
-
-    def tensor(self) -> torch.Tensor:
-        found = unpacked_bits(self.bits, self.count).to(self.dtype)
-        return found if self.other == 0 else found.mul_(1 - self.other).add_(self.other)
+def _signed(other: int, dtype: torch.dtype, bits: torch.Tensor, count: int) -> torch.Tensor:
+    """1 where the bit is set, and `other` elsewhere."""
+    found = unpacked_bits(bits, count).to(dtype)
+    return found if other == 0 else found.mul_(1 - other).add_(other)
 
 
 def _narrow(memory: torch.Tensor) -> Converted | None:
@@ -336,7 +303,7 @@ def _narrow(memory: torch.Tensor) -> Converted | None:
     return None
 
 
-def _mask(memory: torch.Tensor) -> _Mask | None:
+def _mask(memory: torch.Tensor) -> _Bits | None:
     # Other devices keep dropout masks as booleans, and reading values would synchronize.
     if memory.device.type != "cpu" or memory.element_size() not in _BITS:
         return None
@@ -350,7 +317,7 @@ def _mask(memory: torch.Tensor) -> _Mask | None:
     where = bits == other
     if int(where.count_nonzero()) != int(bits.count_nonzero()):
         return None
-    return _Mask(packed_bits(where), memory.numel(), other, memory.dtype)
+    return _Bits(packed_bits(where), memory.numel(), partial(_masked, other, memory.dtype))
 
 
 def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:

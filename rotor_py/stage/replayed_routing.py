@@ -195,7 +195,6 @@ def decided_bytes(function: Callable[..., Any]) -> int:
 
 
 def decides_nothing(function: Callable[..., Any]) -> bool:
-    """Whether the stage has run and decided nothing."""
     return isinstance(function, nn.Module) and function in _undecided
 
 
@@ -274,5 +273,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _copied(made: Any) -> Any:
-    """Copy, since the stage may write into its decision."""
     return tree_map_only(torch.Tensor, torch.Tensor.clone, made)

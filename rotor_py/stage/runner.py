@@ -202,7 +202,6 @@ class StageRunner:
         return self._ways_with(self._suiting, self._offers.ways())
 
     def trials(self) -> dict[str, Trial]:
-        """Return a trial for each suitable keeper, by name."""
         return {keeper.name: keeper.trial(self.function) for keeper in self._suiting}
 
     def paying(self, value: Any, keepers: Container[str]) -> tuple[str, ...]:
@@ -359,7 +358,6 @@ class StageRunner:
         return attached, output, found
 
     def devices(self, value: Any, context: Context = ()) -> tuple[torch.device, ...]:
-        """Return the devices of a run, besides the CPU."""
         owned = self.function.parameters() if isinstance(self.function, nn.Module) else ()
         return accelerators(tensor.device for tensor in (*tensors_in(value), *tensors_in(context), *owned))
 

@@ -41,7 +41,6 @@ class SavedAsItIs:
 
     @property
     def overwritten(self) -> bool:
-        """Whether it was written to since it was saved."""
         return self._tensor._version != self._writes
 
     def tensor(self) -> torch.Tensor:
@@ -254,7 +253,6 @@ class SavedInOrder:
         self.found: list[Hashable] = []
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
-        """Record a tensor."""
         self.found.append((tensor.shape, tensor.dtype, tensor.layout, _sum_of_bytes(tensor.detach())))
 
 

@@ -142,7 +142,6 @@ def find_effects(
 
 
 def run_with_graph(function: Callable[..., Any], value: Any) -> Any:
-    """Run `function` with a graph, and return its detached output."""
     with torch.enable_grad():
         output = function(leaves_of(value))
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
