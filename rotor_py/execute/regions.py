@@ -47,7 +47,7 @@ from rotor_py.stage.saved_tensors import (
     NobodyWaits,
     Saved,
     SavedAsItIs,
-    handing_over_now,
+    innermost_run,
     last_node,
     nodes_behind,
     tensor_of,
@@ -199,7 +199,7 @@ class _Recomputed:
 
     def run(self, first: Callable[[Any], Any], value: Any) -> Any:
         """Return `first(value)`, in the surrounding graph, which saves handles only."""
-        outside = handing_over_now()
+        outside = innermost_run.get()
         last = 0
         """number of the node that saved the last tensor, in the order in which autograd makes nodes"""
 

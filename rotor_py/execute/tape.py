@@ -384,7 +384,8 @@ class Tape:
 
     def _runner(self, step: Step) -> StageRunner:
         assert isinstance(step.operation, ForwardEnable)
-        return self.runners[step.operation.stage].by(step.operation.option)
+        runner, option = self.runners[step.operation.stage], step.operation.option
+        return runner if runner.option == option else runner.by(option)
 
     def _versions(self, value: Any) -> list[int]:
         """Versions of the tensors that a stage reads, except its parameters and buffers."""

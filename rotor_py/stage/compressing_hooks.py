@@ -20,7 +20,7 @@ from rotor_py.stage.saved_tensors import (
     Need,
     Saved,
     SavedAsItIs,
-    handing_over_now,
+    innermost_run,
     last_node,
     memory_of,
     need_of,
@@ -137,7 +137,7 @@ class SavedView:
 #  8. Only readers hold a restored tensor. Nodes that read it at the same time share it. It is not cached for later
 #     readers.
 #  9. Of nested saved-tensor hooks, autograd calls only the innermost. A stage stored in part has hooks of its own,
-#     which therefore ask for the form around them (`keeping_now`).
+#     which therefore ask for the form around them (`innermost_keeping`).
 # 10. Autograd attaches the history to the restored tensor. So `create_graph=True` works, as precisely as the form.
 # 11. ReLU needs only the sign of its result, leaky ReLU only that of its input; a form may keep the sign alone if no
 #     other node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own
@@ -196,14 +196,14 @@ class Keeping:
         self._fresh: list[ref[KeptStorage]] = []
         self._node = -1
         """sequence number of the node that saved the fresh tensors"""
-        self._handing_over = handing_over_now()
+        self._handing_over = innermost_run.get()
         self._around: Keeping | None = None
         self._hooks: Any = None
         self._outside: Any = None
 
     def __enter__(self) -> Keeping:
-        self._around = _innermost.get()
-        self._outside = _innermost.set(self)
+        self._around = innermost_keeping.get()
+        self._outside = innermost_keeping.set(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, tensor_of)
         self._hooks.__enter__()
         return self
@@ -211,7 +211,7 @@ class Keeping:
     def __exit__(self, *error: object) -> None:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
-        _innermost.reset(self._outside)
+        innermost_keeping.reset(self._outside)
         if error[0] is None or error[0] is Complete:
             self._give_fresh(at_the_end=True)
         self._around = None
@@ -334,12 +334,8 @@ class Keeping:
         return around.form.keep(memory) or around._kept_around(memory)
 
 
-_innermost: ContextVar[Keeping | None] = ContextVar("innermost", default=None)
-
-
-def keeping_now() -> Keeping | None:
-    """Return the innermost active `Keeping`; None if tensors are saved unchanged."""
-    return _innermost.get()
+innermost_keeping: ContextVar[Keeping | None] = ContextVar("innermost_keeping", default=None)
+"""The innermost active `Keeping`; None if tensors are saved unchanged."""
 
 
 def owned_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:

@@ -164,7 +164,7 @@ class StageRunner:
         self.option = 0
         self._offers = offers_of(function) if offers is None else offers
         self._ways = ways
-        self._keepers = keepers
+        self._keepers = {keeper.name: keeper for keeper in keepers}
         self._way: str | None = None
         """storage mode of this option; None if stored whole"""
         self.hands_on = hands_on
@@ -211,7 +211,7 @@ class StageRunner:
 
     @property
     def _suiting(self) -> list[Keeper]:
-        return [keeper for keeper in self._keepers if keeper.suits(self.function)]
+        return [keeper for keeper in self._keepers.values() if keeper.suits(self.function)]
 
     @staticmethod
     def _ways_with(keepers: Sequence[Keeper], own: Sequence[str]) -> tuple[str, ...]:
@@ -299,11 +299,10 @@ class StageRunner:
     def _run_of(self, way: str | None, skip_output: bool = False) -> Callable[[Any], Any]:
         if way is None:
             return (forward_skipping_output(self.function) if skip_output else None) or self.function
-        before, name = parted(way, [keeper.name for keeper in self._keepers])
+        before, name = parted(way, self._keepers)
         if name is None:
             return self._offers.forward_by(way, skip_output=skip_output)
-        keeper = next(each for each in self._keepers if each.name == name)
-        return keeper.keeping(self._run_of(before, skip_output), self.function)
+        return self._keepers[name].keeping(self._run_of(before, skip_output), self.function)
 
     def attach(
         self, value: Any, surroundings: Surroundings, context: Context = (), *, skip_output: bool = False

@@ -45,12 +45,17 @@ class SavedAsItIs:
 
     def tensor(self) -> torch.Tensor:
         if self._tensor._version != self._writes:
-            raise InvalidStateError(
-                f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
-                "an in-place operation since the forward; change it after the backward",
-                kind="saved_tensor_changed",
-            )
+            raise overwritten(self._tensor)
         return self._tensor
+
+
+def overwritten(tensor: torch.Tensor) -> InvalidStateError:
+    """Return the error for a saved tensor that was written to."""
+    return InvalidStateError(
+        f"a tensor of shape {tuple(tensor.shape)} that is needed for the backward has been modified by an in-place "
+        "operation since the forward; change it after the backward",
+        kind="saved_tensor_changed",
+    )
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -189,7 +194,7 @@ class HandingOver:
         self._outside: Any = None
 
     def __enter__(self) -> HandingOver:
-        self._outside = _innermost.set(self)
+        self._outside = innermost_run.set(self)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._save, tensor_of)
         self._hooks.__enter__()
         return self
@@ -199,7 +204,7 @@ class HandingOver:
     ) -> bool:
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(kind, error, trace)
-        _innermost.reset(self._outside)
+        innermost_run.reset(self._outside)
         return isinstance(error, Complete) and error.run is self
 
     def hand_over(self, saved: Saved, tensor: torch.Tensor) -> None:
@@ -219,22 +224,18 @@ class HandingOver:
         return saved
 
 
-_innermost: ContextVar[HandingOver | None] = ContextVar("handing_over", default=None)
-
-
-def handing_over_now() -> HandingOver | None:
-    """Return the surrounding run that hands over its saved tensors; None if there is none."""
-    return _innermost.get()
+innermost_run: ContextVar[HandingOver | None] = ContextVar("innermost_run", default=None)
+"""The surrounding run that hands over its saved tensors; None if there is none."""
 
 
 class NobodyWaits:
     """Context in which a run hands nothing over automatically; its opener does so."""
 
     def __enter__(self) -> None:
-        self._outside = _innermost.set(None)
+        self._outside = innermost_run.set(None)
 
     def __exit__(self, *error: object) -> None:
-        _innermost.reset(self._outside)
+        innermost_run.reset(self._outside)
 
 
 tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")

@@ -20,7 +20,6 @@ from rotor_py.measure.stage_ways import worth_choosing
 from rotor_py.plan.plan_file import PlanCosts
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.protocol import Run
-from rotor_py.stage.storage_modes import Known
 from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage
 from tests.capture.steps import adamw, compare
 from tests.capture.test_partial_saving import WIDTH, Gated, Stack, captured, loss
