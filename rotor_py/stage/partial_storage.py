@@ -146,7 +146,7 @@ class PartialSaving:
                 saved.content, saved.writes = (
                     tensor.detach(),
                     tensor._version,
-                )  # as in `SavedAsItIs`, with one call less
+                )  # a `SavedAsItIs`, inline
             else:
                 saved.content = self._keeper.save(tensor)
             if found is None:
