@@ -64,10 +64,7 @@ class Held:
 
 @dataclass(slots=True)
 class Pass:
-    """One backward pass over a tape: `position` is the first operation of the replay that it has not run.
-
-    `used` holds the stages that earlier passes have consumed.
-    """
+    """One backward pass. `position`: first operation not run yet; `used`: stages that earlier passes consumed."""
 
     task: int
     held: Held
@@ -91,10 +88,7 @@ class Passes:
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
-        """Enter the backward pass that calls this for a stage. Release what the pass holds on an error (Rule 10).
-
-        Raises RuntimeError if an earlier pass has consumed what the forward left.
-        """
+        """Enter the running backward pass for a stage. Release what the pass holds on an error (Rule 10)."""
         current = self._current
         if current is None or current.task != current_task():  # Rule 8
             current = None if self.left is None else self._begin()

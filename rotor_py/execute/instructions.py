@@ -79,10 +79,7 @@ class Instructions:
 # alternates between more sequences reads them again.
 @lru_cache(maxsize=64)
 def read_sequence(stages: int, sequence: Sequence) -> Instructions:
-    """Read `sequence` for a chain of `stages` stages.
-
-    Raises ValueError if the sequence is not valid for such a chain, or moves the saved tensors of a recomputed stage.
-    """
+    """Read `sequence` for a chain. Raises ValueError if it is not valid or moves what a recomputed stage saves."""
     # The simulator refuses invalid sequences; costs do not matter to it.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(Chain((Stage(1, (Option(1.0, 1.0, 1),) * options),) * stages, input_bytes=1), sequence)
@@ -170,10 +167,7 @@ def from_input(stages: int, sequence: Sequence) -> Instructions:
 
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
-    """Group the operations before the loss: consecutive ones that run `plain` stages, stored whole, form one piece.
-
-    A kept stage input ends a piece, since it is read later.
-    """
+    """Group consecutive forwards of `plain` stages stored whole. A kept input ends a piece: it is read later."""
     found: list[list[Step]] = []
     joins = False
     for step in steps:
@@ -231,10 +225,7 @@ class JoinedRun:
     """whether its output is the chain's output"""
 
     def __call__(self, values: list[Any], context: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run the stages. Shared values are their `context`, or follow the other values of the input.
-
-        The elements of the first input are in a list, which is emptied, so that each is freed right after its use.
-        """
+        """Run the stages on the `values` in a list, which is emptied, so that each is freed right after its use."""
         carried = 0 if context else self.shared
         shared = values[len(values) - carried :]
         values += context
@@ -256,10 +247,7 @@ _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Runners(Operations[StageRunner]):
-    """One runner for each of `stages`, made by a single call of `make` with the stage's number.
-
-    `options` gives the storage options, without stages that are stored whole.
-    """
+    """One runner for each of `stages`, made once by `make`, with the storage `options` of stages not stored whole."""
 
     def __init__(
         self,

@@ -44,11 +44,7 @@ from rotor_solver import ForwardEnable, Sequence
 
 
 class SmallerPlans(Protocol):
-    """Plans that need less memory than the last one did.
-
-    They return None, and add a note to the error, if no smaller plan exists, if the attempts are used up, or if
-    `inexact` says why nothing can be recomputed.
-    """
+    """Plans that need less memory than the last one did. They return None, with a note on the error, if none is left."""
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """Return a plan for the whole chain, after `error` in its forward."""
@@ -62,10 +58,7 @@ class SmallerPlans(Protocol):
 
 
 class Undo:
-    """State that the coming forward of `function` may change: buffers, attributes, and the RNG state of `devices`.
-
-    Only for stages that may have to repeat it, since copies of buffers cost memory.
-    """
+    """State that the coming forward of `function` may change. Copies of buffers cost memory, so only where needed."""
 
     def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
         self._random = RandomState.now(devices)

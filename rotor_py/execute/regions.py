@@ -63,10 +63,7 @@ class Region:
 
 
 def regions(sequence: Sequence) -> tuple[int | Region, ...]:
-    """Return the stages of a sequence in order, with the regions that are recomputed.
-
-    Raises ValueError if the sequence is not memory-persistent (it drops a checkpoint before the backward that uses it).
-    """
+    """Return the stages of a memory-persistent sequence in order, with the regions; ValueError for any other."""
     items, rest = _items(list(sequence))
     if rest:
         raise _not_nested(f"{rest[0]} comes where no region is open")

@@ -52,10 +52,7 @@ class ActivationStore:
         self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
 
     def keep_first(self, index: int, value: Any) -> None:
-        """Keep `value` at `index` unless it already has one.
-
-        A graph may hold the earlier value in memory anyway; a recomputed copy would come on top.
-        """
+        """Keep `value` unless there is one: a graph may hold the earlier one anyway, and a copy would come on top."""
         if index not in self._held:
             self.keep(index, value)
 

@@ -197,11 +197,7 @@ class CheckpointOptim(StageNode):
 
 
 class Tape:
-    """The shared state of the nodes of one forward.
-
-    All stages share `context`. Inputs of stages are kept in `store` for the backward, if one is given; it has to be
-    empty. The sequence offloads to `tier`.
-    """
+    """The state shared by the nodes of one forward. `store` has to be empty; the sequence offloads to `tier`."""
 
     hidden_because = "which is recomputed in the backward; raise the memory limit until it is stored"
     """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""

@@ -111,11 +111,7 @@ class FileTier:
 
 
 class MovedToFile:
-    """A storage in a file; see `Moved`.
-
-    It owns a range of the file until the bytes are back or it is dropped. When no copy runs, the bytes are in a storage
-    or in the file, not both.
-    """
+    """A storage in a file; see `Moved`. It owns a range of the file until the bytes are back or it is dropped."""
 
     def __init__(self, tier: FileTier, file: NamelessFile, extent: Extent, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()

@@ -173,15 +173,9 @@ class PinnedBuffer:
 class PinnedBuffers:
     """A pool of pinned buffers, reused because pinning takes as long as many copies.
 
-    Batches of other lengths move other sizes. So `take` returns the smallest free buffer that is large enough and at
-    most twice the request: otherwise a small activation would occupy a large buffer, and another would have to be
-    pinned.
-
-    All buffers together take at most twice the peak of requests. No past step needs more: at the loss, all its
-    offloaded bytes are out at once, in buffers of at most twice the size. The excess is left over from steps of other
-    sizes.
-
-    A copy may still read a returned buffer, until its event.
+    `take` returns the smallest free buffer that is large enough and at most twice the request: otherwise a small
+    activation would occupy a large buffer, and another would have to be pinned. All buffers together take at most twice
+    the peak of requests: the excess is left over from steps of other sizes.
     """
 
     def __init__(self) -> None:

@@ -54,10 +54,7 @@ class Bandwidth:
 
 
 def link_of(name: str, device: torch.device) -> Link:
-    """Bandwidth from memory of `device` to a tier and back. Raises OffloadError if offloading is impossible.
-
-    A simulated device reads it from the device table.
-    """
+    """Bandwidth from memory of `device` to a tier and back; of a simulated device, from the device table."""
     found = prediction()
     return measured_link(name, device) if found is None else _planned_with(found.host_bandwidth, found.host_bandwidth)
 
@@ -78,11 +75,7 @@ def _planned_with(out: float, back: float) -> Link:
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> Bandwidth:
-    """Measure the bandwidth of `tier` for memory of `device`, both directions at once. Raises OffloadError if a copy
-    fails.
-
-    Needs the memory of three pieces of 4 MiB.
-    """
+    """Measure the bandwidth of `tier`, both directions at once. Needs the memory of three pieces of 4 MiB."""
     source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
     warm = tier.move_out(source)  # the first copy makes threads, streams and the start of the file
     warm.wait_out()

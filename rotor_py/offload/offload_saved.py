@@ -94,10 +94,7 @@ class SavedStorage:
             self._moved.fetch()
 
     def tensor(self) -> torch.Tensor:
-        """The memory as a flat tensor.
-
-        Raises RuntimeError if it was modified since, OffloadError if it did not come back.
-        """
+        """The memory as a flat tensor. RuntimeError if it was modified since, OffloadError if it did not come back."""
         self._note_writes()
         if self._overwritten:
             raise InvalidStateError(

@@ -72,10 +72,7 @@ class KeptStorage:
             self.undecided = set()
 
     def counts_writes_to(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, a view of the storage, shares the version counter of the kept storage (Rule 5).
-
-        Raises both counters by one.
-        """
+        """Whether `tensor`, a view, shares the version counter of the kept storage (Rule 5). Raises both by one."""
         with torch_compat.unsafe_preserve_version_counter(tensor):
             torch.autograd.graph.increment_version(tensor)
             return self._writes._version == tensor._version
@@ -286,10 +283,7 @@ class Keeping:
         return is_plain(tensor) or (not self._reads_values and is_fake(tensor) and _is_strided(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, node: int | None) -> KeptStorage | None:
-        """Register the storage behind `tensor`; None if it is saved unchanged.
-
-        `node` is the saving node; None if the numbers are certainly needed.
-        """
+        """Register the storage behind `tensor`, saved by `node`, or by one that certainly needs the numbers (None)."""
         storage = tensor.untyped_storage()
         if self._is_untouched(tensor):
             return None

@@ -67,10 +67,7 @@ def is_watched() -> bool:
 
 
 class During:
-    """Context for one pass of a stage.
-
-    Reports begin and end to the watchers. An exception that leaves it gets a note with the pass and the stage.
-    """
+    """Context for one pass of a stage: reports begin and end to the watchers, and adds a note to an exception."""
 
     # Not a `contextmanager` generator, which costs more: every run of every stage enters this.
     __slots__ = ("doing", "name")

@@ -22,10 +22,7 @@ from rotor_py.stage.replayed_routing import Decisions, Drawn, decisions_recorded
 
 
 class EarlierRuns:
-    """Training modes and parameter versions of the stage `module` since its first run in one forward.
-
-    `name` is the stage's name in errors.
-    """
+    """Training modes and parameter versions of the stage `module` since its first run in one forward."""
 
     __slots__ = ("_modes", "_module", "_name", "_written")
 
@@ -169,10 +166,7 @@ _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictiona
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The state that one forward of a stage started from, and its decisions.
-
-    `random` is None if the forward drew no random number.
-    """
+    """The state that one forward of a stage started from. `random` is None if it drew no random number."""
 
     autocast: tuple[Autocast, ...]
     random: RandomState | None
@@ -190,12 +184,8 @@ class Surroundings:
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:
         """Recompute `function` inside this context as in its first run, without side effects.
 
-        Args:
-            function: The stage.
-            graph: Whether the recomputation builds a graph. If not, autocast does not cache cast weights: a later
-                forward in the same region would find them without history and lose gradients.
-            alike: Make autograd save as many tensors as in the first run, where it might save fewer. Regions
-                (`execute/regions.py`) count them.
+        Without a `graph`, autocast does not cache cast weights: a later forward in the same region would find them
+        without history and lose gradients. `alike`: autograd saves as many tensors as in the first run (regions count).
         """
         with ExitStack() as stack:
             # Each undo is registered before its change, so an interrupt between the two does no harm.
@@ -232,15 +222,7 @@ class Surroundings:
 def recorded(
     function: Callable[..., Any], devices: tuple[torch.device, ...], preserve_rng_state: bool, name: str
 ) -> Iterator[list[Surroundings]]:
-    """Record the state of the first forward of `function`, which runs inside this context.
-
-    Yields:
-        A list that holds the state once the context exits.
-
-    Raises:
-        RuntimeError: The forward changes a buffer for the first time, or writes into a tensor in an attribute; of these
-            there is no copy.
-    """
+    """Record the state of the first forward of `function` inside this context, in the list that it yields."""
     autocast = autocast_now(devices)
     before = RandomState.now(devices) if preserve_rng_state else None
     slots = own_buffers(function)
@@ -360,10 +342,7 @@ def remember_moving(function: nn.Module, positions: frozenset[int]) -> None:
 
 
 def remember_moved_elsewhere(functions: Iterable[Callable[..., Any]], also: Iterable[torch.Tensor] = ()) -> None:
-    """Make each stage copy the shared buffers that any of `functions` changes, and those of `also`.
-
-    A stage that only reads one must find the same values in its recomputation.
-    """
+    """Make each stage copy shared buffers that any of `functions` changes, and those of `also`: it may read them."""
     stages = [(function, own_buffers(function)) for function in functions if isinstance(function, nn.Module)]
     holders = Counter(address for _, slots in stages for address in {id(tensor) for _, _, tensor in slots})
     moved = {id(tensor) for tensor in also}

@@ -120,10 +120,7 @@ def _chunks(count: int) -> list[tuple[int, int]]:
 
 
 def word_of(ways: Iterable[str]) -> str | None:
-    """Return the `keep=` word of the first inexact storage mode in `ways`; None if all are exact.
-
-    A mode is exact if the backward reads bit for bit the values of the forward.
-    """
+    """Return the `keep=` word of the first storage mode whose backward reads inexact values; None if all are exact."""
     return next((_WORDS[keeper] for way in ways if (keeper := parted(way, _WORDS)[1]) is not None), None)
 
 

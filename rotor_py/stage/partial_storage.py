@@ -27,10 +27,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator call that recomputes a value from those that it `reads`.
-
-    If `wanted` is not None, it runs with a graph in which these values require gradients.
-    """
+    """An operator call that recomputes a value; with a graph in which the `wanted` values require gradients, if given."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -76,11 +73,7 @@ class PartialSaving:
 
     The run calls `keep` or `drop` for its values as soon as it has computed them; each has memory of its own. Tensors
     not dropped are saved as without this context: unchanged, or by a keeper.
-
-    Args:
-        recipe: How to recompute the dropped values.
-        devices: Devices of the run, besides the CPU.
-        around: Makes the context in which values are recomputed, unless all that they are made of is in memory.
+    `around` makes the context in which values are recomputed, unless all that they are made of is in memory.
     """
 
     def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around | None = None) -> None:
@@ -172,10 +165,7 @@ class PartialSaving:
 
 
 class _Dropped:
-    """A value to recompute for the backward.
-
-    All tensors that autograd saves of it share this object, so it is recomputed once; it goes with the last of them.
-    """
+    """A value to recompute. All tensors saved of it share this object, so it is recomputed once."""
 
     __slots__ = ("__weakref__", "kept", "made", "number", "run")
 

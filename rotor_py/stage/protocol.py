@@ -68,16 +68,10 @@ class StageOffers:
         return None
 
     def gather_begun(self) -> None:
-        """Gather the sharded parameters of modules that began before this stage.
-
-        The stage itself gathers those of modules that begin in it, and frees all where their modules end.
-        """
+        """Gather the sharded parameters of modules that began before this stage. It gathers the others itself."""
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
-        """Return how to run the stage with `wrap(piece)` in place of every compilable piece.
-
-        None if the stage compiles as a whole. Otherwise called once for each way to wrap the pieces.
-        """
+        """Return how to run the stage with `wrap(piece)` for every compilable piece; None if it compiles as a whole."""
         return None
 
     def forward_skipping_output(self) -> Run | None:
@@ -103,18 +97,12 @@ class StageOffers:
         return self.ways()
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        """Return how to run the stage so that it is stored by one of its `ways`.
-
-        With `skip_output`, the output has no values, as in `forward_skipping_output`.
-        """
+        """Return how to run the stage stored by one of its `ways`. With `skip_output`, the output has no values."""
         raise InvalidValueError(f"the stage has no way {way!r}", kind="unknown_way", name=way)
 
 
 class _Joined(StageOffers):
-    """Offers of stages that run one after the other as one.
-
-    It has no partial storage modes: each belongs to one stage, and its neighbours would have to follow.
-    """
+    """Offers of stages that run one after the other as one: no partial storage modes, which would concern neighbours."""
 
     def __init__(self, parts: Iterable[StageOffers]) -> None:
         self._parts = list(parts)

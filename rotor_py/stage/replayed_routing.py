@@ -172,10 +172,7 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
 
 
 def decisions_repeated(decisions: Decisions) -> Any:
-    """Return a context in which a stage replays its decisions.
-
-    Inside, raises RuntimeError if the stage makes other decisions than in its forward.
-    """
+    """Return a context in which a stage replays its decisions. Raises RuntimeError if it makes others."""
     return _Repeating(decisions) if decisions else nullcontext()
 
 

@@ -37,10 +37,7 @@ Edges = list[GradientEdge | None]
 
 @dataclass(eq=False)
 class AttachedStage:
-    """A stage with a graph of its own, which ends at its input and at aliases of its parameters.
-
-    It holds edges and no tensors, so memory that the backward does not need is freed. `owners` keep the graph alive.
-    """
+    """A stage with a graph of its own, which ends at its input and at aliases of its parameters. Holds no tensors."""
 
     outputs: Edges
     inputs: Edges
@@ -51,11 +48,7 @@ class AttachedStage:
     def backward(
         self, gradients: Sequence[torch.Tensor | None], *, retain_graph: bool = False
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the input's tensors, then of the parameters, for the `gradients` of the outputs.
-
-        None stands for a missing gradient on both sides. Raises RuntimeError if the stage returned another number of
-        tensors than in its first run.
-        """
+        """Return the gradients of the input's tensors, then of the parameters. None stands for a missing gradient."""
         if len(gradients) != len(self.outputs):
             raise InvalidStateError(
                 f"stage {self.name!r} returned {len(gradients)} tensors in the forward and {len(self.outputs)} when it "
@@ -76,10 +69,7 @@ class AttachedStage:
         return [None if source is None else next(found) for source in sources]
 
     def refuse_other_leaves(self, origin: torch.Tensor) -> None:
-        """Raise RuntimeError if the graph reaches a parameter that the stage does not own: its gradient would be lost.
-
-        `origin` is the leaf at which the input's side of the graph ends (see `enter_graph`).
-        """
+        """Raise RuntimeError if the graph, which ends at `origin`, reaches a parameter that the stage does not own."""
         known = {id(tensor) for tensor in (origin, *self.parameters)}
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
@@ -108,10 +98,7 @@ def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
 
 
 def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
-    """Return the edges of the tensors in `value`, and nodes that keep the graph behind them alive.
-
-    An edge alone does not keep a node written in Python.
-    """
+    """Return edges of the tensors in `value`, and nodes: an edge alone does not keep a node written in Python."""
     tensors = tensors_in(value)
     # The node of a view holds the node before it, and no tensor. `get_gradient_edge` does the same in newer torch.
     with torch.enable_grad():
@@ -134,19 +121,9 @@ class StageRunner:
     structures of them. All stages of a forward share its `context`: a function gets it after its own values, in one
     tuple, and returns it likewise if it `hands_on`.
 
-    `option` says how a graph is stored: 0 stores all that autograd saves, n the n-th of `ways`.
-
-    Args:
-        function: The stage.
-        name: Its name in errors.
-        preserve_rng_state: Whether recomputations restore the RNG state.
-        open: Whether the module runs functions of the caller's. Parameters that it uses but does not own raise an
-            error.
-        hands_on: Whether the function returns the context.
-        ways: Names of the storage modes. Default: all `offered`, of the stage, of suitable `keepers`, and of both
-            combined.
-        keepers: Keepers for the saved tensors.
-        offers: Offers of the stage. Default: its own.
+    `option` says how a graph is stored: 0 stores all that autograd saves, n the n-th of `ways`; by default these are
+    all `offered`, of the stage, of suitable `keepers`, and of both combined. An `open` module runs functions of the
+    caller's: parameters that it uses but does not own raise an error.
     """
 
     def __init__(
@@ -233,10 +210,7 @@ class StageRunner:
             self._run_of(self._way, skip_output)
 
     def forward(self, value: Any, context: Context = (), *, skip_output: bool = False) -> Any:
-        """Run the stage in the surrounding graph, as plain training does.
-
-        With `skip_output`, build the graph that the backward needs, and return an output without values.
-        """
+        """Run the stage in the surrounding graph, as plain training does; with `skip_output`, without output values."""
         with self._in_forward:
             way = self._way if torch.is_grad_enabled() or self._offers.ways_are_code else None
             output = self._run(way, value, context, skip_output)
@@ -258,17 +232,11 @@ class StageRunner:
         return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name)
 
     def before_first(self, value: Any) -> tuple[Surroundings, int] | None:
-        """Return the present state, for recomputations before a first run, and the most bytes of such a run.
-
-        None if only a first run shows this.
-        """
+        """Return the present state and the most bytes of a first run; None if only a first run shows this."""
         return before_first(self.function, self.devices(value))
 
     def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
-        """Recompute it without a graph, exactly as in the first run.
-
-        Raises RuntimeError if the stage was switched between training and evaluation since, or a parameter changed.
-        """
+        """Recompute it without a graph, exactly as in the first run."""
         earlier = surroundings.earlier
         if earlier is not None:
             earlier.refuse_changes()
@@ -325,10 +293,7 @@ class StageRunner:
         return attached, output
 
     def attach_first(self, value: Any, context: Context = ()) -> tuple[AttachedStage, Any, Surroundings]:
-        """Run it for the first time with a graph of its own; return the graph, the output and the recorded state.
-
-        Raises RuntimeError if an `open` stage uses a parameter that it does not own.
-        """
+        """Run it for the first time with a graph of its own; return the graph, the output and the recorded state."""
         attached, output, found = self._attach(self._in_forward, self.recorded(value, context), value, context)
         return attached, output, found[0]
 

@@ -23,10 +23,7 @@ class Saved(Protocol):
     """Saved in place of a tensor or of a whole storage, unchanged or in another form."""
 
     def tensor(self) -> torch.Tensor:
-        """Return a tensor of the same elements, dtype and device. May be called several times, or never.
-
-        Raises RuntimeError if it was overwritten since.
-        """
+        """Return a tensor of the same elements, dtype and device, any number of times. RuntimeError if overwritten."""
         ...
 
 

@@ -27,10 +27,7 @@ from rotor_py.stage.replayed_routing import remember_undecided
 
 
 class Steady(NamedTuple):
-    """Effects shared by all first runs of a stage that decides nothing and sets no attributes.
-
-    `draws`: whether it draws random numbers. `moving`: indices of changed buffers. `rise`: most bytes above the start.
-    """
+    """Effects shared by all first runs: whether it draws, buffers that move, and the most bytes above the start."""
 
     draws: bool
     moving: frozenset[int]
@@ -41,10 +38,7 @@ _remembered_free: WeakKeyDictionary[nn.Module, Steady] = WeakKeyDictionary()
 
 
 def shown_by(found: Surroundings, function: Callable[..., Any], rise: int) -> Steady | None:
-    """Return the effects of all first runs, from one of `function` that took `rise` bytes; None if they may vary.
-
-    `found` is the recorded state of that run.
-    """
+    """Return the effects of all first runs, from the recorded state of one; None if they may vary."""
     more = found.decisions or found.drawn or found.changes()
     return None if more else Steady(found.random is not None, recall_moving(function), rise)
 
@@ -59,10 +53,7 @@ def remember_steady(function: nn.Module, steady: Steady | None) -> None:
 
 
 def before_first(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> tuple[Surroundings, int] | None:
-    """Return the state that a first run of `function` would find now, and the most bytes of such a run.
-
-    None if only a run shows this.
-    """
+    """Return the state that a first run would find now, and its most bytes; None if only a run shows this."""
     known = _remembered_free.get(function) if isinstance(function, nn.Module) else None
     if known is None:
         return None
@@ -84,11 +75,7 @@ def before_first(function: Callable[..., Any], devices: tuple[torch.device, ...]
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
-    """Effects of the graph on a stage.
-
-    `graph_dependent`: outputs have other numbers with a graph than without. `without_gradient`: indices of output
-    tensors without gradient in training.
-    """
+    """Whether outputs have other numbers with a graph than without, and which output tensors have no gradient."""
 
     graph_dependent: bool = False
     without_gradient: tuple[int, ...] = ()

@@ -58,10 +58,7 @@ class Trial(Protocol):
 
 
 class Keeper(Protocol):
-    """Keeps the saved tensors of any stage in another form.
-
-    All processes of a training need the same keepers.
-    """
+    """Keeps the saved tensors of any stage in another form. All processes of a training need the same keepers."""
 
     @property
     def name(self) -> str:
@@ -75,10 +72,7 @@ class Keeper(Protocol):
         """Whether it applies to a stage."""
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        """Wrap `run`, a run of the stage `function`, so that its graph saves tensors in this form.
-
-        The values are the same.
-        """
+        """Wrap `run`, a run of `function`, so that its graph saves in this form. The values are the same."""
 
     def trial(self, function: Callable[..., Any]) -> Trial:
         """Return a trial that tells whether the mode is worth measuring for the stage `function`."""
@@ -109,10 +103,7 @@ ELSEWHERE: Keeper = _Elsewhere()
 
 
 def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -> bool:
-    """Whether no hook, compiler or replaced forward comes between a call of `module`, or of one in it, and its class.
-
-    With `but_for_its_hooks`, hooks of `module` itself do not count.
-    """
+    """Whether no hook (but of `module` itself, `but_for_its_hooks`), compiler or other forward is in or on `module`."""
     unhooked = [each for each in module.modules() if not (but_for_its_hooks and each is module)]
     return not has_any_global_hook() and not any(map(_replaced, module.modules())) and not any(map(_hooked, unhooked))
 

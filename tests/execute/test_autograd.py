@@ -54,14 +54,6 @@ def test_grad_with_respect_to_the_input_and_parameters(sequence):
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
-def test_grad_with_respect_to_one_parameter_in_the_middle(sequence):
-    model, x = network(), value()
-    (found,) = seeded(lambda: torch.autograd.grad(apply(model, sequence, x).sum(), [model[2].weight]))
-    (expected,) = seeded(lambda: torch.autograd.grad(model(x).sum(), [model[2].weight]))
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("sequence", SEQUENCES)
 def test_gradients_accumulate(sequence):
     model, plain = network(), network()
     for x in (value(), 2 * value()):
@@ -107,28 +99,6 @@ def test_a_hook_sees_the_backward_of_a_late_stage_before_an_early_stage_runs_aga
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_several_forwards_before_their_backwards_in_either_order(sequence, order):
-    model, plain = network(), network()
-
-    def both(each, forward):
-        losses = seeded(lambda: [forward(x).sum() for x in (value(), 2 * value())])
-        for index in order:
-            losses[index].backward()
-
-    both(model, lambda x: apply(model, sequence, x))
-    both(plain, plain)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-def test_one_backward_of_the_sum_of_two_forwards():
-    model, plain = network(), network()
-    seeded(lambda: (apply(model, MIXED, value()).sum() + apply(model, NESTED, 2 * value()).sum()).backward())
-    seeded(lambda: (plain(value()).sum() + plain(2 * value()).sum()).backward())
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("sequence", SEQUENCES)
 def test_retain_graph_allows_a_second_backward(sequence):
     model, plain = network(), network()
     for each, forward in ((model, lambda x: apply(model, sequence, x)), (plain, plain)):
@@ -137,14 +107,6 @@ def test_retain_graph_allows_a_second_backward(sequence):
         loss.backward()
         assert all(p.grad is not None for p in each.parameters())
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("sequence", [MIXED, NESTED])
-def test_a_second_backward_is_refused_in_words(sequence):
-    loss = apply(network(), sequence, value()).sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="retain_graph=True"):
-        loss.backward()
 
 
 def test_create_graph_through_a_recomputed_stage_is_refused_in_words():
@@ -272,14 +234,6 @@ def test_without_preserved_random_state_the_stream_goes_on():
     output = CheckpointOptim.apply(list(model), "CF_0, Fe_1, L, B_1, Fe_0, B_0", "ab", False, x)
     output.sum().backward()
     assert not torch.equal(x.grad, output)
-
-
-def test_a_copy_of_a_model_trains_like_the_model():
-    model = network()
-    twin = copy.deepcopy(model)
-    found = seeded(lambda: torch.autograd.grad(apply(twin, MIXED, value()).sum(), list(twin.parameters())))
-    expected = seeded(lambda: torch.autograd.grad(model(value()).sum(), list(model.parameters())))
-    assert all(map(torch.equal, found, expected))
 
 
 def test_a_parameter_that_changes_before_its_stage_runs_again_is_refused() -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from rotor_profiling.step import measured_peak
-from rotor_py.errors import OffloadError
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.offload.file_tier import FileTier
@@ -143,29 +142,6 @@ def test_what_is_away_takes_no_memory(tier: FileTier) -> None:
     assert stored > early > one
 
 
-def test_a_graph_that_is_retained_has_everything_twice(tier: FileTier) -> None:
-    layers = blocks()
-    value = batch()
-    output = forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value).sum()
-    first = torch.autograd.grad(output, [value, layers[0].up.weight], retain_graph=True)
-    second = torch.autograd.grad(output, [value, layers[0].up.weight])
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(output, [value])
-
-
-def test_a_backward_through_a_part_is_right(tier: FileTier) -> None:
-    layers = blocks()
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(plain(layers, batch()).sum(), [layers[1].up.weight, layers[3].up.weight])
-    torch.manual_seed(3)
-    output = forward(layers, with_moves(ALL, EARLY), tier, batch()).sum()
-    found = torch.autograd.grad(output, [layers[1].up.weight, layers[3].up.weight])
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    del output
-    assert tier.held_bytes == 0
-
-
 def test_second_derivatives_are_those_of_plain_training(tier: FileTier) -> None:
     layers = blocks()
 
@@ -177,14 +153,6 @@ def test_second_derivatives_are_those_of_plain_training(tier: FileTier) -> None:
 
     moved = second(lambda value: forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value))
     assert torch.equal(moved, second(lambda value: plain(layers, value)))
-
-
-def test_a_forward_without_a_backward_leaves_nothing(tier: FileTier) -> None:
-    layers = blocks()
-    output = forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, batch())
-    assert tier.held_bytes > 0
-    del output
-    assert tier.held_bytes == 0
 
 
 def test_what_somebody_else_holds_stays(tier: FileTier) -> None:
@@ -201,23 +169,6 @@ def test_what_somebody_else_holds_stays(tier: FileTier) -> None:
         gradients_of(layers, lambda value: forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value)), expected
     )
     assert tier.moved_bytes - before == 3 * ONE  # of two activations in a block, one is on the module as well
-
-
-def test_views_of_one_storage_are_moved_once(tier: FileTier) -> None:
-    class Views(nn.Module):
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            wide = torch.cat([value, value * 2])
-            one, two = wide.chunk(2)
-            return one * two.sin() + one.T.cos().T
-
-    layers: list[Any] = [Views(), Views()]
-    sequence = Sequence.parse("Fe_0, Fe_1, L, B_1, B_0")
-    moving = with_moves(sequence, moves_of(5, {1: [0]}, {4: [0]}))
-    expected = gradients_of(layers, lambda value: plain(layers, value))
-    assert same(gradients_of(layers, lambda value: forward(layers, moving, tier, value)), expected)
-    inside = 4 * BATCH * WIDTH
-    # The two halves lie in one storage of twice the size; the sine is of its own.
-    assert tier.moved_bytes == 2 * inside + inside
 
 
 def test_what_is_overwritten_after_it_was_saved_is_refused_as_in_plain_training(tier: FileTier) -> None:
@@ -240,27 +191,6 @@ def settle(tier: FileTier) -> None:
             return
         time.sleep(0.001)
     raise AssertionError(f"{tier.held_bytes} bytes are left in the tier")
-
-
-def test_a_copy_that_fails_ends_the_step_and_the_next_one_is_right(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layers = blocks()
-    sequence = with_moves(ALL, ONE_AT_A_TIME)
-    expected = gradients_of(layers, lambda value: forward(layers, sequence, tier, value))
-
-    def broken(*args: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    for call in ("pwrite", "preadv"):
-        with monkeypatch.context() as failing:
-            failing.setattr(os, call, broken)
-            with raises(OffloadError, "file_failed"):
-                forward(layers, sequence, tier, batch()).sum().backward()
-        for layer in layers:
-            layer.zero_grad()
-        settle(tier)
-        assert same(gradients_of(layers, lambda value: forward(layers, sequence, tier, value)), expected)
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable, CheckpointOptim
+from rotor_py import CheckpointOptim
 from rotor_solver import Backward, Loss, Sequence
 from tests.execute.sequences import any_sequence, persistent_sequence
 
@@ -32,14 +32,3 @@ def test_forwards_are_those_of_the_sequence(kind, seed: int) -> None:
     expected = Counter(each.stage for each in sequence if not isinstance(each, Backward | Loss))
     assert before == 7
     assert runs == expected
-
-
-def test_evaluation_runs_every_stage_once_and_plans_nothing() -> None:
-    model, runs = counted(4)
-    planned = Checkpointable(model, mem_limit="1GB").eval()
-    planned(torch.randn(2, 3))
-    planned.train()
-    with torch.no_grad():
-        planned(torch.randn(2, 3))
-    assert runs == Counter(dict.fromkeys(range(4), 2))
-    assert planned.sequence is None

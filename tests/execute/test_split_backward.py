@@ -131,16 +131,6 @@ def test_no_stage_runs_again_for_its_parameters(sequence: str) -> None:
     assert counts == before
 
 
-@pytest.mark.parametrize("sequence", RECOMPUTING)
-def test_an_ordinary_pass_for_inputs_keeps_no_gradients_of_parameters(sequence: str) -> None:
-    model, (value, *_) = network(), inputs(1)
-    (output,) = run(model, sequence, value)
-    gc.collect()
-    before = tensors_like(model[0].weight)
-    torch.autograd.grad(output.sum(), value, retain_graph=True)
-    assert tensors_like(model[0].weight) == before
-
-
 def tensors_like(tensor: torch.Tensor) -> int:
     found = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
     return sum(each.shape == tensor.shape for each in found)
@@ -158,21 +148,6 @@ def test_gradients_are_kept_until_they_are_asked_for(sequence: str) -> None:
     del groups
     assert model[0].weight.grad is not None
     assert tensors_like(model[0].weight) == before + 1  # what the parameter has now
-
-
-@pytest.mark.parametrize("sequence", SEQUENCES)
-def test_a_pass_for_inputs_and_then_one_for_all_from_the_same_gradient(sequence: str) -> None:
-    """The gradient that comes to the last stage is one tensor in both; both passes want what is before it."""
-
-    def gradients(sequence: str | None) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        model, (value, *_) = network(), inputs(1)
-        (output,) = run(model, sequence, value)
-        arriving = torch.ones_like(output)
-        first = torch.autograd.grad(output, value, arriving, retain_graph=True)
-        return [*first, *torch.autograd.grad(output, [value, *model.parameters()], arriving)]
-
-    assert all(map(torch.equal, gradients(sequence), gradients(None)))
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)

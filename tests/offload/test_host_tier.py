@@ -217,45 +217,12 @@ def step(buffers: PinnedBuffers, sizes: Sequence[int]) -> None:
     assert buffers.taken_bytes == 0
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_one_buffer_of_each_of_many_sizes_at_a_time_leaves_little_pinned(order: int) -> None:
-    buffers = Counted()
-    for size in range(1, 65)[::order]:
-        step(buffers, [size * MIB])
-    assert buffers.pinned_bytes <= 2 * 64 * MIB
-
-
-def test_a_repeated_step_pins_nothing() -> None:
-    buffers = Counted()
-    for _ in range(3):
-        step(buffers, [3 * MIB, 5 * MIB, 3 * MIB, 70_000])
-    assert buffers.pins == [4 * MIB, 8 * MIB, 4 * MIB, MIB]
-
-
 def test_a_shorter_batch_uses_what_a_longer_one_had() -> None:
     buffers = Counted()
     step(buffers, [8 * MIB] * 6)
     for length in (7, 5, 6, 8, 4):
         step(buffers, [length * MIB] * 6)
     assert buffers.pins == [8 * MIB] * 6
-
-
-def test_a_small_one_does_not_take_the_place_of_a_much_larger_one() -> None:
-    buffers = Counted()
-    for _ in range(2):
-        step(buffers, [64 * MIB, MIB])
-        step(buffers, [MIB, 64 * MIB])
-    assert buffers.pins == [64 * MIB, MIB]
-
-
-def test_what_is_left_over_from_other_sizes_is_let_go_of() -> None:
-    buffers = Counted()
-    step(buffers, [MIB] * 32)
-    step(buffers, [32 * MIB])
-    step(buffers, [8 * MIB] * 4)
-    assert buffers.pinned_bytes <= 64 * MIB
-    buffers.clear()
-    assert buffers.pinned_bytes == 0
 
 
 STEPS = st.lists(st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=6), min_size=1, max_size=8)

@@ -169,5 +169,5 @@ def test_a_trial_lets_go_of_what_it_has_seen_although_the_graph_is_there() -> No
     assert trial.pays
     assert trial.saved_bytes
     held = [each for each in gc.get_objects() if type(each) is compression._Tried]
-    assert not any(each._memory for each in held)
+    assert not any(each.memory for each in held)
     assert output.requires_grad

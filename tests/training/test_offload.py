@@ -244,15 +244,6 @@ def test_the_report_says_what_is_moved_where(tmp_path: Path) -> None:
     assert moved.search((tmp_path / "page.html").read_text())
 
 
-def test_a_copy_of_the_model_has_a_file_of_its_own(tmp_path: Path) -> None:
-    model = planned(chain(), limit_between(chain(), 0.3), tmp_path)
-    trained(model, 1)
-    twin = copy.deepcopy(model)
-    assert same(trained(twin), trained(model))
-    own = twin._planner.model.offload.tier
-    assert own is not model._planner.model.offload.tier
-
-
 def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -442,11 +433,6 @@ def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("rotor_py.plan.trained_model.is_sharded", lambda *_: True)
     with raises(UnsupportedModelError, "excluded_together", name="offload"):
         planned(chain(), 10**9, tmp_path)
-
-
-def test_a_limit_that_nothing_keeps_is_refused_with_the_least(tmp_path: Path) -> None:
-    with raises(InfeasibleError, "limit_below_held"):
-        planned(chain(), 300_000, tmp_path)
 
 
 def test_a_plan_from_a_file_moves_what_it_moved_before(tmp_path: Path) -> None:
