@@ -44,7 +44,7 @@ from rotor_solver import ForwardEnable, Sequence
 
 
 class SmallerPlans(Protocol):
-    """Plans that need less memory than the last one did. They return None, with a note on the error, if none is left."""
+    """Plans that need less memory than the last one did. They return None, with a note on the error, for no plan."""
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """Return a plan for the whole chain, after `error` in its forward."""

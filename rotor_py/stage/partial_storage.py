@@ -27,7 +27,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An operator call that recomputes a value; with a graph in which the `wanted` values require gradients, if given."""
+    """An operator call that recomputes a value; where `wanted` is given, with a graph in which these have gradients."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

@@ -102,7 +102,7 @@ class StageOffers:
 
 
 class _Joined(StageOffers):
-    """Offers of stages that run one after the other as one: no partial storage modes, which would concern neighbours."""
+    """Offers of stages that run one after the other as one: no partial storage modes, which would concern others."""
 
     def __init__(self, parts: Iterable[StageOffers]) -> None:
         self._parts = list(parts)
