@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from rotor_py import CheckpointOptim
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import Sequence
+from rotor_solver import Backward, Loss, Sequence
+from tests.execute.sequences import any_sequence, persistent_sequence
 from tests.execute.training import assert_same
 from tests.fields import raises
 
@@ -38,15 +41,20 @@ def seeded(run):
     return run()
 
 
+def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
 def value(requires_grad: bool = False) -> torch.Tensor:
     torch.manual_seed(2)
     return torch.randn(3, 4, requires_grad=requires_grad)
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
-def test_grad_with_respect_to_the_input_and_parameters(sequence):
+@pytest.mark.parametrize("chosen", [slice(None), slice(3, 4)], ids=["all", "one in the middle"])
+def test_grad_with_respect_to_the_input_and_parameters(sequence, chosen):
     model, x = network(), value(requires_grad=True)
-    sources = [x, *model.parameters()]
+    sources = [x, *model.parameters()][chosen]
     found = seeded(lambda: torch.autograd.grad(apply(model, sequence, x).sum(), sources))
     expected = seeded(lambda: torch.autograd.grad(model(x).sum(), sources))
     assert all(map(torch.equal, found, expected))
@@ -59,7 +67,7 @@ def test_gradients_accumulate(sequence):
     for x in (value(), 2 * value()):
         seeded(lambda x=x: apply(model, sequence, x).sum().backward())
         seeded(lambda x=x: plain(x).sum().backward())
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
@@ -77,7 +85,7 @@ def test_hooks_see_every_gradient_once_and_can_change_it(sequence):
     assert sorted(name for name, _ in model.seen) == sorted(name for name, _ in plain.seen)
     assert_same(sorted(model.seen, key=lambda s: (s[0], float(s[1].abs().sum()))),
                 sorted(plain.seen, key=lambda s: (s[0], float(s[1].abs().sum()))))  # fmt: skip
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
@@ -106,7 +114,7 @@ def test_retain_graph_allows_a_second_backward(sequence):
         loss.backward(retain_graph=True)
         loss.backward()
         assert all(p.grad is not None for p in each.parameters())
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_same_gradients(model, plain)
 
 
 def test_create_graph_through_a_recomputed_stage_is_refused_in_words():
@@ -182,7 +190,7 @@ def test_an_error_in_a_recomputation_is_the_stages_own_and_the_next_step_is_righ
     model.zero_grad()
     seeded(lambda: apply(model, sequence, value()).sum().backward())
     seeded(lambda: plain(value()).sum().backward())
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert_same_gradients(model, plain)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
@@ -252,28 +260,25 @@ def runners_of(model: nn.Sequential) -> list[StageRunner]:
     return [StageRunner(layer, f"stage {number}") for number, layer in enumerate(model)]
 
 
-def test_runners_serve_two_forwards_in_flight_and_a_parameter_written_between_them_is_refused_to_the_first_alone():
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (lambda model: model[0].weight.mul_(2), "parameter_changed"),
+        (lambda model: model[1].eval(), "mode_switched"),
+    ],
+    ids=["parameter", "mode"],
+)
+def test_what_changes_between_two_forwards_in_flight_is_refused_to_the_first_alone(change, kind):
     model = network()
     runners, instructions = runners_of(model), read_sequence(4, NESTED)
     first = seeded(lambda: Tape(runners, instructions).forward(value()))
     with torch.no_grad():
-        model[0].weight.mul_(2)
+        change(model)
     plain = copy.deepcopy(model)
-    second = seeded(lambda: Tape(runners, instructions).forward(value()))
-    second.sum().backward()
+    seeded(lambda: Tape(runners, instructions).forward(value()).sum().backward())
     seeded(lambda: plain(value()).sum().backward())
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    with pytest.raises(RuntimeError, match="a parameter of stage 'stage 0' was changed"):
-        first.sum().backward()
-
-
-def test_runners_serve_two_forwards_in_flight_and_a_switch_between_them_is_refused_to_the_first_alone():
-    model = network()
-    runners, instructions = runners_of(model), read_sequence(4, NESTED)
-    first = seeded(lambda: Tape(runners, instructions).forward(value()))
-    model[1].eval()
-    Tape(runners, instructions).forward(value()).sum().backward()
-    with pytest.raises(RuntimeError, match="stage 'stage 1' was switched between training and evaluation"):
+    assert_same_gradients(model, plain)
+    with raises(RuntimeError, kind):
         first.sum().backward()
 
 
@@ -286,3 +291,15 @@ def test_runners_hold_nothing_of_a_forward():
     assert held() is not None  # the tape has it, for the backward
     del output
     assert held() is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
+def test_a_stage_runs_as_often_as_the_sequence_says(kind, seed):
+    model, runs = nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)]), Counter()
+    for index, layer in enumerate(model):
+        layer.register_forward_hook(lambda *_, index=index: runs.update([index]))
+    sequence: Sequence = kind(6, random.Random(seed))
+    CheckpointOptim.apply(list(model), sequence, "abcdef", True, torch.randn(2, 3)).sum().backward()
+    expected = Counter(each.stage for each in sequence if not isinstance(each, Backward | Loss))
+    assert runs == expected

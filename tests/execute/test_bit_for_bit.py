@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import ForwardEnable, Loss, simulate
 from tests.execute.sequences import any_sequence, everything_again, persistent_sequence
 from tests.execute.training import assert_trains_the_same, cut_of
 from tests.execute.zoo import ZOO, Case
@@ -41,15 +40,3 @@ def test_everything_recomputed(name: str) -> None:
     sequence = everything_again(lengths(case))
     torch.manual_seed(0)
     assert_trains_the_same(case.model(), case.sample(), sequence, case.autocast)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 9), st.integers(0, 2**32))
-def test_the_random_sequences_are_valid_and_varied(length: int, seed: int) -> None:
-    from tests.solver.strategies import unit_chain
-
-    for kind in (persistent_sequence, any_sequence):
-        sequence = kind(length, random.Random(seed))
-        simulate(unit_chain(length), sequence)
-        assert Loss() in list(sequence)
-        assert any(isinstance(operation, ForwardEnable) for operation in sequence)
