@@ -224,8 +224,10 @@ class PinnedBuffers:
         before = len(self._free)
         while self._free and self.pinned_bytes > most:
             self.pinned_bytes -= self._free.pop().nbytes
-        if len(self._free) < before:
-            _unpin()
+        # PyTorch caches freed pinned memory; version 2.10 added a function to release it.
+        empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
+        if len(self._free) < before and empty is not None and torch.cuda.is_initialized():
+            empty()
 
     def _pinned(self, size: int) -> torch.Tensor:
         try:
@@ -242,10 +244,3 @@ class PinnedBuffers:
 
 def _size(buffer: PinnedBuffer) -> int:
     return buffer.nbytes
-
-
-def _unpin() -> None:
-    # PyTorch caches freed pinned memory; version 2.10 added a function to release it.
-    empty = getattr(getattr(torch, "accelerator", None), "empty_host_cache", None)
-    if empty is not None and torch.cuda.is_initialized():
-        empty()

@@ -41,7 +41,7 @@ def streams_of(function: Callable[..., Any]) -> list[Stream]:
     """Return the streams that a run of `function` may draw from, as far as they can be found."""
     found = [Stream(random.getstate, random.setstate)]
     if "numpy" in sys.modules:
-        found.append(Stream(_numpy_state, _set_numpy_state))
+        found.append(_numpy_stream())
     modules = function.modules() if isinstance(function, nn.Module) else ()
     values = [value for module in modules for value in vars(module).values()]
     generators = {id(value): value for value in values if isinstance(value, torch.Generator)}
@@ -77,19 +77,19 @@ def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
             stream.set(state)
 
 
-def _numpy_state() -> Hashable:
+def _numpy_stream() -> Stream:
     import numpy as np
 
-    state: Any = np.random.get_state()  # of NumPy's global stream
-    name, keys, *rest = state
-    return name, keys.tobytes(), *rest
+    def state() -> Hashable:
+        found: Any = np.random.get_state()  # of NumPy's global stream
+        name, keys, *rest = found
+        return name, keys.tobytes(), *rest
 
+    def set_back(state: Any) -> None:
+        name, keys, *rest = state
+        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
 
-def _set_numpy_state(state: Any) -> None:
-    import numpy as np
-
-    name, keys, *rest = state
-    np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+    return Stream(state, set_back)
 
 
 def _of_generator(generator: torch.Generator) -> Stream:
