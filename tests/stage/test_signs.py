@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,8 +37,26 @@ class Noted:
         return Packed().keep_sign(memory, need)
 
 
+STEPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "r": F.relu,
+    "R": lambda x: F.relu(x.clone(), inplace=True),
+    "l": lambda x: F.leaky_relu(x, 0.2),
+    "n": lambda x: F.leaky_relu(x, -0.2),
+    "L": lambda x: F.leaky_relu(x.clone(), 0.2, inplace=True),
+    "t": lambda x: F.threshold(x, 0.0, -1.0),
+    "T": lambda x: F.threshold(x.clone(), 0.0, -1.0, inplace=True),
+    "k": lambda x: x.clamp(min=0.0),
+    "h": F.relu6,
+    "d": lambda x: F.dropout(x, 0.3),
+    "p": lambda x: F.max_pool2d(x, 3, 1, 1),
+    "a": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "s": torch.square,
+    "v": lambda x: x.flatten(1).view(x.shape),
+}
+
+
 class Steps(nn.Module):
-    """Operators one after the other, by their letters."""
+    """Operators one after the other, by their letters; "m" remembers a value for "+" and "*", "c" is a convolution."""
 
     def __init__(self, letters: str) -> None:
         super().__init__()
@@ -46,46 +65,19 @@ class Steps(nn.Module):
         self.norm = nn.BatchNorm2d(CHANNELS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        earlier = x
+        x = earlier = self.norm(x)
         for letter, conv in zip(self.letters, self.convs, strict=True):
             match letter:
-                case "r":
-                    x = F.relu(x)
-                case "R":
-                    x = F.relu(x.clone(), inplace=True)
-                case "l":
-                    x = F.leaky_relu(x, 0.2)
-                case "n":
-                    x = F.leaky_relu(x, -0.2)
-                case "L":
-                    x = F.leaky_relu(x.clone(), 0.2, inplace=True)
-                case "t":
-                    x = F.threshold(x, 0.0, -1.0)
-                case "T":
-                    x = F.threshold(x.clone(), 0.0, -1.0, inplace=True)
-                case "k":
-                    x = x.clamp(min=0.0)
-                case "h":
-                    x = F.relu6(x)
-                case "d":
-                    x = F.dropout(x, 0.3)
-                case "p":
-                    x = F.max_pool2d(x, 3, 1, 1)
-                case "a":
-                    x = F.avg_pool2d(x, 3, 1, 1)
                 case "c":
                     x = conv(x)
-                case "s":
-                    x = x.square()
-                case "v":
-                    x = x.flatten(1).view(x.shape)
                 case "+":
                     x = x + earlier
                 case "*":
                     x = x * earlier
-                case "m":  # remembered, for a "+"
+                case "m":
                     earlier = x
+                case _:
+                    x = STEPS[letter](x)
         return x
 
 
