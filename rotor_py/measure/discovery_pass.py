@@ -16,15 +16,15 @@ from torch import nn
 from rotor_profiling import Layouts, isolated, leaves_of, stage_layouts, stage_signature, tensors_in
 from rotor_profiling.attributes import Attributes, with_gradients
 from rotor_profiling.stage.stage_signature import HasKind
-from rotor_profiling.storage import local
+from rotor_profiling.storage import local, storages
 from rotor_profiling.timing import several_processes
+from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
 from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.stepped_parameters import SteppedParameters
 from rotor_py.stage.error_context import During
-from rotor_py.stage.foreign_parameters import ForeignParameters
 from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.runner import StageRunner, edges_and_owners, leaves_behind
 from rotor_py.stage.side_effects import GraphEffects, Steady, find_effects, remember_effects, remember_steady
@@ -328,7 +328,7 @@ class DiscoveryPass:
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
         """Raise UnsupportedModelError if a stage reads a foreign parameter that the backward steps."""
         name, function = self._stages[number]
-        with ForeignParameters(function, self._stepped.parameters) as reads:
+        with _ForeignParameters(function, self._stepped.parameters) as reads:
             self._chain.run(self._chain.runner(number), value)
         if reads.found:
             raise UnsupportedModelError(
@@ -338,3 +338,20 @@ class DiscoveryPass:
                 kind="foreign_parameter",
                 name=name,
             )
+
+
+class _ForeignParameters(TorchDispatchMode):
+    """Collect in `found` those of `parameters` that operators read and `function` does not own."""
+
+    def __init__(self, function: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        own = storages(function.parameters()) if isinstance(function, torch.nn.Module) else {}
+        self._others = {address: each for each in parameters for address in storages([each]) if address not in own}
+        self.found: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = storages(tensors_in((args, kwargs)))
+        self.found += [self._others[address] for address in read if address in self._others]
+        return operator(*args, **(kwargs or {}))
