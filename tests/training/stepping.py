@@ -94,6 +94,12 @@ def train(
         yield measured_peak(step, present, CPU)
 
 
+def same_parameters(found: nn.Module, expected: nn.Module) -> bool:
+    return all(
+        torch.equal(mine, theirs) for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True)
+    )
+
+
 def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> bool:
     """Whether the state dicts of two optimizers are equal bit for bit."""
     mine, theirs = found.state_dict(), expected.state_dict()

@@ -17,6 +17,7 @@ from tests.training.stepping import (
     Language,
     Make,
     chain,
+    same_parameters,
     same_state,
     square,
     stepping,
@@ -68,9 +69,7 @@ def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
         limit = between(planned, share)
         planned.compute_sequence(limit)
         peaks = list(train(planned, optimizer, batches, halved(optimizer)))
-        assert all(
-            torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True)
-        )
+        assert same_parameters(planned, plain)
         assert same_state(optimizer, expected)
         assert all(each.grad is None for each in planned.parameters())
         assert planned.budget is not None
@@ -131,20 +130,18 @@ def test_every_optimizer_that_is_taken_steps_each_parameter_by_itself(make: Make
     list(train(plain, expected, batches))
     planned, optimizer = stepping(model, make, batches[0])
     list(train(planned, optimizer, batches))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(planned, plain)
     assert same_state(optimizer, expected)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon is new in torch 2.9")
 def test_muon_steps_each_matrix_by_itself() -> None:
-    muon = getattr(torch.optim, "Muon", None)
-    if muon is None:
-        pytest.skip("Muon is new in torch 2.9")
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(3)])
     batches, plain = vectors(2, 16), copy.deepcopy(model)
-    list(train(plain, muon(plain.parameters()), batches))
-    planned, optimizer = stepping(model, lambda model: muon(model.parameters()), batches[0])
+    list(train(plain, torch.optim.Muon(plain.parameters()), batches))
+    planned, optimizer = stepping(model, lambda model: torch.optim.Muon(model.parameters()), batches[0])
     list(train(planned, optimizer, batches))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(planned, plain)
 
 
 def test_frozen_parameters_and_those_of_other_optimizers_stay_as_they_are() -> None:
@@ -189,7 +186,7 @@ def test_autocast_has_the_numbers_of_plain_training() -> None:
     planned.sequence = recompute_all(planned.chain)
     assert planned.sequence != store_all(planned.chain)
     train_in_bfloat16(planned, optimizer)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(planned, plain)
     assert same_state(optimizer, expected)
 
 
@@ -212,7 +209,7 @@ def test_a_closure_steps_in_its_backward() -> None:
 
     train_by_closure(plain, expected)
     train_by_closure(planned, optimizer)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(planned, plain)
 
 
 def test_training_goes_on_from_a_checkpoint() -> None:
@@ -228,7 +225,7 @@ def test_training_goes_on_from_a_checkpoint() -> None:
     second.load_state_dict(first.state_dict())
     resumed.load_state_dict(optimizer.state_dict())
     list(train(second, resumed, batches[2:]))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(second.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(second, plain)
 
 
 def test_a_copy_is_stepped_by_its_own_optimizer() -> None:
@@ -266,7 +263,7 @@ def test_hooks_of_gradients_come_before_the_step() -> None:
         for each in network.parameters():
             each.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
         list(train(network, own, [batch]))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(planned, plain)
 
 
 def test_verify_compares_the_parameters_after_the_step() -> None:
@@ -303,4 +300,4 @@ def test_by_hand_checkpoints_are_stepped_as_well() -> None:
     assert planned.sequence is not None
     assert planned.sequence != store_all(planned.budget.chain)
     assert max(peaks) <= planned.budget.peak_bytes(planned.sequence)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True))
+    assert same_parameters(planned, plain)
