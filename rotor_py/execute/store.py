@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.torch_compat import tree_map_only
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    tensor: torch.Tensor
-    dtype: torch.dtype
+from rotor_py.stage.compression import Converted
 
 
 class ActivationStore:
@@ -41,7 +35,7 @@ class ActivationStore:
 
     def __getitem__(self, index: int) -> Any:
         value = self._held[index]
-        return value if self.storage_dtype is None else tree_map_only(_Packed, _unpacked, value)
+        return value if self.storage_dtype is None else tree_map_only(Converted, Converted.tensor, value)
 
     def get(self, index: int) -> Any:
         return self[index] if index in self._held else None
@@ -75,7 +69,7 @@ class ActivationStore:
     def held_tensors(self, index: int | None = None) -> list[torch.Tensor]:
         """Return the tensors in memory, at `index` or all, in their storage dtypes."""
         values = list(self._held.values()) if index is None else self._held[index]
-        return tensors_in(tree_map_only(_Packed, lambda packed: packed.tensor, values))
+        return tensors_in(tree_map_only(Converted, lambda each: each.values, values))
 
     @property
     def nbytes(self) -> int:
@@ -90,8 +84,4 @@ class ActivationStore:
         small = tensor.to(dtype)
         # Compared, because an infinity that was there before is no overflow.
         overflown = bool((small.isinf() != tensor.isinf()).any())
-        return tensor if overflown else _Packed(small, tensor.dtype)
-
-
-def _unpacked(packed: _Packed) -> torch.Tensor:
-    return packed.tensor.to(packed.dtype)
+        return tensor if overflown else Converted(small, tensor.dtype)
