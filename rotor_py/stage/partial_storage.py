@@ -135,11 +135,8 @@ class PartialSaving:
         if found is not None and found[2] == tensor.dtype:
             saved.content = self._dropped(found[1]), view
         else:
-            if self._keeper is None:
-                saved.content, saved.writes = (
-                    tensor.detach(),
-                    tensor._version,
-                )  # a `SavedAsItIs`, inline
+            if self._keeper is None:  # a `SavedAsItIs`, inline
+                saved.content, saved.writes = tensor.detach(), tensor._version
             else:
                 saved.content = self._keeper.save(tensor)
             if found is None:
