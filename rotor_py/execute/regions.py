@@ -176,7 +176,7 @@ class _Chain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Input:
+class _RegionInput:
     saved: SavedAsItIs
     requires_grad: bool
 
@@ -190,7 +190,9 @@ class _Recomputed:
 
     def __init__(self, again: Callable[[Any], Any], value: Any) -> None:
         self._again = again
-        self._input = tree_map_only(torch.Tensor, lambda each: _Input(SavedAsItIs(each), each.requires_grad), value)
+        self._input = tree_map_only(
+            torch.Tensor, lambda each: _RegionInput(SavedAsItIs(each), each.requires_grad), value
+        )
         self._handles: list[tuple[ref[_Later], torch.Size, torch.dtype]] = []
         self._to_the_end = False
 
@@ -218,7 +220,7 @@ class _Recomputed:
 
     def recompute(self) -> None:
         origin = torch.empty(0, requires_grad=True)
-        value = tree_map_only(_Input, _Input.tensor, self._input)
+        value = tree_map_only(_RegionInput, _RegionInput.tensor, self._input)
         with torch.enable_grad(), HandingOver(self):
             self._again(enter_graph(origin, value))
 
