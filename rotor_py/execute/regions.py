@@ -102,8 +102,8 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
     return tuple(reversed(items)), rest
 
 
-def _not_nested(reason: str, **fields: int) -> InvalidValueError:
-    return InvalidValueError(f"the sequence is not a nesting of regions: {reason}", kind="not_nested", **fields)
+def _not_nested(reason: str, stage: int | None = None) -> InvalidValueError:
+    return InvalidValueError(f"the sequence is not a nesting of regions: {reason}", kind="not_nested", stage=stage)
 
 
 def _stages(items: tuple[int | Region, ...]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -57,6 +58,17 @@ class Trial(Protocol):
         """Wrap `run`, which then saves unchanged. Raises RuntimeError where hooks are refused."""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A trial that needs no run."""
+
+    pays: bool
+    saved_bytes: int | None = None
+
+    def watch(self, run: Run) -> Run:
+        return run
+
+
 class Keeper(Protocol):
     """Keeps the saved tensors of any stage in another form. All processes of a training need the same keepers."""
 
@@ -95,7 +107,7 @@ class _Elsewhere:
         return run
 
     def trial(self, function: Callable[..., Any]) -> Trial:
-        raise AssertionError("offloading costs the same as without it, except for the bytes")
+        return Known(pays=False)  # costs the same as without it, except for the offloaded bytes
 
 
 ELSEWHERE: Keeper = _Elsewhere()
