@@ -36,15 +36,11 @@ _log = logging.getLogger("rotor_py")
 
 
 class _NothingGainedError(Exception):
-    """A layer can only be stored whole."""
+    pass
 
 
 class CapturedLayer(StageOffers):
-    """Partial storage modes of `layer`: those that `find` finds, or `named` ones found for a layer like it.
-
-    `like` is that other layer, if at hand: its graphs have the same nodes, and save the same of them. `sharded` says
-    that `fully_shard` has sharded the chain.
-    """
+    """Partial storage modes of `layer`: those that `find` finds, or `named` ones found for a layer `like` it."""
 
     def __init__(
         self,
@@ -65,7 +61,6 @@ class CapturedLayer(StageOffers):
         self._warned = False
 
     def of_kind(self, layer: nn.Module, name: str) -> CapturedLayer:
-        """Return the partial storage modes of another layer that does the same as this one."""
         return CapturedLayer(layer, name, self._named, like=self, sharded=self._sharded)
 
     def ways(self) -> tuple[str, ...]:
@@ -77,11 +72,8 @@ class CapturedLayer(StageOffers):
         return partial(self._run_in_part, way, skip_output)
 
     def find(self, value: Any, device: torch.device) -> bool:
-        """Look for partial storage modes on the input `value`; return whether any keeps every bit.
-
-        Leaves the layer unchanged. Runs it forward and backward, plain and in each mode. Fake tensors have no bits to
-        compare; the device on which a plan is followed checks them. For a `sharded` layer, saved tensors are compared
-        by shape.
+        """Look for partial storage modes on the input `value`; return whether any keeps every bit. Leaves the layer
+        unchanged. Fake tensors have no bits to compare: the device on which a plan is followed checks them.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
@@ -95,17 +87,12 @@ class CapturedLayer(StageOffers):
                 if self._named and (unseen or self._same_bits(value, device)):
                     return True
             except Exception as error:  # of any operator or library: the layer itself has run before, and still runs
-                _log.debug(
-                    "layer %s is stored whole or not at all, since it is not captured: %s",
-                    self._name,
-                    error,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
+                self._tell_not_in_part(error)
         self._named = ()
         return False
 
     def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
-        """Return the layer as one stage of a graph; None unless it is one graph in which something is trained."""
+        """The layer as one stage of a graph; None unless it is one graph in which something is trained."""
         graphs: list[CapturedGraph] = []
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -138,34 +125,30 @@ class CapturedLayer(StageOffers):
         return self._stages[graph]
 
     def _same_bits(self, value: Any, device: torch.device) -> bool:
-        """Whether each mode gives the same outputs, gradients, buffers and random state."""
         expected, state, saved = self._step(self.layer, value, device)
         known = self._count_graphs(value, device)
         for way in self._named:
             found, after, saved_then = self._step(self.forward_by(way), value, device)
-            if len(self._stages) > known:
-                _log.debug(
-                    "layer %s is stored whole or not at all: every run takes another graph",
-                    self._name,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
-                return False
             same = state == after and len(found) == len(expected)
-            if not same or not (prediction() is not None or all(map(_same, found, expected))):
-                _log.debug(
-                    "layer %s is stored whole or not at all: captured, it makes other numbers",
-                    self._name,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
-                return False
-            if saved != saved_then:
-                _log.debug(
-                    "layer %s is stored whole or not at all: captured, it saves something else",
-                    self._name,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
-                return False
+            if len(self._stages) > known:
+                cause = "every run takes another graph"
+            elif not same or not (prediction() is not None or all(map(_same, found, expected))):
+                cause = "captured, it makes other numbers"
+            elif saved != saved_then:
+                cause = "captured, it saves something else"
+            else:
+                continue
+            self._tell_not_in_part(cause)
+            return False
         return True
+
+    def _tell_not_in_part(self, cause: object) -> None:
+        _log.debug(
+            "layer %s is stored whole or not at all: %s",
+            self._name,
+            cause,
+            extra=record_fields("not_in_part", name=self._name),
+        )
 
     def _count_graphs(self, value: Any, device: torch.device) -> int:
         """Count the graphs captured before the next run: attributes that a layer changes carry over from run to run."""
@@ -183,10 +166,8 @@ class CapturedLayer(StageOffers):
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """Return the numbers of one step, the random state, and the saved tensors in order.
-
-        A region of a sharded model saves tensors as it runs plain; the layer in its storage mode makes them again (the
-        Note in `rerun`).
+        """The numbers of one step, the random state, and the saved tensors in order. A region of a sharded model saves
+        tensors as it runs plain; the layer in its storage mode makes them again (the Note in `rerun`).
         """
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
@@ -253,7 +234,7 @@ class CapturedLayer(StageOffers):
                 extra=record_fields('stored_whole', name=self._name),
             )  # fmt: skip
 
-    def _tell_of_capture(self, seconds: float) -> None:
+    def _tell_of_capture(self) -> None:
         _log.info(
             "TorchDynamo captures layer %s again, for another input",
             self._name,

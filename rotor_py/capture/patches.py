@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import nn
 from torch.nn import functional as F
 
 from rotor_profiling import torch_compat
@@ -20,23 +19,19 @@ from rotor_py.capture.guarded_branches import holds
 
 Replaced = tuple[Any, str, Callable[..., Any]]
 """The owner of the function, a module or a class; its name there; its replacement."""
+Function = Callable[..., Any]
 
 
-class Replacement:
-    """Replaces the functions that `found` returns as long as any thread captures a model.
+class _Replacement:
+    """Replaces functions of torch and transformers as long as any thread captures a model.
 
     Outside traced code, a replacement has to behave like the original, so that other threads see no difference.
     """
 
-    def __init__(self, found: Callable[[], list[Replaced]]) -> None:
-        self._found = found
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._captures = 0
         self._originals: list[Replaced] = []
-
-    def in_place(self) -> Replacement:
-        """Return the context in which the functions are replaced."""
-        return self
 
     # Not a `contextmanager` generator, which costs more: every step comes here.
     def __enter__(self) -> None:
@@ -44,7 +39,7 @@ class Replacement:
             self._captures += 1
             if self._originals:
                 return
-            for owner, name, function in self._found():
+            for owner, name, function in ((BatchNorm, "forward", _forward()), *_grouped_product(), *_mask_functions()):
                 self._originals.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, function)
 
@@ -73,7 +68,6 @@ def batch_norm_over_all(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Train a batch norm with `momentum=None`: advance `batches` and the running statistics by one batch."""
     batches.add_(1)
     momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
     return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
@@ -95,19 +89,6 @@ def _forward() -> Any:
     return forward
 
 
-def _batch_norm_forward() -> list[Replaced]:
-    return [(BatchNorm, "forward", _forward())]
-
-
-def has_batch_norms(model: nn.Module) -> bool:
-    """Whether any layer of `model` has the replaced forward."""
-    return any(isinstance(module, BatchNorm) for module in model.modules())
-
-
-batch_norms_in_graphs = Replacement(_batch_norm_forward).in_place
-"""Context in which such layers do not break the graph of a traced model."""
-
-
 # Products of several experts at once (`grouped_mm`), also in a traced model of transformers.
 #
 # Plain training multiplies all experts by one kernel. TorchDynamo knows this kernel for bfloat16 only, so in traced
@@ -118,14 +99,10 @@ batch_norms_in_graphs = Replacement(_batch_norm_forward).in_place
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
-Function = Callable[..., Any]
 
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does.
-
-    Fake tensors take their own fallback.
-    """
+    """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
     made: torch.Tensor
     if is_fake(input) or is_fake(weight):
         made = torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
@@ -148,10 +125,6 @@ def _grouped_product() -> list[Replaced]:
     # Replace only where a model may be the library's: this imports nothing.
     library = sys.modules.get(_EXPERTS)
     return [(library, _PRODUCT, _at_once(getattr(library, _PRODUCT)))] if hasattr(library, _PRODUCT) else []
-
-
-experts_at_once = Replacement(_grouped_product).in_place
-"""Context in which traced code multiplies experts at once."""
 
 
 # Questions of transformers about an attention mask, asked also while TorchDynamo traces its models.
@@ -204,5 +177,5 @@ def _mask_functions() -> list[Replaced]:
     return [(library, name, _ASKING[name](getattr(library, name))) for name in names]
 
 
-masks_asked_about = Replacement(_mask_functions).in_place
-"""Context in which transformers asks about its masks in traced code."""
+functions_replaced = _Replacement()
+"""Context in which traced code calls the replacements."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.capture.graph import cut_points
+from rotor_py.capture.graph import graph_facts
 
 
 class Skipping(nn.Module):
@@ -32,16 +32,16 @@ class Skipping(nn.Module):
 def test_what_carrying_one_more_tensor_gains_is_what_trying_it_shows(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gained = cut_points._Crossings.gained
+    gained = graph_facts._Crossings.gained
     counted = []
 
-    def compared(crossings: cut_points._Crossings, carried: list[torch.fx.Node]) -> dict[torch.fx.Node, int]:
+    def compared(crossings: graph_facts._Crossings, carried: list[torch.fx.Node]) -> dict[torch.fx.Node, int]:
         found, now = gained(crossings, carried), len(crossings.possible(carried))
         for node in {node for live in crossings._live.values() for node in live} - {*carried}:
             assert found[node] == len(crossings.possible([*carried, node])) - now
             counted.append(found[node])
         return found
 
-    monkeypatch.setattr(cut_points._Crossings, "gained", compared)
+    monkeypatch.setattr(graph_facts._Crossings, "gained", compared)
     Checkpointable(Skipping(seed), loss=torch.sum, cache=False).measure(torch.randn(2, 8))
     assert max(counted) > 0

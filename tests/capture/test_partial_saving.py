@@ -22,7 +22,7 @@ from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.stage.gradients import leaves_of
 from rotor_py import Checkpointable
-from rotor_py.capture.graph.graph_nodes import Sizes
+from rotor_py.capture.graph.graph_nodes import SymbolValues
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.graph.saved_values import CHEAP, find_saved_values
 from rotor_py.capture.graph.selective_recompute import IN_PART, find_saved_parts, least_cut, memory_read
@@ -174,8 +174,8 @@ def test_an_input_that_shares_memory_with_another_one_is_kept_and_not_made_again
         node.meta["example_value"] = x if node is value else bias
     body = fx.GraphModule({}, graph)
     value, straight, turned, _, biased, *_ = nodes = list(body.graph.nodes)
-    assert straight in memory_read(biased, find_saved_values(body, Sizes(), given).roots)
-    (part,) = find_saved_parts(body, 2, Sizes(), given).values()
+    assert straight in memory_read(biased, find_saved_values(body, SymbolValues(), given).roots)
+    (part,) = find_saved_parts(body, 2, SymbolValues(), given).values()
     assert nodes.index(biased) in part.dropped
     assert {nodes.index(each) for each in (value, straight, turned)} == part.kept
     assert {nodes[number].op for number in part.recipe.calls} == {"call_function"}
@@ -201,7 +201,7 @@ def test_what_is_dropped_is_what_cheap_operators_made() -> None:
 @given(st.data())
 def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) -> None:
     body = data.draw(graphs())
-    values = find_saved_values(body, Sizes())
+    values = find_saved_values(body, SymbolValues())
     own = [node for node in body.graph.nodes if values.roots.get(node) is node]
     again = {node: data.draw(st.integers(0, 200)) for node in own if node.target in CHEAP and data.draw(st.booleans())}
     reads = {node: memory_read(node, values.roots) for node in own}
@@ -462,7 +462,7 @@ def test_a_graph_that_cannot_be_run_without_memory_has_no_other_option() -> None
     x.meta["example_value"] = torch.randn(4, 4, requires_grad=True)
     y = graph.call_function(torch.ops.rotor_tests.halved.default, (graph.call_function(torch.tanh, (x,)),))
     graph.output((y,))
-    assert find_saved_parts(fx.GraphModule({}, graph), 0, Sizes()) == {}
+    assert find_saved_parts(fx.GraphModule({}, graph), 0, SymbolValues()) == {}
 
 
 def test_a_stage_that_is_measured_is_not_run_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,7 +477,7 @@ def test_a_stage_that_is_measured_is_not_run_without_memory(monkeypatch: pytest.
 
     given: list[bool] = []
 
-    def asking(body: fx.GraphModule, sizes: Sizes, arguments: Any) -> Any:
+    def asking(body: fx.GraphModule, sizes: SymbolValues, arguments: Any) -> Any:
         given.append(arguments is not None)
         return find_saved_values(body, sizes, arguments)
 
@@ -490,7 +490,7 @@ def test_a_stage_that_is_measured_is_not_run_without_memory(monkeypatch: pytest.
 def test_a_stage_with_nothing_to_make_again_is_not_run_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
-    def asking(body: fx.GraphModule, sizes: Sizes, arguments: Any) -> Any:
+    def asking(body: fx.GraphModule, sizes: SymbolValues, arguments: Any) -> Any:
         asked.append(1)
         return find_saved_values(body, sizes, arguments)
 
@@ -505,7 +505,7 @@ def test_a_stage_with_nothing_to_make_again_is_not_run_without_memory(monkeypatc
             value = graph.call_function(each, (value,))
             value.meta["example_value"] = made
         graph.output((value,))
-        return find_saved_parts(fx.GraphModule({}, graph), 0, Sizes())
+        return find_saved_parts(fx.GraphModule({}, graph), 0, SymbolValues())
 
     # What comes out is there for the next stage in any case.
     assert parts(torch.tanh) == {}

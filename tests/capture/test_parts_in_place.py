@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from rotor_profiling.stage.gradients import leaves_of
-from rotor_py.capture.graph.graph_nodes import Sizes
+from rotor_py.capture.graph.graph_nodes import SymbolValues
 from rotor_py.capture.graph.saved_values import SavedPart, find_saved_values, is_cheap
 from rotor_py.capture.graph.selective_recompute import find_saved_parts, least_cut
 from rotor_py.stage.partial_storage import PartialSaving
@@ -101,8 +101,8 @@ def test_what_is_made_again_beside_writes_has_the_same_bits(data: st.DataObject)
         expected = _gradients(body, body, example)
     except RuntimeError:  # autograd refuses it in plain training, too
         assume(False)
-    values = find_saved_values(body, Sizes())
-    assert find_saved_values(body, Sizes(), [example.detach().requires_grad_()]) == values
+    values = find_saved_values(body, SymbolValues())
+    assert find_saved_values(body, SymbolValues(), [example.detach().requires_grad_()]) == values
     own = [node for node, root in values.roots.items() if root is node]
     again = {node: 0 for node in own if is_cheap(node) and node not in values.stale}
     keeping = {node: 1 + (3 * number + seed) % 7 for number, node in enumerate(own)}
@@ -115,7 +115,7 @@ def test_what_is_made_again_beside_writes_has_the_same_bits(data: st.DataObject)
 
     found = _gradients(body, forward, example)
     assert all(map(torch.equal, found, expected))
-    assert find_saved_parts(body, 0, Sizes()) is not None
+    assert find_saved_parts(body, 0, SymbolValues()) is not None
 
 
 def _gradients(body: fx.GraphModule, forward: Any, example: torch.Tensor) -> list[torch.Tensor]:
