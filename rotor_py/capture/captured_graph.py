@@ -37,7 +37,6 @@ from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.capture.guarded_branches import (
     Answers,
     answers_of,
-    is_question,
     without_questions_about_the_batch,
 )
 from rotor_py.errors import UnsupportedModelError
@@ -113,7 +112,6 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        _ask(facts, dict(zip(self._placeholders, arguments, strict=True)))
         self._facts = facts  # last, so that a refused graph is refused again
         self.trains = any(map(carries_gradient, facts.body))
         self._owned = dict(facts.owned)
@@ -231,16 +229,6 @@ class CapturedGraph:
             for table in (module._parameters, module._buffers):
                 table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})
         self._owned = now
-
-
-def _ask(facts: GraphFacts, values: dict[fx.Node, Any]) -> None:
-    """Raise OtherAnswerError, before cutting, if the data contradict the graph's assumed answers."""
-    questions = [position for position, node in enumerate(facts.context) if is_question(node)]
-    if questions:
-        # Run everything before the last question: a node may write into a tensor that a question reads.
-        before = context_of(facts, (), facts.context[: questions[-1] + 1])
-        with torch.no_grad():
-            run_graph(before, [values[node] for node in facts.given])
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:

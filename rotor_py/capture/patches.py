@@ -140,41 +140,29 @@ def _grouped_product() -> list[Replaced]:
 _MASKS = "transformers.masking_utils"
 
 
-@cache  # TorchDynamo has to meet the same function at every step
-def _leaving_out_padding(original: Function) -> Function:
-    def prepare_padding_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Return the padding part of a mask; None without padding, which callers treat as all true."""
-        mask: torch.Tensor | None = original(*args, **kwargs)
-        if mask is None or not torch.compiler.is_compiling() or mask.dtype != torch.bool:
-            return mask
-        return None if holds(mask.all()) else mask
-
-    return prepare_padding_mask
-
-
-@cache
-def _leaving_out_packing(original: Function) -> Function:
-    def find_packed_sequence_indices(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Return each token's sequence number in a packed batch, by positions; None if none is packed."""
-        indices: torch.Tensor | None = original(*args, **kwargs)
-        if indices is None or not torch.compiler.is_compiling():
-            return indices
-        return None if holds((indices[:, -1] == 0).all()) else indices
-
-    return find_packed_sequence_indices
-
-
-_ASKING: dict[str, Callable[[Function], Function]] = {
-    "prepare_padding_mask": _leaving_out_padding,
-    "find_packed_sequence_indices": _leaving_out_packing,
+# Whether a mask masks nothing, and whether no sequence is packed.
+_ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prepare_padding_mask": lambda mask: mask.all(),
+    "find_packed_sequence_indices": lambda indices: (indices[:, -1] == 0).all(),
 }
+
+
+@cache  # TorchDynamo has to meet the same function at every step
+def _asking(original: Function, has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Function:
+    def ask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        found: torch.Tensor | None = original(*args, **kwargs)
+        if found is None or not torch.compiler.is_compiling() or found.is_floating_point():
+            return found
+        return None if holds(has_no_effect(found)) else found
+
+    return ask
 
 
 def _mask_functions() -> list[Replaced]:
     # Replace only where a model may be the library's: this imports nothing.
     library = sys.modules.get(_MASKS)
     names = [name for name in _ASKING if hasattr(library, name)]
-    return [(library, name, _ASKING[name](getattr(library, name))) for name in names]
+    return [(library, name, _asking(getattr(library, name), _ASKING[name])) for name in names]
 
 
 functions_replaced = _Replacement()

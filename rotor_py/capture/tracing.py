@@ -171,7 +171,7 @@ class Tracing:
 
     @contextmanager
     def as_the_note_says(self) -> Iterator[None]:
-        """Have TorchDynamo trace as the Note says: only then, since changing settings takes longer than small layers."""
+        """Have TorchDynamo trace as the Note says: not in every step, since changing settings takes long."""
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
         self._numbers.look()
         with (

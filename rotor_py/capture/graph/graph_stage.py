@@ -310,9 +310,9 @@ def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
 
 
-def context_of(facts: GraphFacts, wanted: Sequence[fx.Node], nodes: Sequence[fx.Node] | None = None) -> fx.GraphModule:
-    """The graph that runs before the chain, from the caller's inputs to `wanted`; or only its `nodes`."""
+def context_of(facts: GraphFacts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
+    """The graph that runs before the chain, from the caller's inputs to `wanted`."""
     emitter = Emitter(facts, facts.given)
-    for node in facts.context if nodes is None else nodes:
+    for node in facts.context:
         emitter.add(node)
     return emitter.finish(wanted)

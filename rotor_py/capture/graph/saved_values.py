@@ -54,24 +54,21 @@ _FOR_A_FUNCTION = 50
 _FOR_ATTENTION = 2
 # fmt: off
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "relu_", "clamp_")
-_OPERATORS = (
-    "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "neg", "negative", "pow",
-    "square", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "expm1", "log", "log1p", "log2", "erf", "tanh", "sigmoid",
-    "sin", "cos", "where", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mean", "sum", "var", "amax",
-    "softmax", "log_softmax", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave", "relu",
-    "rms_norm", "layer_norm", "group_norm", "clone", "contiguous", "softplus", "celu", "selu", "masked_fill", "to",
-    "type_as", "float", "half", "bfloat16", *_IN_PLACE,
-)
-_LAYERS = (
-    "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
-    "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid", "softsign", "softmax", "log_softmax", "layer_norm",
-    "rms_norm", "group_norm", "glu", "normalize",
-)
 _SIMPLE = (
     "add", "sub", "rsub", "mul", "multiply", "neg", "negative", "square", "abs", "where", "clamp", "clamp_min",
     "clamp_max", "maximum", "minimum", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave",
     "relu", "clone", "contiguous", "masked_fill", "to", "type_as", "float", "half", "bfloat16", "div", "divide",
     "true_divide", "truediv", *_IN_PLACE,
+)
+_OPERATORS = (
+    *_SIMPLE, "pow", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "erf", "tanh", "sigmoid",
+    "sin", "cos", "mean", "sum", "var", "amax", "softmax", "log_softmax", "rms_norm", "layer_norm", "group_norm",
+    "softplus", "celu", "selu",
+)
+_LAYERS = (
+    "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
+    "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid", "softsign", "softmax", "log_softmax", "layer_norm",
+    "rms_norm", "group_norm", "glu", "normalize",
 )
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
@@ -79,19 +76,19 @@ _ATTENTION = ("scaled_dot_product_attention",)
 # fmt: on
 
 
-def _named(names: tuple[str, ...], *modules: Any) -> set[Any]:
+def named(names: Sequence[str], *modules: Any) -> set[Any]:
     """The functions and methods of these names; methods stay names."""
     return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
 
 
 # Operators that take no longer than reading and writing their tensors. Matrix products, convolutions and attention take
 # longer. Random operators would have to draw again from the same state.
-CHEAP: set[Any] = _named(_OPERATORS, torch, operator) | _named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
+CHEAP: set[Any] = named(_OPERATORS, torch, operator) | named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
 # Operators that take longer and make the same bits from the same tensors.
-_KINDS: dict[str, set[Any]] = {
-    "attention": _named(_ATTENTION, F, torch_compat.c_nn),
-    "convolutions": _named(_CONVOLUTIONS, torch, F),
-    "products": _named(_PRODUCTS, torch, operator, F, torch_compat.c_nn),
+KINDS: dict[str, set[Any]] = {
+    "attention": named(_ATTENTION, F, torch_compat.c_nn),
+    "convolutions": named(_CONVOLUTIONS, torch, F),
+    "products": named(_PRODUCTS, torch, operator, F, torch_compat.c_nn),
 }
 
 
@@ -103,7 +100,7 @@ def kind_of(node: fx.Node) -> str | None:
     """The kind of a node that can be recomputed but takes longer; else None."""
     if node.op not in ("call_function", "call_method") or not _makes_one(node) or is_random(node):
         return None
-    found = next((kind for kind, operators in _KINDS.items() if node.target in operators), None)
+    found = next((kind for kind, operators in KINDS.items() if node.target in operators), None)
     return None if found == "attention" and _drops_out(node) else found
 
 
@@ -118,7 +115,7 @@ def _drops_out(node: fx.Node) -> bool:
     return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0) != 0.0)
 
 
-_ARITHMETIC: set[Any] = _named(_SIMPLE, torch, operator, F)
+_ARITHMETIC: set[Any] = named(_SIMPLE, torch, operator, F)
 
 
 def price_of(node: fx.Node, flops: int, sizes: SymbolValues) -> int:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from rotor_profiling.storage import local, tensors_in
 from rotor_py.capture.graph.graph_nodes import SymbolValues, example_of, overwrites, owned_by, tensors_of
-from rotor_py.capture.graph.saved_values import SavedPart
+from rotor_py.capture.graph.saved_values import KINDS, SavedPart, named
 from rotor_py.capture.graph.selective_recompute import find_saved_parts, same_parts
 from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.stage.skipped_output import skip_output
@@ -27,49 +27,11 @@ from rotor_py.stage.skipped_output import skip_output
 # before it cannot: autograd saves their results.
 
 # Listed, not found from autograd's saved values: those are unknown before the stage runs.
-_PRODUCTS: set[Any] = {
-    F.linear,
-    operator.matmul,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    torch.conv1d,
-    torch.conv2d,
-    torch.conv3d,
-    torch.conv_transpose1d,
-    torch.conv_transpose2d,
-    torch.conv_transpose3d,
-    "matmul",
-    "mm",
-    "bmm",
-}
+_PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
 _SUMS: set[Any] = {operator.add, torch.add, "add"}
 # Operators that may follow a product: their backward does not read their input values.
-_FOLLOWING: set[Any] = {
-    F.dropout,
-    torch.reshape,
-    torch.transpose,
-    torch.permute,
-    torch.flatten,
-    torch.unflatten,
-    torch.squeeze,
-    torch.unsqueeze,
-    "view",
-    "reshape",
-    "transpose",
-    "permute",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "contiguous",
-    "to",
-    "float",
-    "half",
-    "bfloat16",
-}
+_RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
+_FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
