@@ -17,8 +17,7 @@ from rotor_py.capture.graph.graph_nodes import SymbolValues
 from rotor_py.capture.graph.saved_values import SavedPart, find_saved_values, is_cheap
 from rotor_py.capture.graph.selective_recompute import find_saved_parts, least_cut
 from rotor_py.stage.partial_storage import PartialSaving
-from tests.capture.steps import compare
-from tests.capture.test_layers_in_part import in_part
+from tests.capture.steps import compare, in_part
 from tests.capture.test_partial_saving import WIDTH, captured, loss, run, stages
 
 
