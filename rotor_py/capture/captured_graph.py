@@ -1,8 +1,4 @@
-"""One captured graph as a chain of stages, preceded by a context.
-
-The context holds the nodes that need no gradient. Its results and the caller's inputs enter the first stage. The
-graph's outputs come from the last stage, the context or the caller.
-"""
+"""One captured graph as a chain of stages, preceded by a context: the nodes that need no gradient."""
 
 from __future__ import annotations
 

@@ -1,17 +1,12 @@
-"""Capture one layer of a chain with TorchDynamo, so that part of its saved tensors can be kept.
-
-Stored whole or recomputed, the layer runs uncaptured. Stored in part, it runs through TorchDynamo, whose guards ensure
-that the graph is for this layer, this mode and such an input, and which also replays the layer's side effects.
-
-In a chain sharded with `fully_shard`, hooks of the layer or of an enclosing module keep its parameters whole from its
-forward to the end of its backward. So the hooks are called, and TorchDynamo captures the code between them.
+"""Capture one layer of a chain with TorchDynamo, to keep part of its saved tensors; otherwise it runs uncaptured. Hooks
+of a layer sharded with `fully_shard` are called, and TorchDynamo captures the code between them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -33,10 +28,6 @@ from rotor_py.stage.saved_tensors import HandingOver, SavedInOrder
 from rotor_py.stage.storage_modes import calling_instead, calls_forward_alone
 
 _log = logging.getLogger("rotor_py")
-
-
-class _NothingGainedError(Exception):
-    pass
 
 
 class CapturedLayer(StageOffers):
@@ -101,11 +92,9 @@ class CapturedLayer(StageOffers):
                 stage = self._stage(graph, arguments)
                 if stage is not None:
                     stage.ways_for(graph.enter(arguments)[0])
-                    if not stage.ways():  # stop here: the rest would take as long as a forward
-                        raise _NothingGainedError
                 return graph.run_unplanned(arguments)
 
-        with isolated(self.layer, device), torch.enable_grad(), operators_as_called(), suppress(_NothingGainedError):
+        with isolated(self.layer, device), torch.enable_grad(), operators_as_called():
             self._forward.call((leaves_of(value),), {}, run)
         self._let_go()
         if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:

@@ -1,9 +1,6 @@
-"""Capture a model of `fully_shard`: marks in the graph say where its modules begin and end.
-
-TorchDynamo breaks the graph at every hook of FSDP, and would see only this process's shard of every parameter. So
-during tracing, other hooks replace FSDP's and leave marks in the graph. A hole replaces every sharded parameter: it
-looks like the gathered one but has no storage. When the graph runs, each mark calls FSDP's own hook. PyTorch then
-gathers parameters, frees them and sends gradients where it does in plain training.
+"""Capture a model of `fully_shard`: marks in the graph say where its modules begin and end, and call FSDP's own hooks
+when the graph runs. During tracing, hooks that leave marks replace FSDP's, at which TorchDynamo would break the graph.
+A hole replaces every sharded parameter: it looks like the gathered one but has no storage.
 """
 
 from __future__ import annotations

@@ -53,10 +53,8 @@ class _Replacement:
             self._originals = []
 
 
-# Batch norms that average over all batches (`momentum=None`), as one operator of a captured graph.
-#
-# Such a layer reads its buffer's count of batches as a Python number, at which TorchDynamo would break the graph. As
-# one operator, the layer counts and reads when it runs.
+# A batch norm that averages over all batches (`momentum=None`) reads its count of batches as a Python number, at which
+# TorchDynamo would break the graph. As one operator, the layer counts and reads when it runs.
 
 
 def batch_norm_over_all(
@@ -89,13 +87,9 @@ def _forward() -> Any:
     return forward
 
 
-# Products of several experts at once (`grouped_mm`), also in a traced model of transformers.
-#
-# Plain training multiplies all experts by one kernel. TorchDynamo knows this kernel for bfloat16 only, so in traced
-# code transformers multiplies experts one by one, which takes longer and may round differently on another device. A
-# captured graph runs operator by operator, so it can call the kernel of plain training.
-#
-# The function is private to transformers. A version without this name has its models captured as it traces them.
+# Plain training multiplies all experts by one kernel (`grouped_mm`). TorchDynamo knows it for bfloat16 only, so traced
+# transformers multiplies experts one by one, which takes longer and may round differently. A captured graph can
+# call the kernel. A version of transformers without this private name has its models captured as it traces them.
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
@@ -127,14 +121,9 @@ def _grouped_product() -> list[Replaced]:
     return [(library, _PRODUCT, _at_once(getattr(library, _PRODUCT)))] if hasattr(library, _PRODUCT) else []
 
 
-# Questions of transformers about an attention mask, asked also while TorchDynamo traces its models.
-#
-# In plain training, transformers drops a mask that masks nothing: it calls `scaled_dot_product_attention` with
-# `is_causal=True` and `enable_gqa=True`, which flash attention serves. Whether a mask masks anything depends on data,
-# so traced code always builds a dense mask, and repeats keys and values for each head. The replacements ask with
-# `holds` instead (see the Note in `guarded_branches.py`).
-#
-# The functions are private to transformers. A version without these names has its models captured with a dense mask,
+# In plain training, transformers drops a mask that masks nothing, for flash attention. That depends on data, so traced
+# code always builds a dense mask, and repeats keys and values for each head. The replacements ask with `holds` instead
+# (see the Note in `guarded_branches.py`). A version of transformers without these private names gets a dense mask,
 # which is correct and needs more memory.
 
 _MASKS = "transformers.masking_utils"

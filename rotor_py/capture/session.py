@@ -1,7 +1,5 @@
-"""Run one model's graphs in training: the main graph by the plan, the others unplanned.
-
-Dynamo calls the graphs in the course of the forward. The main graph is the one that saves most for its backward. Only
-it is planned, since a plan is a sequence over one chain of stages. Memory of the others counts as fixed.
+"""Run one model's graphs in training: the one that saves most for its backward by the plan, the others unplanned. A
+plan is a sequence over one chain of stages; memory of the other graphs counts as fixed.
 """
 
 from __future__ import annotations

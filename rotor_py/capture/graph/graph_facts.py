@@ -1,9 +1,6 @@
-"""Read a captured graph, and find where to cut it: gradients, modes, context and body.
-
-The nodes are divided into a context and a body. Nodes without gradient (masks, positions, rotary tables) need no
-backward, so they run once, before the first stage, and all stages share their values; the body is cut into stages. Left
-in place, a mask that every layer reads would be live at every position, so no position would have a single live tensor
-to cut at.
+"""Read a captured graph, and find where to cut it. Nodes without gradient (masks, positions, rotary tables) are its
+context, which runs once before the first stage: a mask that every layer reads would be live at every position. The body
+is cut.
 """
 
 from __future__ import annotations

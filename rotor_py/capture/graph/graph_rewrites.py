@@ -25,9 +25,8 @@ from rotor_py.errors import UnsupportedModelError
 
 # A model's own `torch.autograd.Function` in a captured graph.
 #
-# Dynamo turns a call into one operator of torch, with forward and backward as graphs. That operator makes a class for
-# each call, which owns the saved tensors. A class is part of a reference cycle, so these stay until the next garbage
-# collection, after the backward, and even under `no_grad`. Here autograd owns them, and frees them in the backward.
+# Dynamo's operator for a call makes a class, which owns the saved tensors until the next garbage collection. Here
+# autograd owns them, and frees them in the backward.
 
 
 def with_saving_functions(graph_module: fx.GraphModule) -> None:
@@ -72,9 +71,8 @@ class SavingFunction(torch.autograd.Function):
 
 # Turn each region of `torch.vmap` and other transforms in a captured graph into one node.
 #
-# Dynamo traces into such a function: operators switch the transform on and off, and those in between work on wrapped
-# tensors, which have no memory of their own and do not say whether they carry a gradient. So no stage could end there,
-# and no single operator could be moved or inspected. A region as one node takes and returns plain tensors.
+# Its operators work on wrapped tensors, which have no memory of their own and do not say whether they carry a gradient.
+# A region as one node takes and returns plain tensors.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
@@ -159,10 +157,8 @@ def _take(values: tuple[Any, ...], number: int) -> Any:
 
 # Recurrent operators of a graph: their random numbers, and the split into single layers.
 #
-# `nn.LSTM(…, num_layers=4)` is one operator, which a plan could only store or drop whole. The CPU runs one layer after
-# the other, so one operator for each layer does the same work in the same order, to the last bit, and a stage may end
-# between them. cuDNN runs all layers at once and wants their weights in one piece of memory, so there they stay
-# together.
+# The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one after the other, so one operator for each does the same,
+# to the last bit, and a stage may end between them. cuDNN runs all layers at once, so there they stay together.
 
 _OPERATORS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 

@@ -31,11 +31,8 @@ from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.storage_modes import Keeper
 
-# Run consecutive stages of a graph as one.
-#
-# Where they are all stored whole, nothing has to happen between them. One function then costs as much as the captured
-# graph: no call for each stage, and no look-up of each parameter through `nn.Module`, which is a fifth of the Python
-# time of a small network.
+# One function for consecutive stages that are stored whole has no call for each, and no look-up of each parameter
+# through `nn.Module`: a fifth of the Python time of a small network.
 
 
 class WholeRun:

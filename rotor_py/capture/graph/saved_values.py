@@ -1,9 +1,5 @@
-"""Find the values of a graph that autograd saves for the backward, by running the graph.
-
-torch has no table of each operator's saved tensors: they depend on which inputs need a gradient, and on the version of
-torch. So the stage runs with autograd on, and with hooks that see every saved tensor. A measured stage runs on its
-input. Elsewhere there is none, and it runs on fake tensors: that takes some milliseconds for each composite operator,
-longer than most small stages.
+"""Find the values that autograd saves for the backward by running a graph: torch has no table of them. A measured stage
+runs on its input, others on fake tensors, which takes longer than most small stages.
 """
 
 from __future__ import annotations
@@ -40,10 +36,8 @@ from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
 
-# Prices of recomputing the values of a captured stage, and the operators that may be recomputed at all.
-#
-# Prices are in floating point operations: an operator's own, plus, for every byte read or written, as many as fit into
-# that time. They only rank values by price per byte; whole stages are timed later.
+# Prices of recomputing values are in floating point operations: an operator's own, plus, for every byte moved,
+# as many as fit into that time. They only rank values by price per byte; whole stages are timed later.
 
 # Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between; a
 # wrong one ranks values worse.

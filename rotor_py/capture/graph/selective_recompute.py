@@ -1,8 +1,5 @@
-"""Choose which parts of its saved values a captured stage offers to keep, at rising prices of recomputing the rest.
-
-One part is the smallest from which cheap operators alone make the rest. For the others, all operators that reproduce
-the same bits count, with a price: they lie on the lower convex hull of bytes and prices. Its ends are to store the
-stage whole, and to recompute it from its input.
+"""Choose which parts of its saved values a captured stage offers to keep: those on the lower convex hull of bytes and
+prices of recomputing the rest, and the smallest part from which cheap operators alone make the rest.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ from rotor_py.capture.graph.saved_values import (
 from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
-# Find parts on the lower convex hull of kept bytes and prices, and the few of them worth offering.
-#
 # A line joins the bytes and prices of two parts; a part below it saves more for its price than a mixture of both. The
 # least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two: all
 # parts on the lower convex hull, by Eisner and Severance (1976).
@@ -96,12 +91,9 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
     return saved * (after.price - before.price) - apart * (part.price - before.price)
 
 
-# Find the fewest bytes from which autograd's saved values can be recomputed, at a price.
-#
 # Which values to keep is a minimum cut. Flow goes from values that cannot be recomputed, through those that can, to the
-# saved ones. A cut through the values separates the two; its capacity is the bytes of the values cut, plus the price of
-# everything behind it, which has to be recomputed. The least cut is the least memory from which all saved values can be
-# made. PyTorch's compiler decides in the same way what a backward recomputes (torch._functorch.partitioners).
+# saved ones. A cut's capacity is the bytes of the values cut, plus the price of everything behind it, which has to be
+# recomputed. PyTorch's compiler decides in the same way what a backward recomputes (torch._functorch.partitioners).
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:

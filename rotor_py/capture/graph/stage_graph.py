@@ -215,10 +215,8 @@ class Emitter:
         return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike.any_but(value)
 
 
-# Split a stage of a sharded model into pieces between marks: these can be compiled, the marks cannot.
-#
-# A mark calls a hook of FSDP, which gathers or frees parameters. Compiled code would not see that happen, so the marks
-# stay outside. Nothing is gathered or freed between two marks: a piece finds whole parameters.
+# A stage of a sharded model is split between marks: compiled code would not see that one gathers or frees parameters.
+# Nothing is gathered or freed between two marks: a piece finds whole parameters.
 
 
 class UnmarkedPiece(nn.Module, StageOffers, HasKind):

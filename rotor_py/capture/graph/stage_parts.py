@@ -20,11 +20,8 @@ from rotor_py.capture.graph.selective_recompute import find_saved_parts, same_pa
 from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.stage.skipped_output import skip_output
 
-# Skip operators at a stage's end in runs that need no output.
-#
 # A stage recomputed for its backward makes its output again, without a reader. If the last operator is a matrix
-# product, as in a transformer's block, its backward needs its inputs and not its value, so it can be skipped. Operators
-# before it cannot: autograd saves their results.
+# product, its backward needs its inputs and not its value, so it can be skipped. Operators before it cannot.
 
 # Listed, not found from autograd's saved values: those are unknown before the stage runs.
 _PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
