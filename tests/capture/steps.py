@@ -73,6 +73,15 @@ def everything(network: nn.Module) -> list[torch.Tensor]:
     return [*network.parameters(), *gradients, *network.buffers()]
 
 
+def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
+    """Of all parameters, and the same buffers, bit for bit."""
+    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+    for one, other in zip(found.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
 def in_part(planned: Checkpointable, again: int = 0) -> Sequence:
     """Every stage stored by the last of its ways, the first `again` stages only when they are run again."""
     assert planned.budget is not None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from tests.capture.steps import adamw, compare, limits
+from tests.capture.steps import adamw, assert_same_gradients, compare, limits
 from tests.fields import logged, raises
 
 
@@ -73,8 +73,7 @@ def test_another_function_inside_is_another_graph(caplog: pytest.LogCaptureFixtu
             for each in (planned, plain):
                 each.zero_grad()
                 mean(each(value=value)).backward()
-            pairs = zip(planned.parameters(), plain.parameters(), strict=True)
-            assert all(torch.equal(found.grad, expected.grad) for found, expected in pairs)
+            assert_same_gradients(planned, plain)
     assert len(logged(caplog, "planning_again")) == 1  # for few rows, and once
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from tests.capture.steps import adamw, compare, limits
+from tests.capture.steps import adamw, assert_same_gradients, compare, limits
 from tests.fields import raises
 
 F = nn.functional
@@ -219,8 +219,4 @@ def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dt
         with surroundings:
             loss = tower_loss(network(ids))
         loss.backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (found.grad is None) == (expected.grad is None)
-        assert found.grad is None or torch.equal(found.grad, expected.grad)
-    for found, expected in zip(model.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(found, expected)
+    assert_same_gradients(model, plain)

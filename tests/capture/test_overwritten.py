@@ -106,6 +106,7 @@ def test_models_that_overwrite_what_was_made_earlier_train_with_the_same_numbers
     [
         (lambda value: F.relu(value, True), ["value"]),
         (lambda value: F.relu(value, False), []),
+        (lambda value: value & value, []),
         (lambda value: F.dropout(value, 0.1, True, True), ["value"]),
         (lambda value: F.hardtanh(value, inplace=True), ["value"]),
         (lambda value: torch._foreach_add_([value.neg(), value], 1), ["neg", "value"]),

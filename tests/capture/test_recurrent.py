@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture.graph.graph_rewrites import draws_from_own_state
-from tests.capture.steps import adamw, compare, limits
+from tests.capture.steps import adamw, assert_same_gradients, compare, limits
 from tests.fields import raises
 
 WORDS = 60
@@ -188,8 +188,7 @@ def test_a_state_is_carried_from_batch_to_batch(kind: type[nn.RNNBase]) -> None:
             found.append(loss.detach())
         losses.append(torch.stack(found))
     assert torch.equal(*losses)
-    for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, planned.parameters(), plain.parameters()))
 
 
 class Remembering(LanguageModel):
@@ -215,8 +214,7 @@ def test_a_state_that_the_model_keeps_is_not_moved_by_measuring() -> None:
         assert torch.equal(*losses)
         for loss in losses:
             loss.backward()
-    for mine, theirs in zip(planned.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_same_gradients(planned, plain)
 
 
 class FrozenEncoder(nn.Module):
