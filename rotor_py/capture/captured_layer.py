@@ -172,7 +172,8 @@ class CapturedLayer(StageOffers):
 
     def _run_in_part(self, way: str, skip_output: bool, value: Any) -> Any:
         if not calls_forward_alone(self.layer, but_for_its_hooks=self._sharded):
-            return self._run_whole(value, "a hook was registered on it, or its forward replaced")
+            self._warn("a hook was registered on it, or its forward replaced")
+            return self.layer(value)
 
         handed_over: list[CapturedGraph] = []
 
@@ -188,7 +189,7 @@ class CapturedLayer(StageOffers):
 
         def captured(value: Any) -> Any:
             with operators_as_called():
-                return self._forward.call((value,), {}, run, self._tell_of_capture)
+                return self._forward.call((value,), {}, run)
 
         try:
             if self._sharded:
@@ -197,7 +198,8 @@ class CapturedLayer(StageOffers):
             else:
                 made = captured(value)
         except TorchDynamoException as error:  # raised during tracing, before anything has run
-            return self._run_whole(value, str(error).partition("\n")[0])
+            self._warn(str(error).partition("\n")[0])
+            return self.layer(value)
         finally:
             self._let_go()
         if not handed_over:
@@ -209,26 +211,16 @@ class CapturedLayer(StageOffers):
             for graph in self._stages:
                 graph.let_go_of_parameters()
 
-    def _run_whole(self, value: Any, cause: str) -> Any:
-        self._warn(cause)
-        return self.layer(value)
-
     def _warn(self, cause: str) -> None:
         if not self._warned:
             self._warned = True
             _log.warning(
                 "layer %s is stored whole and not in part, as the plan has it: %s. The step may go over the limit; "
                 "call measure() to plan again",
-                self._name, cause,
-                extra=record_fields('stored_whole', name=self._name),
-            )  # fmt: skip
-
-    def _tell_of_capture(self) -> None:
-        _log.info(
-            "TorchDynamo captures layer %s again, for another input",
-            self._name,
-            extra=record_fields("captured_again", name=self._name),
-        )
+                self._name,
+                cause,
+                extra=record_fields("stored_whole", name=self._name),
+            )
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

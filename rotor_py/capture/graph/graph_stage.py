@@ -171,20 +171,20 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._parts.follow(other._parts)
 
     def ways(self) -> tuple[str, ...]:
-        return tuple(self._parts.found)
+        return tuple(self._parts.found())
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
         # Where processes wait for each other in a stage, they do not run it equally often to find its saved values.
         if self._marked is not None or several_processes():
             return self.ways()
         live, shared = self._divide(value)
-        return tuple(self._parts.found_on((*live, *(shared[position] for position in self.reads))))
+        return tuple(self._parts.found((*live, *(shared[position] for position in self.reads))))
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
         parts = self._parts
-        if way not in parts.found:
+        if way not in parts.found():
             return super().forward_by(way, skip_output=skip_output)
-        return partial(self._run_in_part, parts.found[way], parts.graph(way, skip_output=skip_output))
+        return partial(self._run_in_part, parts.found()[way], parts.graph(way, skip_output=skip_output))
 
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
         stages = tuple(each for each in following if isinstance(each, GraphStage))

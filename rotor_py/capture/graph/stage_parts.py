@@ -109,7 +109,7 @@ class StageParts:
         self._known = known
         self._own_names = own_names
         self._example: StageParts | None = None
-        self._arguments: Sequence[Any] | None = None
+        self._found: dict[str, SavedPart] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The graphs have no attributes and cannot be copied; a copy makes its own."""
@@ -135,22 +135,16 @@ class StageParts:
         """Take over the parts of `other`, the same stage for other sizes, before any are requested."""
         self._example = other
 
-    def found_on(self, arguments: Sequence[Any]) -> dict[str, SavedPart]:
-        """Return `found`, on first request by a run on `arguments`."""
-        self._arguments = arguments if all(map(_is_plain, tensors_in(arguments))) else None
-        try:
-            return self.found
-        finally:
-            self._arguments = None
+    def found(self, arguments: Sequence[Any] | None = None) -> dict[str, SavedPart]:
+        """The parts by storage mode, in order of fewer bytes; found by a run on `arguments`, or on fake tensors."""
+        if self._found is None:
+            if self._of_kind.parts is None:
+                plain = arguments is not None and all(map(_is_plain, tensors_in(arguments)))
+                self._of_kind.parts = self._find(arguments if plain else None)
+            self._found = self._of_kind.parts
+        return self._found
 
-    @cached_property
-    def found(self) -> dict[str, SavedPart]:
-        """The parts by storage mode, in order of fewer bytes."""
-        if self._of_kind.parts is None:
-            self._of_kind.parts = self._find()
-        return self._of_kind.parts
-
-    def _find(self) -> dict[str, SavedPart]:
+    def _find(self, arguments: Sequence[Any] | None) -> dict[str, SavedPart]:
         example = self._example
         if example is not None:
             # Without sizes: a graph has no symbol for a size of 1.
@@ -160,8 +154,8 @@ class StageParts:
             )
             if [*map(_operator, theirs.values())] == [*map(_operator, own.values())]:
                 nodes = dict(zip(theirs, own.values(), strict=True))
-                return same_parts(self._body, self._sizes, example.found, nodes, self._arguments)
-        return find_saved_parts(self._body, self._shared, self._sizes, self._arguments)
+                return same_parts(self._body, self._sizes, example.found(), nodes, arguments)
+        return find_saved_parts(self._body, self._shared, self._sizes, arguments)
 
     def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
         """The graph that passes a part's values to a `PartialSaving`, its first input."""
@@ -169,7 +163,7 @@ class StageParts:
         key: tuple[str | None, bool] = way, bare is not None
         if key not in self._graphs:
             graph = self._body.graph if bare is None else bare.graph
-            self._graphs[key] = self.found[way].instrumented(self._body, graph)
+            self._graphs[key] = self.found()[way].instrumented(self._body, graph)
         found = self._graphs[key]
         assert found is not None
         return found
