@@ -270,7 +270,7 @@ def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch
     backend = captured_forward._backend
     monkeypatch.setattr(captured_forward, "_backend", lambda *given: made.append(0) or backend(*given))
     torch.manual_seed(0)
-    models = [Tower(depth=3, width=40) for _ in range(2)]
+    models = [Tower(depth=2, width=40) for _ in range(2)]
     plains = [copy.deepcopy(model) for model in models]
     ids = torch.randint(20, (6, 12))
     planned = [Checkpointable(model, {"ids": ids}, loss=tower_loss) for model in models]
