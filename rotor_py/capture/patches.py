@@ -39,7 +39,7 @@ class _Replacement:
             self._captures += 1
             if self._originals:
                 return
-            for owner, name, function in ((BatchNorm, "forward", _forward()), *_grouped_product(), *_mask_functions()):
+            for owner, name, function in _replaced():
                 self._originals.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, function)
 
@@ -115,12 +115,6 @@ def _at_once(original: Function) -> Function:
     return multiply_experts
 
 
-def _grouped_product() -> list[Replaced]:
-    # Replace only where a model may be the library's: this imports nothing.
-    library = sys.modules.get(_EXPERTS)
-    return [(library, _PRODUCT, _at_once(getattr(library, _PRODUCT)))] if hasattr(library, _PRODUCT) else []
-
-
 # In plain training, transformers drops a mask that masks nothing, for flash attention. That depends on data, so traced
 # code always builds a dense mask, and repeats keys and values for each head. The replacements ask with `holds` instead
 # (see the Note in `guarded_branches.py`). A version of transformers without these private names gets a dense mask,
@@ -147,11 +141,14 @@ def _asking(original: Function, has_no_effect: Callable[[torch.Tensor], torch.Te
     return ask
 
 
-def _mask_functions() -> list[Replaced]:
-    # Replace only where a model may be the library's: this imports nothing.
-    library = sys.modules.get(_MASKS)
-    names = [name for name in _ASKING if hasattr(library, name)]
-    return [(library, name, _asking(getattr(library, name), _ASKING[name])) for name in names]
+def _replaced() -> list[Replaced]:
+    # Only where a model may be the library's: this imports nothing.
+    experts, masks = sys.modules.get(_EXPERTS), sys.modules.get(_MASKS)
+    found: list[Replaced] = [(BatchNorm, "forward", _forward())]
+    if hasattr(experts, _PRODUCT):
+        found.append((experts, _PRODUCT, _at_once(getattr(experts, _PRODUCT))))
+    names = [name for name in _ASKING if hasattr(masks, name)]
+    return [*found, *((masks, name, _asking(getattr(masks, name), _ASKING[name])) for name in names)]
 
 
 functions_replaced = _Replacement()

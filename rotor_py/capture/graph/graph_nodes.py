@@ -114,7 +114,7 @@ def new_bytes(node: fx.Node, sizes: SymbolValues) -> int:
 
 
 def _new_tensors(node: fx.Node) -> list[torch.Tensor]:
-    known = memories_of(node.all_input_nodes)
+    known = {_memory(tensor) for each in node.all_input_nodes for tensor in tensors_of(each)}
     return [tensor for tensor in tensors_of(node) if _memory(tensor) not in known]
 
 
@@ -144,11 +144,6 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return []
     out = [each for each in tree_leaves(node.kwargs.get("out")) if isinstance(each, fx.Node)]
     return out or node.all_input_nodes[: None if name_of(node).startswith("_foreach_") else 1]
-
-
-def memories_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """Ids of the storages in which the nodes' tensors lie."""
-    return {_memory(tensor) for node in nodes for tensor in tensors_of(node)}
 
 
 def is_random(node: fx.Node) -> bool:

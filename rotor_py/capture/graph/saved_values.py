@@ -95,18 +95,15 @@ def kind_of(node: fx.Node) -> str | None:
     if node.op not in ("call_function", "call_method") or not _makes_one(node) or is_random(node):
         return None
     found = next((kind for kind, operators in KINDS.items() if node.target in operators), None)
-    return None if found == "attention" and _drops_out(node) else found
+    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, …)
+    dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    return None if found == "attention" and dropout != 0.0 else found
 
 
 def _makes_one(node: fx.Node) -> bool:
     tensors = tensors_of(node)
     # An operator on a DTensor may communicate.
     return len(tensors) == 1 and tensors[0].is_floating_point() and layout_of(tensors[0]) is None
-
-
-def _drops_out(node: fx.Node) -> bool:
-    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, …)
-    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0) != 0.0)
 
 
 _ARITHMETIC: set[Any] = named(_SIMPLE, torch, operator, F)
@@ -377,7 +374,7 @@ class SavedPart:
 
 
 def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: Value(numbers[each]))  # type: ignore[return-value]
     # Methods by name: a DTensor's are not those of a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
     if is_mark(node):  # recomputing a value is no forward of the module
@@ -388,10 +385,6 @@ def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Ca
     whole = values.roots.get(node) is node and not is_cheap(node)
     wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
     return Call(function, args, kwargs, reads, wanted)
-
-
-def _value_in(numbers: dict[fx.Node, int]) -> Any:
-    return lambda node: Value(numbers[node])
 
 
 def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
