@@ -374,7 +374,8 @@ class SavedPart:
 
 
 def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: Value(numbers[each]))  # type: ignore[return-value]
+    values_in: Any = {each: Value(number) for each, number in numbers.items()}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values_in.__getitem__)
     # Methods by name: a DTensor's are not those of a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
     if is_mark(node):  # recomputing a value is no forward of the module
