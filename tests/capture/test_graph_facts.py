@@ -141,27 +141,6 @@ def test_granularity_bounds_the_number_of_stages() -> None:
     assert len(planned.names) <= 3
 
 
-def test_tied_weights_get_the_sum_of_their_gradients() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(30, 16)
-            self.middle = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            value = self.embed(ids)
-            for layer in self.middle:
-                value = layer(value).tanh()
-            return value @ self.embed.weight.T
-
-    model, inputs = Tied(), {"ids": torch.randint(30, (8, 12))}
-    plain = copy.deepcopy(model)
-    planned = Checkpointable(model, loss=lambda output: output.logsumexp(-1).mean())
-    planned.measure(inputs)
-    planned.compute_sequence(limits(planned)[0])
-    compare(planned, plain, inputs, lambda output: output.logsumexp(-1).mean())
-
-
 class Partly(nn.Module):
     """A model of which TorchDynamo captures a part."""
 

@@ -253,32 +253,6 @@ def test_smaller_batches_use_the_plan_for_their_mask_at_once(caplog: Any) -> Non
     assert not logged(caplog, "captured_again")
 
 
-class Short(nn.Module):
-    """A model that does something else with short texts, padded or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = llama()
-        self.config = self.model.config
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor, **rest: Any) -> Any:
-        output = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
-        if input_ids.shape[1] < 10:
-            output.loss = output.loss + output.logits.exp().logsumexp(2).mean()
-        return output
-
-
-@pytest.mark.slow
-def test_every_way_by_mask_and_shape_is_planned_for_once(caplog: Any) -> None:
-    model = Short()
-    planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        for _ in range(2):
-            for padded, length in ((False, 16), (True, 16), (False, 8), (True, 8)):
-                assert_same_gradients(planned, model, words(mask=True, padded=padded, length=length))
-    assert len(logged(caplog, "planning_again")) == 3
-
-
 class Broken(nn.Module):
     """A model whose graph breaks after the mask was asked about; the second graph keeps most."""
 

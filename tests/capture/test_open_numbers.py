@@ -95,13 +95,3 @@ def test_a_count_takes_one_graph_more_however_long_training_is(caplog: pytest.Lo
             planned(torch.randn(8, 32)).sum().backward()
     assert len(logged(caplog, "captured_again")) <= 2
     assert model.steps == 70
-
-
-def test_numbers_that_stay_are_no_symbols() -> None:
-    model = Counting()
-    model.blocks.append(Block())  # built as no other one, whose traces it would share
-    planned = Checkpointable(model, mem_limit="1GB")
-    for _ in range(4):
-        planned(torch.randn(8, 32)).sum().backward()
-    session = planned._planner.in_use.source._session  # type: ignore[attr-defined] # of a captured model
-    assert session._forward._numbers.names == {"calls", "steps"}

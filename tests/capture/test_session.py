@@ -180,6 +180,9 @@ def test_the_backend_keeps_a_limit_of_its_own() -> None:
     with raises(Exception, "unknown_option", name="limit"):
         torch.compile(model, backend="rotor", options={"limit": "4MB"})(**inputs)
     torch._dynamo.reset()
+    with raises(Exception, "not_a_count", name="forwards_in_flight"):
+        torch.compile(model, backend="rotor", options={"forwards_in_flight": 0})(**inputs)
+    torch._dynamo.reset()
     with raises(Exception, "limit_too_small", mem_limit=1_000_000):
         train(torch.compile(model, backend="rotor", options={"mem_limit": "1MB"}), inputs["ids"])
 
@@ -221,13 +224,6 @@ def test_the_backend_leaves_room_for_several_forwards_in_flight(told: bool, capl
                 assert peak <= limit
     assert bool(logged(caplog, "planning_again", cause="forwards", forwards=2)) != told
     assert_same_gradients(model, plain)
-
-
-def test_the_backend_refuses_less_than_one_forward_in_flight() -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(Branches(), backend="rotor", options={"forwards_in_flight": 0})
-    with raises(Exception, "not_a_count", name="forwards_in_flight"):
-        compiled(torch.randn(4, 64))
 
 
 def library(function: Any) -> Any:
