@@ -71,9 +71,7 @@ class TracedGraph:
 def compile_forward(
     model: nn.Module, marks: Hashable = None, answers: Answers = (), *, open_sizes: bool = True
 ) -> Callable[..., Any]:
-    """The compiled forward of `model`, shared by models built alike; `marks` say where modules of `fully_shard` begin
-    and end.
-    """
+    """The compiled forward of `model`, shared by models built alike; `marks` are those of `fully_shard`."""
     key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function, not a part of it, so a function keeps no model alive.
     if key not in _compiled:
@@ -167,10 +165,7 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 
 class CapturedForward:
-    """The forward of one model, with the graphs that Dynamo captured so far.
-
-    A `gathered` sharded model has whole parameters at every call, so it is captured as any other.
-    """
+    """The forward of one model. A `gathered` sharded one has whole parameters, so it is captured as any other."""
 
     def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
         self.model = model
@@ -295,9 +290,7 @@ class CapturedForward:
     def _captured(
         self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph], marks: FSDPMarks | None
     ) -> CapturedGraph:
-        """The traced graph bound to this model's parameters, added to `taken`. One already taken with other parameters
-        is not reused: its stages may be recomputed with those.
-        """
+        """The traced graph bound to this model's parameters, and to none that this forward took with other ones."""
         known = self._graphs.setdefault(traced, [])
         found = next((each for each in known if each.has(arguments)), None)
         if found is None:
@@ -324,9 +317,7 @@ class CapturedForward:
         )
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Add `use_cache=False` as transformers does under checkpointing: nothing reads the cache, but the caller holds
-        it.
-        """
+        """Add `use_cache=False`, as transformers does under checkpointing: nothing reads the cache."""
         config = getattr(self.model, "config", None)
         if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
             return kwargs

@@ -216,9 +216,7 @@ class CapturedGraph:
         self._bind({**self._owned, **self._facts.owned})
 
     def _bind(self, now: dict[fx.Node, Any]) -> None:
-        """Replace the stages' parameters and buffers by those of this call: `load_state_dict(assign=True)` may have put
-        others there.
-        """
+        """Replace the stages' parameters and buffers by those of this call, which may be other tensors."""
         other = {id(old): now[node] for node, old in self._owned.items() if now[node] is not old}
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
         for module in (each for root in roots for each in root.modules()):
@@ -228,11 +226,7 @@ class CapturedGraph:
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """Raise UnsupportedModelError if a sharded module returns no tensor that autograd could come back through.
-
-    FSDP gathers parameters for a module's backward when a gradient arrives at the module's output. So its mark needs a
-    tensor with a gradient, and finds none in objects that pytrees do not look into.
-    """
+    """Refuse a sharded module whose output has no tensor with a gradient, at whose arrival FSDP gathers parameters."""
     attached: dict[Any, bool] = {}
     """Per entered module: whether any node since has had a gradient."""
     for node in facts.body:

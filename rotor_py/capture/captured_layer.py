@@ -155,9 +155,7 @@ class CapturedLayer(StageOffers):
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """The numbers of one step, the random state, and the saved tensors in order. A region of a sharded model saves
-        tensors as it runs plain; the layer in its storage mode makes them again (the Note in `rerun`).
-        """
+        """The numbers of a step, the random state, and, of a sharded layer, the saved tensors (the Note in `rerun`)."""
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():

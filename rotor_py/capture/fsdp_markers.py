@@ -22,9 +22,7 @@ Hook = Callable[..., Any]
 
 
 def enter(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Mark where a module begins; tensors that need a gradient pass through. `place` is a string because TorchDynamo
-    turns numbers that differ between models into variables.
-    """
+    """Mark where a module begins. `place` is a string, which TorchDynamo never makes a variable of."""
     return _passed(tensors)
 
 

@@ -147,9 +147,7 @@ class CaptureSession:
         return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph) -> bool:
-        """Whether the plan is for this graph; one for new shapes is cut like the first. Raises PlanMismatchError for a
-        different graph, unless an earlier one followed the plan: this one then runs unplanned.
-        """
+        """Whether the plan is for this graph; PlanMismatchError unless an earlier one followed it already."""
         if graph in self._planned:
             return True
         try:

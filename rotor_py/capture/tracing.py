@@ -41,9 +41,7 @@ from rotor_py.capture.graph.graph_nodes import tensors_of
 
 @contextmanager
 def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set `settings` of a torch config meanwhile. `config.patch` takes longer than a small layer, and leaks context
-    variables.
-    """
+    """Set `settings` of a torch config meanwhile. `config.patch` takes longer, and leaks context variables."""
     before = [(name, getattr(config, name)) for name in settings]
     try:
         for name, value in settings.items():
@@ -187,9 +185,7 @@ class Tracing:
                 callbacks.remove_start_callback(self._start)
 
     def begin(self) -> None:
-        """Call `began` once. TorchDynamo's callbacks do, except while it compiles in another thread. Then the new graph
-        does.
-        """
+        """Call `began` once: by TorchDynamo's callbacks, or, while another thread compiles, by the new graph."""
         began, self._began = self._began, None
         if began is not None:
             began()

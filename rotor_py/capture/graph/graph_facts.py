@@ -70,9 +70,7 @@ class GraphFacts:
 
     @property
     def operators(self) -> list[str]:
-        """Operators of the body, and which tensors need a gradient: equal for graphs that do the same, possibly for
-        other sizes.
-        """
+        """Operators, and which tensors need a gradient: equal for graphs that do the same for other sizes."""
         given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
         return [*given, *made]
@@ -267,10 +265,7 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
-    """Cut a graph where `other` was cut at `cuts`; None if it has no such cuts, or is another graph.
-
-    Its own cuts would depend on its sizes, but a plan serves other sizes only with the same stages.
-    """
+    """Cut a graph where `other` was cut, whose plan serves only the same stages; None if it has no such cuts."""
     if facts.operators != other.operators:
         return None
     # Numbers, and the nodes that compute them, differ between known and open sizes.
@@ -383,10 +378,7 @@ def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
 
 
 def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
-    """Name each piece after the module in which its nodes weigh most.
-
-    The path ends one level below the part that all modules of the piece share. Repeated names are numbered.
-    """
+    """Name each piece after the module in which its nodes weigh most, one level below what all of them share."""
     found = []
     for piece in pieces:
         weights: Counter[str] = Counter()

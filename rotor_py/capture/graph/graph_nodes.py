@@ -176,9 +176,7 @@ def owned_by(module: Any, node: fx.Node) -> Any:
 
 
 def memory_root(node: fx.Node) -> fx.Node:
-    """The node that allocated the memory of this node's value: views and in-place operators have that of their first
-    input.
-    """
+    """The node that allocated this node's memory: views and in-place operators have that of their first input."""
     while (inputs := node.all_input_nodes) and tensors_of(node) and not _new_tensors(node):
         node = inputs[0]
     return node

@@ -152,9 +152,7 @@ class SavedValues:
 
 
 def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None = None) -> SavedValues:
-    """Find the tensors that autograd saves of `body`, run on `arguments`, or else on fake tensors. Raises TypeError for
-    tensors of a subclass or without strides, and for operators that change a tensor without writing to it.
-    """
+    """Find the tensors that autograd saves of `body`, run on `arguments` or on fake tensors. May raise TypeError."""
     found = SavedValues(set(), {}, set(), {})
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
@@ -250,9 +248,7 @@ class _Memories:
             seen[memory] = self._found.roots[node] = made_by
 
     def end(self) -> None:
-        """For memory saved and written to, the last write counts: autograd refuses a backward that would read another
-        one.
-        """
+        """For memory saved and written to, the last write counts: autograd refuses to read another one."""
         made_by = {self._made_by[memory] for memory in self._saved if memory in self._made_by}
         # An operator that writes and returns nothing has no value to keep or drop: its memory is saved unchanged.
         self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
@@ -357,9 +353,7 @@ class SavedPart:
         return cls(frozenset(found), places, Recipe(calls, needs))
 
     def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
-        """Copy a graph on `body` to pass each value to keep or drop to a `PartialSaving`, the first input, once that
-        exists.
-        """
+        """Copy a graph on `body` to pass each value to keep or drop to its first input, a `PartialSaving`."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         saving = graph.placeholder("saving")

@@ -65,10 +65,8 @@ def hull_between(
 
 
 def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, most: int) -> list[PricedCut]:
-    """Keep at most `most` parts between the first and the last, each `least_bytes` or more apart.
-
-    `parts` are in order of fewer bytes. Of those too close or too many, the part that gains least over a mixture of its
-    neighbours goes first, and `stays` never.
+    """Keep at most `most` parts, `least_bytes` or more apart; of others, that which gains least goes first, `stays`
+    never.
     """
     whole, *inner, again = parts
     left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]

@@ -50,9 +50,7 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
 
 
 def raise_own_error(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raise the model's own error for this input, if any: TorchDynamo's is hundreds of lines on how it came to trace
-    it.
-    """
+    """Raise the model's own error for this input, if any: TorchDynamo's is hundreds of lines on its tracing."""
     with isolated(model, device), torch.no_grad():
         try:
             model.forward(*args, **kwargs)
@@ -261,9 +259,7 @@ class MarkedStage:
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
-        """A context that gathers parameters to read, by their node numbers in `body`. When a backward asks for a value,
-        it may be made from those of another module than the one that FSDP has gathered.
-        """
+        """A context that gathers parameters, by their node numbers in `body`: FSDP has gathered those of one module."""
         sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
         groups: dict[fx.Node, ShardGroup] = {}
         for node in body.graph.nodes:
@@ -310,9 +306,7 @@ class MarkedStage:
         return [node for node in nodes if node in later]
 
     def _worth_compiling(self, nodes: list[fx.Node], makes: list[fx.Node]) -> bool:
-        """Whether the nodes compute anything, and write only into their own memory and the model's buffers: compiled
-        code makes a new tensor of one that it writes into, which earlier pieces have already passed on.
-        """
+        """Whether the nodes compute anything, and write into their own memory only: compiled code would copy others."""
         own = {*nodes, *self.facts.owned}
         if any(memory_root(each) not in own for node in nodes for each in written_by(node)):
             return False
