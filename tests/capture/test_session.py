@@ -73,24 +73,30 @@ class Broken(nn.Module):
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         for layer in self.layers:
             value = layer(value).tanh().sin()
+        value = self.first_output(value)
         torch._dynamo.graph_break()
         self.calls += 1
         return self.finished(value)
+
+    def first_output(self, value: torch.Tensor) -> torch.Tensor:
+        return value
 
     def finished(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (self.head(value).square().mean(),)
 
 
 class LateLoss(Broken):
-    """The second graph returns large logits beside the loss."""
+    """The loss has a graph of its own, after large logits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(64, 400)
 
+    def first_output(self, value: torch.Tensor) -> torch.Tensor:
+        return self.head(value)
+
     def finished(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = self.head(value)
-        return nn.functional.cross_entropy(logits, torch.arange(len(value)) % 400), logits
+        return nn.functional.cross_entropy(value, torch.arange(len(value)) % 400), value
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
