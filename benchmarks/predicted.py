@@ -34,8 +34,8 @@ from rotor_py import Checkpointable, models, store_all
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
 from rotor_py.measure import stage_measurer
+from rotor_py.plan import layer_source
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.sources import layer_source
 from rotor_solver import Sequence
 
 CPU = torch.device("cpu")

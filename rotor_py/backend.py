@@ -26,11 +26,10 @@ from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
 from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
+from rotor_py.plan.layer_source import LayerSource
 from rotor_py.plan.observers.forwards_in_flight import Forwards, make_room_for_forwards
-from rotor_py.plan.observers.observer import PlannedForward
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import solve
-from rotor_py.plan.sources.layer_source import LayerSource
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import reaches, spec_of
 from rotor_py.plan.trained_model import TrainedModel
@@ -142,7 +141,7 @@ class GraphPlanner:
             self._read = sequence, instructions, runners
         _, instructions, runners = self._read
         made = replay(runners, instructions, value, context=context)
-        self._forwards.forward_returned(PlannedForward(model, plan, sequence, None, len(flying)), made)
+        self._forwards.forward_returned(plan, sequence, model, made)
         return graph.leave(made, values)
 
     def _make_ready(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[StepPlan, PlannedGraph]:
@@ -177,7 +176,7 @@ class GraphPlanner:
         whole = CompiledModel(module for _, module in graph.layers)
         model = PlannedGraph(whole, whole, settings)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        budget = model.budget(plain.measurement, (sample, value), device, None)
+        budget = model.budget(plain.measurement, (sample, value), device)
         variants = []
         if self._compiler is not None:
             room = CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)

@@ -26,7 +26,7 @@ from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in, t
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.in_place import InPlaceForward, is_planned
-from rotor_py.plan.sample import Call
+from rotor_py.plan.sample import ForwardArguments
 from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autocast
 
 
@@ -36,7 +36,7 @@ class FirstStep:
 
     network: Checkpointable
     """The model, measured and, if a plan fits, planned."""
-    sample: Call
+    sample: ForwardArguments
     """Arguments of the call."""
     autocast: tuple[Autocast, ...]
     """Autocast state around the call."""
@@ -159,7 +159,7 @@ class FirstTrainingStep:
             if module in self._plain or (planned is not None and size <= planned.size):
                 self._plain[module] = size
                 return run()
-            planned = self._plan(module, Call(args, kwargs), size)
+            planned = self._plan(module, ForwardArguments(args, kwargs), size)
             if planned is None:
                 return run()
         else:
@@ -167,13 +167,13 @@ class FirstTrainingStep:
         try:
             output = run()
         except InfeasibleError:  # this call's sample is larger than the one before
-            planned.measure(Call(args, kwargs))
+            planned.measure(ForwardArguments(args, kwargs))
             self._show()
             raise
-        planned.returned(output, Call(args, kwargs))
+        planned.returned(output, ForwardArguments(args, kwargs))
         return output
 
-    def _plan(self, module: nn.Module, sample: Call, size: int) -> FollowedModel | None:
+    def _plan(self, module: nn.Module, sample: ForwardArguments, size: int) -> FollowedModel | None:
         """Plan this model and no other from now on; None if it cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
             raise UnsupportedModelError(
@@ -261,7 +261,7 @@ class FollowedModel:
     def __init__(
         self,
         network: Checkpointable,
-        sample: Call,
+        sample: ForwardArguments,
         size: int,
         optimizer: torch.optim.Optimizer | None,
         *,
@@ -275,7 +275,7 @@ class FollowedModel:
         self._in_flight: WeakSet[_ForwardInFlight] = WeakSet()
         self._most_in_flight = 1
 
-    def measure(self, sample: Call) -> None:
+    def measure(self, sample: ForwardArguments) -> None:
         self.forward.measure(sample, closely=self._closely)
 
     def count_gradients(self) -> None:
@@ -296,7 +296,7 @@ class FollowedModel:
         with restored_autocast(self.autocast, cache=True):
             self.measure(self.sample)
 
-    def returned(self, output: Any, sample: Call) -> None:
+    def returned(self, output: Any, sample: ForwardArguments) -> None:
         self.sample = sample
         tensors = [each for each in tensors_in(output) if each.requires_grad]
         self.own_loss = any(each.dim() == 0 for each in tensors)

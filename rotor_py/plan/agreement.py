@@ -24,7 +24,7 @@ from rotor_solver.moving import Link
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Share:
     """One process's share: its stages, its limit, and the bytes of the limit that are not for the chain.
 
     `link` is its offload bandwidth; None if it does not offload.
@@ -43,14 +43,9 @@ class _Part:
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
-    """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective.
-
-    `device` is the one that this process trains on.
-
-    Raises InfeasibleError, in all processes, if it does not fit one of them; PlanMismatchError if their stages differ.
-    """
+    """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective."""
     # Compared before solving: rank 0's sequence is valid only for as many stages.
-    own = _Part(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes, budget.link)
+    own = _Share(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes, budget.link)
     parts = gather_objects(own, group, device)
     _refuse_other_stages(parts)
     room = min(part.mem_limit - part.fixed_bytes for part in parts)
@@ -118,7 +113,7 @@ def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.de
             raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")
 
 
-def _refuse_other_stages(parts: list[_Part]) -> None:
+def _refuse_other_stages(parts: list[_Share]) -> None:
     for rank, part in enumerate(parts):
         if part.stages != parts[0].stages:
             planned = f"that of rank 0 with {len(parts[0].stages)} stages"

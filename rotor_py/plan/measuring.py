@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotor_profiling import OptimizerCost, torch_compat
+from rotor_profiling import torch_compat
 from rotor_profiling.backends import allocate_workspaces, prediction
 from rotor_profiling.step import give_way
+from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.errors import record_fields
+from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import freeze_gc, planning
+from rotor_py.measure.stage_measurer import MeasuringOptions
+from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import fastest_stored
-from rotor_py.plan.sources.source import Measuring, Rooms, Source
+from rotor_py.plan.source import Source
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
 from rotor_py.stage.replayed_routing import streams_kept
+from rotor_py.stage.storage_modes import ELSEWHERE
 from rotor_py.units import format_seconds
 from rotor_solver.watching import Progress
 
@@ -36,7 +41,6 @@ if TYPE_CHECKING:
     from rotor_py.capture.whole_graph import CompileBudget
 
 _log = logging.getLogger("rotor_py")
-
 
 _LONGER = 3.0
 """How much longer all passes through a model take than the first. A guess: it only sets a logged duration."""
@@ -48,66 +52,48 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
 
     Log lines are information; with `verbosity` or `progress=True` they are warnings, which show without logging set up.
     """
-    given = settings.progress
-    around = progress_bar() if given is None or given is True else nullcontext(given or None)
+    given, created = settings.progress, time.monotonic()
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
+    began: list[float] = []
+    stages = 0
+
+    def progress(done: int, total: int, name: str) -> None:
+        nonlocal stages
+        if not began:
+            began.append(time.monotonic())
+        if done == 1 and not stages:  # by now, every stage has run
+            stages, about = total, format_seconds(_LONGER * (time.monotonic() - began[0]))
+            record = record_fields("measuring", stages=stages)
+            _log.log(level, "measuring %d stages, about %s", stages, about, extra=record)
+        if shown is not None:
+            shown(done, total, name)
+
     _log.log(level, "planning for a step of %s", model, extra=record_fields("planning", name=model))
-    with around as shown:
-        lines = _Lines(level, shown)
-        yield lines
-        lines.end()
-
-
-class _Lines:
-    def __init__(self, level: int, shown: Progress | None) -> None:
-        self._level, self._shown = level, shown
-        self._created = time.monotonic()
-        self._began: float | None = None
-        self._stages = 0
-
-    def __call__(self, done: int, total: int, name: str) -> None:
+    with progress_bar() if given is None or given is True else nullcontext(given or None) as shown:
+        yield progress
+    if began:
         now = time.monotonic()
-        if self._began is None:
-            self._began = now
-        if done == 1 and not self._stages:  # by now, every stage has run
-            self._stages = total
-            _log.log(
-                self._level, "measuring %d stages, about %s", total, format_seconds(_LONGER * (now - self._began)),
-                extra=record_fields("measuring", stages=total),
-            )  # fmt: skip
-        if self._shown is not None:
-            self._shown(done, total, name)
-
-    def end(self) -> None:
-        if self._began is not None:
-            now = time.monotonic()
-            took, whole = format_seconds(now - self._began), format_seconds(now - self._created)
-            _log.log(
-                self._level, "measured %d stages in %s, %s in all", self._stages, took, whole,
-                extra=record_fields("measured", stages=self._stages, seconds=now - self._began),
-            )  # fmt: skip
+        _log.log(
+            level, "measured %d stages in %s, %s in all", stages, format_seconds(now - began[0]),
+            format_seconds(now - created), extra=record_fields("measured", stages=stages, seconds=now - began[0]),
+        )  # fmt: skip
 
 
-def measured_plan(
-    model: TrainedModel,
-    blank: Source,
-    spec: StepSpec,
-    value: Any,
-    noticed: Callable[[], OptimizerCost | None],
-    *,
-    closely: bool = False,
-) -> StepPlan:
-    """Cut the model into stages and measure them on `value`. The plan has no sequence yet.
-
-    Times are measured more `closely` for a limit that is read off the curve of all plans. `noticed` returns the cost of
-    undeclared optimizers. Raises UnsupportedModelError if the model cannot be cut.
-    """
+def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
+    """Cut the model into stages and measure them on `value`. The plan has no sequence yet."""
     settings, core = model.settings, model.core
     # Each plan has its own source: an earlier plan may wait, or be used again if this one fails.
     source = blank.renewed()
     device = model.device_of(spec.input)
     if device.type == "cpu":
-        _tell_of_a_profiler()
+        _warn_of_a_profiler()
+
+    def room(measurement: Measurement, sample: Any) -> CompileBudget:
+        from rotor_py.capture.whole_graph import CompileBudget
+
+        budget = model.with_communication(model.budget(measurement, sample, device))
+        return CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)
+
     with (
         planning,
         freeze_gc(),
@@ -116,18 +102,34 @@ def measured_plan(
         torch.enable_grad(),
         telling(settings, type(core).__name__) as progress,
     ):
-        rooms = None if settings.inductor is None else _rooms(model, device, noticed)
         allocate_workspaces(core, device)
-        measured = source.measure(value, Measuring(device, settings, progress, rooms, closely))
-    budget = model.budget(measured.plain.measurement, measured.sample, device, noticed())
+        options = MeasuringOptions(
+            loss=settings.loss,
+            progress=progress,
+            group=meeting_in_stages(core),
+            preserve_rng_state=settings.preserve_rng_state,
+            fresh_gradients=settings.fresh_grads,
+            loss_temp_bytes=settings.loss_tmp_memory_usage,
+            cache=settings.cache,
+            keepers=tuple(keeper for keeper in settings.keepers if keeper is not ELSEWHERE),
+            elsewhere=ELSEWHERE in settings.keepers,
+            closely=closely,
+            stepped=stepped_parameters(core, settings.step_in_backward),
+            # Other devices work in parallel to Python, simulated ones too.
+            as_node=single_stage_node if device.type == "cpu" and prediction() is None else None,
+        )
+        # A strategy by hand is about stages, so no graph is compiled whole for it.
+        whole = None if settings.inductor is None or settings.by_hand is not None else room
+        ways, sample = source.measure(value, device, options, whole)
+    plain = ways[-1]
     plan = StepPlan(
         source,
-        measured.plain.measurement,
-        budget,
+        plain.measurement,
+        model.budget(plain.measurement, sample, device),
         # Capturing may have changed the model: its first forward may make buffers and modules.
         spec=replace(spec, model=ModelState.of(core), answers=source.answers),
-        cut=measured.plain.cut,
-        ways=() if settings.inductor is None else tuple(measured.ways),
+        cut=plain.cut,
+        ways=() if settings.inductor is None else tuple(ways),
         fresh_gradients=settings.fresh_grads,
     )
     if plan.ways:
@@ -135,21 +137,7 @@ def measured_plan(
     return plan
 
 
-def _rooms(model: TrainedModel, device: torch.device, noticed: Callable[[], OptimizerCost | None]) -> Rooms | None:
-    """Return the budget for graphs compiled whole. None for a strategy by hand, which is about stages."""
-    if model.settings.by_hand is not None:
-        return None
-    # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
-    from rotor_py.capture.whole_graph import CompileBudget
-
-    def room(measurement: Measurement, sample: Any) -> CompileBudget:
-        budget = model.with_communication(model.budget(measurement, sample, device, noticed()))
-        return CompileBudget(budget, model.limit_bytes(device), model.settings.fresh_grads)
-
-    return room
-
-
-def _tell_of_a_profiler() -> None:
+def _warn_of_a_profiler() -> None:
     """Warn if the user's profiler is on: measuring bytes on the CPU needs PyTorch's only one, and ends it."""
     give_way()  # else it may be our own
     if prediction() is None and torch_compat.profiler_enabled():

@@ -235,10 +235,7 @@ class CompiledStages:
         return tuple(sorted(self.options.items()))
 
     def compiled_again(self, cut: Cut, compiler: StageCompiler, chain: Chain, ways: Items[Items[str]]) -> Cut:
-        """Return the same cut, with these stages compiled by `compiler` when they first run.
-
-        `chain` is the measured chain, and `ways` are the storage modes of each of its stages.
-        """
+        """Return the same cut, with these stages compiled by `compiler` when they first run."""
         from rotor_py.compile.partitioner import whole_partitioner
 
         partitioner = None if self.room is None else whole_partitioner(self.room, chain)
@@ -292,11 +289,7 @@ def write(path: str | Path, fields: dict[str, Any]) -> None:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a plan.
-
-    Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if it has compiled stages and was made
-    with another torch, OSError if it cannot be read.
-    """
+    """Return the fields of a plan."""
     file = Path(path)
     data = _parsed(file)
     try:

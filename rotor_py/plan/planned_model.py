@@ -10,16 +10,22 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from rotor_profiling.backends import prediction
+from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
-from rotor_py.plan.description import file_of, memory_of, report_of, summary_of
+from rotor_py.plan.oom_replanning import unguarded
+from rotor_py.plan.plan_file import CompiledStages, PlanCosts
 from rotor_py.plan.planner import Planner
-from rotor_py.plan.saved_plan import Plan
+from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
 from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_spec import ModelState
+from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
+from rotor_py.stage.side_effects import recall_effects
 from rotor_py.transparent import Transparent, in_training
 from rotor_solver import Chain, Sequence
-from rotor_solver.memory_timeline import PlanMemory
+from rotor_solver.memory_timeline import PlanMemory, plan_memory
 from rotor_solver.watching import Progress
 
 T = TypeVar("T")
@@ -124,7 +130,7 @@ class PlannedModel(Transparent):
     @property
     def captured(self) -> bool:
         """Whether TorchDynamo captures the model's graph; a nesting of `nn.Sequential` is a chain already."""
-        return self._planner.captured
+        return self._planner.plans.blank.captured
 
     @property
     def device(self) -> torch.device:
@@ -141,7 +147,7 @@ class PlannedModel(Transparent):
         `compile` has options that a file cannot hold.
         """
         with in_training(self):
-            return file_of(self._planner.solved(), self._planner.model)
+            return _plan_for_file(self._planner.solved(), self._planner.model)
 
     def save_plan(self, path: str | Path) -> None:
         """Write the plan in use to a file, for `Checkpointable(..., plan=path)`. ValueError as from `plan`, OSError."""
@@ -152,18 +158,79 @@ class PlannedModel(Transparent):
 
         Raises ValueError before anything has been measured.
         """
-        return memory_of(self._planner.solved())
+        plan = self._planner.solved()
+        assert plan.sequence is not None
+        carried = sum(each.nbytes for each in plan.measurement.carried)
+        return plan_memory(plan.budget.chain, plan.sequence, carried)
 
     def report(self) -> Report:
         """Return a report of the plan in use: to print, to show in a notebook, or to write as a page (`to_html`).
 
         Raises ValueError if there is no plan yet and nothing has been measured: before the first step.
         """
-        return report_of(self._planner.solved(), self._planner.model)
+        plan, model = self._planner.solved(), self._planner.model
+        assert plan.sequence is not None
+        return Report(
+            title=type(model.core).__name__,
+            device=str(model.device_of(plan.input_spec)),
+            mem_limit=None if plan.unlimited(model.settings) else model.limit_bytes(model.device_of(plan.input_spec)),
+            budget=plan.budget,
+            measurement=plan.measurement,
+            sequence=plan.sequence,
+            compiled=plan.compiled if plan.compiled or model.settings.inductor is not None else None,
+        )
 
     def summary(self) -> str:
         """Return one line about the plan in use: limit, fixed part, least possible, planned peak and overhead.
 
         Raises ValueError before anything has been measured.
         """
-        return summary_of(self._planner.solved(), self._planner.model)
+        return self._planner.solved().summary(self._planner.model)
+
+
+def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
+    """Return a solved plan for a file. The model has to be in training mode, as it was when the plan was made.
+
+    Raises ValueError if the model has been changed for another kind of step since, or if a file cannot hold Inductor's
+    options.
+    """
+    assert plan.sequence is not None
+    settings, device = model.settings, model.device_of(plan.input_spec)
+    # A file does not record `on_oom`: it is given anew on loading.
+    fresh, unlimited = settings.fresh_grads if plan.file is None else plan.file.fresh_grads, plan.unlimited(settings)
+    budget = unguarded(plan, fresh_gradients=fresh)
+    costs, peak = PlanCosts(plan.measurement, budget), budget.peak_bytes(plan.sequence)
+    if plan.file is not None:
+        # Fingerprint, cut and traits come from the file: no step may have come yet.
+        if plan.sequence == plan.file.sequence and budget == plan.file.costs.budget:
+            return plan.file
+        limit = plan.file.mem_limit if unlimited else model.limit_bytes(device)
+        return replace(
+            plan.file, sequence=plan.sequence, mem_limit=limit, peak_bytes=peak, costs=costs, limited=not unlimited
+        )
+    # The file takes its fingerprint from the model as it is now, so it would name a step that it was not made for.
+    if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
+        raise InvalidValueError(
+            "the plan in use is for a step in which other parameters were trained, or modes or dtypes were others; "
+            "save it before the model is changed for the next kind of step",
+            kind="plan_for_other_step",
+        )
+    assert plan.cut is not None
+    predicted = prediction()
+    return Plan(
+        model=model_fingerprint(model.core),
+        input=input_fingerprint(plan.input_spec, device),
+        prefix=[name for name, _ in plan.cut.prefix],
+        stages=plan.cut.groups(),
+        answers=list(plan.source.answers or ()),
+        traits=[recall_effects(function) for function in plan.functions],
+        sequence=plan.sequence,
+        mem_limit=model.limit_bytes(device),
+        peak_bytes=peak,
+        fresh_grads=settings.fresh_grads,
+        costs=costs,
+        limited=not unlimited,
+        compiled=None if settings.inductor is None else CompiledStages.of(plan.cut, settings.inductor),
+        predicted_for=None if predicted is None else predicted.all_names,
+        step_in_backward=model.stepping(),
+    )

@@ -2,9 +2,10 @@
 
 # Note [The life of a plan]
 #
-# A planner has the state of its step plan in use (`PlanState`): measured, solved or agreed; without a plan, unmeasured.
-# Wherever "training goes on" below, the step may exceed the limit, and a warning says so. Sequences by hand or from a
-# file are never replaced by events 6, 7 and 9. Events:
+# The step plan in use is measured, and has costs; or solved, and has a sequence; or agreed, if all processes that train
+# together follow that sequence. Without a plan, the planner is unmeasured. Wherever "training goes on" below, the step
+# may exceed the limit, and a warning says so. Sequences by hand or from a file are never replaced by events 6, 7 and 9.
+# Events:
 #
 #  1. Measure. The planner drops its plan for steps of this kind and any plan from a file, and cuts and measures the
 #     stages. Plans for other kinds of steps wait. → measured. An error restores the earlier plans.
@@ -55,7 +56,6 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +63,6 @@ from torch import nn
 
 from rotor_profiling import UnknownOptimizerError, tensors_in, torch_compat
 from rotor_py.compile.stage_code import Compile, config_of
-from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import (
     InvalidValueError,
     OtherDataError,
@@ -75,31 +74,24 @@ from rotor_py.errors import (
 from rotor_py.execute.backward_passes import in_backward
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
-from rotor_py.plan.measuring import measured_plan
-from rotor_py.plan.observers.forwards_in_flight import Flying, Forwards, make_room_for_forwards
-from rotor_py.plan.observers.limit_overrun import disproved
-from rotor_py.plan.observers.observer import Observer, PlannedForward
+from rotor_py.plan.observers.forwards_in_flight import ForwardInFlight, Forwards
 from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, anything_around, outer_regions_aside
-from rotor_py.plan.observers.undeclared_memory import KeptGradients, noticed_cost, wait_for_optimizers
+from rotor_py.plan.observers.undeclared_memory import KeptGradients, wait_for_optimizers
 from rotor_py.plan.observers.watched_steps import WatchedSteps
-from rotor_py.plan.offloading import prepare_for_file, reserve
 from rotor_py.plan.oom_replanning import Replanner, guarded
 from rotor_py.plan.plan_file import config_beside
 from rotor_py.plan.saved_plan import Plan, model_fingerprint
 from rotor_py.plan.settings import Settings, one_process_only, refuse_excluded
-from rotor_py.plan.solving import agree, count_optimizer_beside_file, make_room_for_optimizer, solve
-from rotor_py.plan.sources.source import Following
-from rotor_py.plan.sources.source_of import source_of
+from rotor_py.plan.solving import agree, count_optimizer_beside_file, solve
+from rotor_py.plan.source import Following
 from rotor_py.plan.step_in_backward import Stepper
-from rotor_py.plan.step_plan import PlanState, Refusals, StepPlan, StepPlans
-from rotor_py.plan.step_spec import StepSpec, describe
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_plans import StepPlans
+from rotor_py.plan.step_spec import describe
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Algorithm, InfeasibleError, Sequence
 
 _log = logging.getLogger("rotor_py")
-_MOST_PLANS = 16
-"""Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds. Too few refuse valid
-data."""
 
 
 class Planner:
@@ -111,46 +103,22 @@ class Planner:
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.settings = settings
         self.model = TrainedModel(whole, core, settings)
+        self.plans = StepPlans(self.model)
         self._warned_of_torch_compile = False
-        self._alone_only = settings.offload is not None or one_process_only(settings) is not None
-        self._replans = settings.replans
-        self._grown = 0
-        """number of plans made for an input that no plan covered"""
-        self._refusals = Refusals()
+        self._one_process_only = settings.offload is not None or one_process_only(settings) is not None
         self._forwards = Forwards()
+        self._watched = WatchedSteps(self.model)
+        self._gradients = KeptGradients(self.plans)
         self._second_runs = NestedRecompute()
-        self._gradients = KeptGradients(self.model)
-        self._observers: list[Observer] = [WatchedSteps(self.model), self._forwards]
         self._stepper: Stepper | None = None
-        self._begin_anew()
         self.wait_for_optimizers()
-
-    def _begin_anew(self) -> None:
-        """Drop all plans, after a change of the compile settings."""
-        self.plans = StepPlans()
-        self.blank = source_of(self.model.core, self.settings.granularity, self.settings.inductor)
-        """stage source not yet bound to an input"""
 
     def wait_for_optimizers(self) -> None:
         """Detect the optimizers that train the model (event 6), unless the user has named one."""
         if self.settings.optimizer is None:
-            wait_for_optimizers(self)
+            wait_for_optimizers(self.plans)
         if self.settings.step_in_backward is not None:
-            self._observers = [each for each in self._observers if each is not self._stepper]
             self._stepper = Stepper(self.model, self.settings.step_in_backward)
-            self._observers.append(self._stepper)
-
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that an optimizer may train."""
-        return list(self.model.core.parameters())
-
-    def optimizer_noticed(self) -> None:
-        """Event 6: count the optimizers that train the model; see `solving.make_room_for_optimizer`."""
-        cost = noticed_cost(self)
-        if cost is not None:
-            make_room_for_optimizer(self.plans, self.model, cost)
-
-    # State.
 
     @property
     def in_use(self) -> StepPlan:
@@ -162,16 +130,6 @@ class Planner:
         return self.plans.in_use
 
     @property
-    def state(self) -> PlanState:
-        """The state of the plan in use."""
-        return PlanState.UNMEASURED if self.plans.in_use is None else self.plans.in_use.state
-
-    @property
-    def captured(self) -> bool:
-        """Whether TorchDynamo captures the model's graph."""
-        return self.blank.captured
-
-    @property
     def device(self) -> torch.device:
         """The device that the model trains on. Raises UnsupportedModelError if there are several."""
         return self.model.device_of(None if self.plans.in_use is None else self.plans.in_use.input_spec)
@@ -179,19 +137,15 @@ class Planner:
     # Requests of the user.
 
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, closely: bool = False) -> None:
-        """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked.
-
-        Restores parameters, gradients, buffers, random state and mode afterwards. Raises UnsupportedModelError if the
-        model cannot be cut.
-        """
+        """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked."""
         with self.plans.kept_on_error():
-            value = self.blank.input_of(args, kwargs)
-            self._measure(self.model.step_on(value), value, closely=closely)
+            value = self.plans.blank.input_of(args, kwargs)
+            self.plans.measure(self.model.step_on(value), value, closely=closely)
 
     def refuse_what_cannot_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise InfeasibleError if a step on these arguments exceeds the limit by facts known before measuring."""
-        value = self.blank.input_of(args, kwargs)
-        self._refuse_what_cannot_fit(self.model.step_on(value), value)
+        value = self.plans.blank.input_of(args, kwargs)
+        self.plans.refuse_what_cannot_fit(self.model.step_on(value), value)
 
     def solve(
         self, limit: float | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
@@ -206,12 +160,9 @@ class Planner:
         return self.in_use
 
     def follow(self, sequence: Sequence | None) -> None:
-        """Event 3: follow this sequence; None solves for one. Raises ValueError if nothing has been measured.
-
-        Raises OffloadError if the tier has no room for the offloads.
-        """
-        if sequence is not None and self.model.offload is not None:
-            reserve(self.model.offload, self.in_use.budget, sequence)
+        """Event 3: follow this sequence; None solves for one. Raises ValueError if nothing has been measured."""
+        if sequence is not None:
+            self.model.reserve(self.in_use.budget, sequence)
         self.in_use.sequence = sequence
 
     def divide(self, budget: Budget) -> None:
@@ -224,34 +175,40 @@ class Planner:
         self.settings.mem_limit = limit
 
     def adopt(self, file: Plan) -> None:
-        """Event 8: follow a plan from a file.
-
-        Raises PlanMismatchError if it was made for another model, `compile=` or `keep=`; ValueError if it offloads, and
-        no tier was given.
-        """
+        """Event 8: follow a plan from a file."""
         file.refuse_other(model=model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
         file.refuse_fewer_bits(self.settings.keep)
-        prepare_for_file(self.model.offload, file.costs.budget, file.sequence)
+        budget, offload = file.costs.budget, self.model.offload
+        if file.sequence.moves is None and offload is not None:
+            _log.warning(
+                "the plan from the file moves nothing, so offload=%r has nothing to do",
+                offload.name,
+                extra=record_fields("moves_nothing", name=offload.name),
+            )
+        if file.sequence.moves is not None and offload is None:
+            raise InvalidValueError(
+                f"the plan moves activations (it was made with offload={budget.link_name!r}); give offload= here as "
+                "well, for where they go",
+                kind="no_tier",
+                name="offload",
+            )
+        self.model.reserve(budget, file.sequence)
         if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
             self.settings.inductor = config
-            self._begin_anew()
-        plan = StepPlan.adopted(file, self.blank)
+            self.plans.begin_anew()
+        plan = StepPlan.adopted(file, self.plans.blank)
         self.plans.in_use = guarded(plan) if self.settings.replans else plan
         if self.settings.mem_limit is None and file.limited:
             self.settings.mem_limit = file.mem_limit
         if self.settings.optimizer is not None:
             try:
-                count_optimizer_beside_file(self.in_use, self.model, self.model.optimizer_cost(self.settings.optimizer))
+                count_optimizer_beside_file(self.in_use, self.model)
             except UnknownOptimizerError as error:
                 _log.warning("%s", error, extra=fields_of(error))
 
     def compile_with(self, compile: Compile) -> None:
-        """Event 12: plan anew with compiled stages.
-
-        Raises ValueError if `compile` asks for CUDA graphs, or with `offload`. Warns if the plan is from a file, whose
-        stages are not compiled.
-        """
+        """Event 12: plan anew with compiled stages."""
         refuse_excluded(self.settings, compile="compile()")
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
             _log.warning(
@@ -260,7 +217,7 @@ class Planner:
             )
             return
         self.settings.inductor = config_of(compile)
-        self._begin_anew()
+        self.plans.begin_anew()
 
     def warn_of_torch_compile(self) -> None:
         """Warn once that a `torch.compile` around the model compiles nothing."""
@@ -275,141 +232,13 @@ class Planner:
     def copied(self) -> Planner:
         """Event 11: return a planner for a copy of the model; it refers to this model until that is copied too."""
         twin = Planner(self.model.whole, self.model.core, replace(self.settings))
-        twin.plans = self.plans.copied(twin.blank)
+        twin.plans.take_along(self.plans.in_use)
         return twin
-
-    # A plan for the next step: an existing one, or a new one.
-
-    def _make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
-        """Put a plan that serves a step on `value` in use, with a sequence. Other forwards may be `in_flight`."""
-        plan = self.plans.in_use
-        if plan is not None and plan.file is not None and not self._is_disproved(plan, spec, in_flight):
-            plan.compare_with_file(spec, value, self.model)
-            agree(plan, self.model)
-            return
-        # Most steps equal the one before: no waiting plan would serve better than the plan in use.
-        if plan is None or not plan.matches(spec):
-            known = self.plans.turn_to(spec, self._covers(spec.input), self._revive)
-            if not known or not self.blank.covers(self.in_use.input_spec, spec.input):
-                self._plan_for(spec, value)
-                return
-        plan = self.plans.in_use
-        assert plan is not None
-        try:
-            agree(plan, self.model)
-            if not in_flight:
-                make_room_for_forwards(plan, self.model)
-        except InfeasibleError as error:
-            # It was measured on a larger input, for example with `measure()`. A plan for this smaller one may fit.
-            assert plan.spec is not None
-            self._refusals.remember(plan.spec, error)
-            if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
-                raise
-        else:
-            # A late optimizer, or a smaller limit: the graph is compiled for the remaining room.
-            if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
-                return
-            plan.compiled_for_larger_budget = False
-        self._plan_for(spec, value)
-
-    def _is_disproved(self, plan: StepPlan, spec: StepSpec, in_flight: bool) -> bool:
-        """Whether the file's costs were predicted and disproved, and this forward can measure."""
-        as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
-        return disproved(plan, self.model, as_large=as_large)
-
-    def _plan_for(self, spec: StepSpec, value: Any) -> None:
-        """Measure and solve for a step on `value`. On an error, the earlier plans stay."""
-        known = None if self.plans.in_use is None else self.plans.in_use.spec
-        grows = known is None or (known.model == spec.model and not self.blank.covers(known.input, value))
-        with self.plans.kept_on_error():
-            self._measure_again(spec, value)
-            try:
-                agree(self.in_use, self.model)
-            except InfeasibleError as error:
-                self._refusals.remember(replace(spec, answers=self.in_use.source.answers), error)
-                raise
-            self.in_use.compiled_for_larger_budget = False  # it was compiled for this very budget
-        self._grown += grows
-
-    def _measure_again(self, spec: StepSpec, value: Any) -> None:
-        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if inputs keep growing."""
-        self._refusals.raise_if_refused(spec, self.model.limit_bytes(self.model.device_of(spec.input)), self.blank)
-        plan = self.plans.in_use
-        known = None if plan is None else plan.spec
-        # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
-        if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
-            raise UnsupportedModelError(
-                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
-                "with the largest input there will be",
-                kind="too_many_plans",
-                plans=_MOST_PLANS,
-            )
-        if plan is not None:
-            if not self.model.alone and not self.blank.covers(plan.input_spec, value):
-                raise UnsupportedModelError(
-                    f"the input is {describe(spec.input)}, for which there is no plan, and processes that train "
-                    "together cannot each make one; call measure() in all of them with the largest input there will be",
-                    kind="no_plan_for_input",
-                    name="input",
-                )
-            why, cause = (
-                ("planning again", "input") if plan.is_for(spec) else ("planning for another kind of step", "step")
-            )
-            if plan.spec is not None and spec.answers not in (None, plan.spec.answers):
-                why, cause = "planning for batches that are masked otherwise (with or without padding)", "mask"
-            _log.warning(
-                "%s: the input is %s", why, describe(spec.input), extra=record_fields("planning_again", cause=cause)
-            )
-        self._refuse_what_cannot_fit(spec, value)
-        self._measure(spec, value)
-
-    def _measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> None:
-        """Event 1: cut the model into stages and measure them; see `measured_plan`."""
-        self.model.refuse_several_processes()
-        noticed = partial(noticed_cost, self)
-        plan = measured_plan(self.model, self.blank, spec, value, noticed, closely=closely)
-        assert plan.spec is not None
-        self.plans.take_up(guarded(plan) if self.settings.replans else plan, plan.spec.model)
-
-    def _refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
-        """Raise InfeasibleError, before anything runs, if parameters, state and batch alone exceed the limit.
-
-        One of several processes only warns: others may go on, and wait for it when they measure.
-        """
-        error = self.model.static_infeasibility(value, self.model.device_of(spec.input), noticed_cost(self))
-        if error is None:
-            return
-        if self.model.alone or alone_in_a_prediction():
-            raise error
-        _log.warning("%s", error, extra=fields_of(error))
-
-    def _plan_for_kept_gradients(self, value: Any) -> None:
-        """Measure and solve for gradients kept between steps; InfeasibleError if no plan has room for them."""
-        self.settings.fresh_grads = False
-        self.plans.keep_only_in_use()
-        spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
-        with self.plans.kept_on_error():
-            self._measure(spec, value)
-            agree(self.in_use, self.model)
-
-    def _covers(self, value: Any) -> Callable[[StepPlan], bool]:
-        """Return a test whether a step plan was made for an input at least as large as `value`."""
-        return lambda plan: self.blank.covers(plan.input_spec, value)
-
-    def _revive(self, plan: StepPlan) -> None:
-        """Put a waiting plan in use again; solve again if anything that it depends on has changed."""
-        grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
-        if plan.solved_with != self.settings.solved_with or grown != plan.budget:
-            plan.budget, plan.sequence = grown, None
 
     # Forwards by plans.
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Event 5: run the model forward, with a backward by plan; without one if nothing trains.
-
-        Raises UnsupportedModelError for a model or an input that cannot be planned for, InfeasibleError if no plan
-        fits, PlanMismatchError if the plan is from a file and was made for something else.
-        """
+        """Event 5: run the model forward, with a backward by plan; without one if nothing trains."""
         if torch_compat.maybe_current_level() is not None:
             raise UnsupportedModelError(
                 "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
@@ -426,67 +255,55 @@ class Planner:
         model, stepper = self.model, None if second else self._stepper
         if stepper is not None:
             stepper.take_consumed_away()
-        value = self.blank.input_of(args, kwargs)
+        value = self.plans.blank.input_of(args, kwargs)
         spec = model.step_on(value)
         if True not in spec.model.trained and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return model.core.forward(*args, **kwargs)
-        if self._alone_only:
+        if self._one_process_only:
             model.refuse_several_processes()
         flying = self._forwards.in_flight()
         if stepper is not None and stepper.before_forward(in_flight=bool(flying)):
-            self._forget_plans()
-        self._make_ready(spec, value, in_flight=second or bool(flying))
+            if (plan := self.plans.in_use) is not None and plan.file is not None:
+                plan.file.refuse_other_steps(model.stepping())
+            self.plans.begin_anew()  # plans do not know the stepping optimizer's other parameters
+        self.plans.make_ready(spec, value, in_flight=second or bool(flying))
         # With others in flight, or in a backward (of a reentrant region), some gradients may be of this step.
         if spec.model.has_gradients and not (second or flying or in_backward()):
-            self._gradients.notice(self.in_use, partial(self._plan_for_kept_gradients, value))
+            self._gradients.notice(value)
         by_plan = self._run_second if second else self._run_planned
         try:
             return by_plan(value, flying)
         except PlanMismatchError as error:
-            if self.in_use.file is not None or not self.blank.captured:
+            if self.in_use.file is not None or not self.plans.blank.captured:
                 raise
             answers = error.answers if isinstance(error, OtherDataError) else None
         # Not in the `except`: there, the error's traceback would keep the tensors of the first attempt.
         if answers is not None:
-            self._turn_to_answers(answers, value)
+            if not model.alone:  # others may have other batches
+                raise UnsupportedModelError(
+                    "the plan was made before this process was one of several, and for batches that are masked "
+                    "otherwise; call measure() again in all of them",
+                    kind="no_plan_for_input",
+                    name="mask",
+                )
+            spec = replace(model.step_on(value), answers=answers)
+            self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
             with suppress(PlanMismatchError):  # another shape may also change the model's control flow
                 return by_plan(value, self._forwards.in_flight())
         return self._run_other_way(value, by_plan)
 
-    def _forget_plans(self) -> None:
-        """Drop plans: the stepping optimizer got other parameters. PlanMismatchError for a plan from a file."""
-        plan = self.plans.in_use
-        if plan is not None and plan.file is not None:
-            plan.file.refuse_other_steps(self.model.stepping())
-        self._begin_anew()
-
-    def _turn_to_answers(self, answers: tuple[bool, ...], value: Any) -> None:
-        """Put a plan for batches with these answers in use: a waiting one, or a new one.
-
-        Raises UnsupportedModelError in one of several processes: others may have other batches.
-        """
-        if not self.model.alone:
-            raise UnsupportedModelError(
-                "the plan was made before this process was one of several, and for batches that are masked otherwise; "
-                "call measure() again in all of them",
-                kind="no_plan_for_input",
-                name="mask",
-            )
-        spec = replace(self.model.step_on(value), answers=answers)
-        self._make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
-
-    def _run_other_way(self, value: Any, by_plan: Callable[[Any, Flying], Any]) -> Any:
+    def _run_other_way(self, value: Any, by_plan: Callable[[Any, list[ForwardInFlight]], Any]) -> Any:
         """Run a forward whose graph differs from that of the plan in use, for example for another shape."""
         answers = self.in_use.source.answers  # data answered as expected
         spec = replace(self.model.step_on(value), answers=answers)
-        for plan in self.plans.for_other_ways(spec, self._covers(value), self._revive):
+        for plan in self.plans.for_other_graphs(spec):
             try:
                 agree(plan, self.model)
                 return by_plan(value, self._forwards.in_flight())
             except (InfeasibleError, PlanMismatchError):
                 continue
         known = self.in_use.input_spec
-        if not self.model.alone and not self.blank.covers(spec.input, known):
+        if not self.model.alone and not self.plans.blank.covers(spec.input, known):
             raise UnsupportedModelError(
                 f"for {describe(spec.input)} the model does something else than for {describe(known)}, for which there "
                 "is a plan, and processes that train together cannot each make one; call measure() in all of them with "
@@ -494,29 +311,28 @@ class Planner:
                 kind="no_plan_for_input",
                 name="graph",
             )
-        self._plan_for(spec, value)
+        self.plans.plan_for(spec, value)
         return by_plan(value, self._forwards.in_flight())
 
-    def _run_planned(self, value: Any, flying: Flying) -> Any:
+    def _run_planned(self, value: Any, flying: list[ForwardInFlight]) -> Any:
         """Run a forward while those in `flying` are in flight, and observe its step."""
         plan = self.plans.in_use
         assert plan is not None
         assert plan.sequence is not None
         sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
-        forward = PlannedForward(self.model, plan, sequence, value, len(flying))
-        for each in self._observers:
-            each.forward_begins(forward)
+        self._watched.forward_begins(plan, value, len(flying))
         try:
             output = self._follow(sequence, plan, value, len(flying) + 1)
         except BaseException:
-            for each in self._observers:
-                each.forward_failed(forward)
+            self._watched.forward_failed()
             raise
-        for each in self._observers:
-            each.forward_returned(forward, output)
+        self._watched.forward_returned(output)
+        self._forwards.forward_returned(plan, sequence, self.model, output)
+        if self._stepper is not None:
+            self._stepper.forward_returned(output)
         return output
 
-    def _run_second(self, value: Any, flying: Flying) -> Any:
+    def _run_second(self, value: Any, flying: list[ForwardInFlight]) -> Any:
         """Run the forward of a region that the caller recomputes. No backward follows, so it is not observed."""
         plan = self.in_use
         sequence = self._second_runs.sequence(plan, self._forwards.held_bytes(self.model), self.model)
@@ -524,9 +340,9 @@ class Planner:
 
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int) -> Any:
         """Run the model forward by this sequence for the stages of `plan`, as the `number`-th forward in flight."""
-        smaller = Replanner(plan, self.model, number) if self._replans else None
-        tier = None if sequence.moves is None or self.model.offload is None else self.model.offload.tier
-        rng, ways = self.settings.preserve_rng_state, plan.way_names
+        settings, offload = self.settings, self.model.offload
+        smaller = Replanner(plan, self.model, number) if settings.replans else None
+        tier = None if sequence.moves is None or offload is None else offload.tier
+        how = Following(sequence, settings.preserve_rng_state, plan.measurement, settings.keepers, smaller, tier)
         with nullcontext() if smaller is None else smaller.telling_of_the_rest():
-            how = Following(sequence, rng, ways, self.settings.keepers, smaller, tier)
             return plan.source.run(plan.cut, value, how)

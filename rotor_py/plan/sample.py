@@ -12,21 +12,21 @@ from torch.utils.data import DataLoader
 from rotor_py.errors import UnsupportedModelError
 
 
-class Call(NamedTuple):
+class ForwardArguments(NamedTuple):
     """Positional and keyword arguments of a forward, as one sample that has both."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def arguments_of(sample: Any, model: nn.Module) -> Call:
+def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
     """Return the positional and keyword arguments that a sample stands for.
 
-    A sample is a tensor, a tuple of positional arguments, a dict of keyword arguments, a `Call`, or a `DataLoader`,
-    whose first batch is taken without drawing a random number. Raises UnsupportedModelError, in one sentence, for a
-    text or a number, and for more items than the forward of `model` takes.
+    A sample is a tensor, a tuple of positional arguments, a dict of keyword arguments, both as `ForwardArguments`, or a
+    `DataLoader`, whose first batch is taken without drawing a random number. Raises UnsupportedModelError for a text or
+    a number, and for more items than the forward of `model` takes.
     """
-    if isinstance(sample, Call):  # before tuples: it is one
+    if isinstance(sample, ForwardArguments):  # before tuples: it is one
         return sample
     if isinstance(sample, DataLoader):
         sample = _first_batch(sample)
@@ -38,10 +38,10 @@ def arguments_of(sample: Any, model: nn.Module) -> Call:
             name="custom_input",
         )
     if isinstance(sample, dict):
-        return Call((), sample)
+        return ForwardArguments((), sample)
     arguments = sample if isinstance(sample, tuple) else (sample,)
     _refuse_too_many(arguments, model)
-    return Call(arguments, {})
+    return ForwardArguments(arguments, {})
 
 
 def _first_batch(loader: DataLoader[Any]) -> Any:

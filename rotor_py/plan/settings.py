@@ -55,12 +55,7 @@ class Settings:
     """compressed storage modes that plans may use"""
 
     def __post_init__(self) -> None:
-        """Validate the settings.
-
-        Raises TypeError if `optimizer` or `step_in_backward` is not an optimizer: its class, for example; ValueError if
-        `forwards_in_flight` is not an integer of at least one, if `backward_order`, `compile` or `keep` is invalid, if
-        `on_oom`, `step_in_backward` or `offload` cannot be done, or if `keep` is combined with a strategy by hand.
-        """
+        """Validate the settings."""
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
             raise InvalidValueError(
@@ -68,12 +63,12 @@ class Settings:
                 kind="not_a_count",
                 name="forwards_in_flight",
             )
-        if self.backward_order not in (None, *ORDERS):
-            raise InvalidValueError(
-                f"backward_order is {self.backward_order!r}; it can be {' or '.join(map(repr, ORDERS))}",
-                kind="unknown_value",
-                name="backward_order",
-            )
+        values = {"backward_order": (None, *ORDERS), "on_oom": ("raise", "replan"), "keep": (None, *FEWER_BITS)}
+        for name, known in values.items():
+            if (value := getattr(self, name)) not in known:
+                raise InvalidValueError(
+                    f"{name} is {value!r}; it can be {' or '.join(map(repr, known))}", kind="unknown_value", name=name
+                )
         for name, given in (("optimizer", self.optimizer), ("step_in_backward", self.step_in_backward)):
             if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
                 raise InvalidTypeError(
@@ -81,16 +76,6 @@ class Settings:
                     kind="not_an_optimizer",
                     name=name,
                 )
-        if self.on_oom not in ("raise", "replan"):
-            raise InvalidValueError(
-                f"on_oom is {self.on_oom!r}; it can be 'raise' or 'replan'", kind="unknown_value", name="on_oom"
-            )
-        if self.keep is not None and self.keep not in FEWER_BITS:
-            raise InvalidValueError(
-                f"keep is {self.keep!r}; it can be {', '.join(map(repr, FEWER_BITS))}, or None for exact",
-                kind="unknown_value",
-                name="keep",
-            )
         if self.offload is not None:
             self.offload = checked_name(self.offload)  # the full name of the tier
         refuse_excluded(self)
@@ -167,12 +152,7 @@ def _given(settings: Settings) -> dict[str, str]:
 
 
 def refuse_excluded(settings: Settings, **more: str) -> None:
-    """Raise ValueError if two settings exclude each other, by `EXCLUSIONS`.
-
-    Args:
-        settings: the settings to check.
-        more: further names of the table that are asked for, each with the text that an error shows.
-    """
+    """Raise ValueError if two settings exclude each other, by `EXCLUSIONS`."""
     given = {**_given(settings), **more}
     for each in EXCLUSIONS:
         if each.first in given and each.second in given:

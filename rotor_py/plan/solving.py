@@ -8,12 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from rotor_profiling import OptimizerCost
 from rotor_py.compile.compiled_stage import is_compiled
 from rotor_py.distributed.processes import size_of
 from rotor_py.errors import record_fields
@@ -22,17 +20,12 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stages import MeasuredCut
 from rotor_py.plan.agreement import agreed_sequence, gather_objects, refuse_other_plans, slowest
-from rotor_py.plan.description import summary_of
-from rotor_py.plan.offloading import reserve, reserve_in_all, tell_of_several_forwards
-from rotor_py.plan.step_plan import StepPlan, StepPlans
+from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import format_bytes
 from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
 
 _log = logging.getLogger("rotor_py")
-
-
-Way = TypeVar("Way")
 
 
 def choose_variant(
@@ -46,37 +39,39 @@ def choose_variant(
     The plain stages are among the variants, so compiling never makes a plan worse. If no variant has a sequence, raises
     the InfeasibleError of the one that needs least.
     """
-    ways = _alike(plan.ways, group, device)
+    several = group if group is not None and size_of(group) > 1 else None
+    ways = list(plan.ways)
+    if several is not None and ways:
+        # Those that all processes have, in one order: each measures which are faster or fit.
+        by_kind = {_kind(way): way for way in ways}
+        first, *others = gather_objects(list(by_kind), several, device)
+        ways = [by_kind[kind] for kind in first if all(kind in other for other in others)]
     if not ways:
         return solve(plan.budget)
-
-    def seconds(budget: Budget, sequence: Sequence) -> float:
-        found = budget.makespan(sequence)
-        # With several processes, the slowest counts, so that all choose alike.
-        return slowest(found, group, device) if group is not None and size_of(group) > 1 else found
-
-    # A graph compiled as a whole was compiled for the room that existed then.
-    wholes = [budget for way in ways if way.cut.members is not None for budget in [plan.budget_of(way)]]
     plan.compiled_for_larger_budget = False
-
-    def solved(budget: Budget) -> Sequence:
-        try:
-            return solve(budget)
-        except InfeasibleError:
-            plan.compiled_for_larger_budget |= budget in wholes
-            raise
-
     # A whole graph exists only if it is not slower than plain. Its time is not comparable with that of stages, which
     # were measured one by one.
-    groups = [[way for way in ways if (way.cut.members is not None) == whole] for whole in (True, False)]
-    try:
-        way, sequence = fastest(groups[0] or ways, plan.budget_of, solved, seconds)
-    except InfeasibleError:
-        if not groups[0]:
-            raise
-        way, sequence = fastest(groups[1], plan.budget_of, solved, seconds)
-    plan.turn_to(way)
-    return sequence
+    for whole in (True, False):
+        alike = [way for way in ways if (way.cut.members is not None) == whole]
+        found: list[tuple[float, MeasuredCut, Sequence]] = []
+        refused: list[InfeasibleError] = []
+        for way in alike:
+            budget = plan.budget_of(way)
+            try:
+                sequence = solve(budget)
+            except InfeasibleError as error:  # with several processes, it comes in all of them
+                # A graph compiled as a whole was compiled for the room that existed then.
+                plan.compiled_for_larger_budget |= whole
+                refused.append(error)
+            else:
+                seconds = budget.makespan(sequence)
+                # With several processes, the slowest counts, so that all choose alike.
+                found.append((seconds if several is None else slowest(seconds, several, device), way, sequence))
+        if found:
+            _, best, sequence = min(found, key=lambda each: each[0])
+            plan.turn_to(best)
+            return sequence
+    raise min(refused, key=lambda error: error.min_bytes)
 
 
 def fastest_stored(ways: Iterable[MeasuredCut]) -> MeasuredCut:
@@ -86,40 +81,6 @@ def fastest_stored(ways: Iterable[MeasuredCut]) -> MeasuredCut:
         [way for way in found if way.cut.members is not None] or found,
         key=lambda way: sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages),
     )
-
-
-def fastest(
-    ways: Iterable[Way],
-    budget_of: Callable[[Way], Budget],
-    solve: Callable[[Budget], Sequence],
-    seconds: Callable[[Budget, Sequence], float],
-) -> tuple[Way, Sequence]:
-    """Return the variant with the fastest sequence, and that sequence. InfeasibleError as from `choose_variant`."""
-    found: list[tuple[float, Way, Sequence]] = []
-    refused: list[InfeasibleError] = []
-    for way in ways:
-        budget = budget_of(way)
-        try:
-            sequence = solve(budget)
-        except InfeasibleError as error:  # with several processes, it comes in all of them
-            refused.append(error)
-        else:
-            found.append((seconds(budget, sequence), way, sequence))
-    if not found:
-        raise min(refused, key=lambda error: error.min_bytes)
-    _, best, sequence = min(found, key=lambda each: each[0])
-    return best, sequence
-
-
-def _alike(
-    ways: tuple[MeasuredCut, ...], group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[MeasuredCut, ...]:
-    """Return the variants that all processes have, in one order: each measures which are faster or fit."""
-    if group is None or size_of(group) == 1 or not ways:
-        return ways
-    by_kind = {_kind(way): way for way in ways}
-    first, *others = gather_objects(list(by_kind), group, device)
-    return tuple(by_kind[kind] for kind in first if all(kind in other for other in others))
 
 
 def _kind(way: MeasuredCut) -> tuple[tuple[str, bool], ...]:
@@ -135,14 +96,7 @@ def solve(
     slots: int | None = None,
     algorithm: Algorithm | None = None,
 ) -> Sequence:
-    """Find the sequence of `plan` within `limit`, or else within the limit that is set.
-
-    Without an `algorithm`, use the strategy set by hand, or else find the best sequence. A given limit that works
-    becomes the limit that is set.
-
-    Raises InfeasibleError, with the least limit that works as `min_bytes`, if nothing fits; ValueError for an invalid
-    limit; OffloadError if the tier has no room for the sequence's offloads.
-    """
+    """Find the sequence of `plan` within `limit`, or else within the limit that is set."""
     settings, group, device = model.settings, model.group, model.device_of(plan.input_spec)
     given = settings.mem_limit if limit is None else limit
     with planning:
@@ -164,29 +118,28 @@ def solve(
                 sequence = choose_variant(plan, found, group, device)
             except InfeasibleError as error:
                 raise _telling_of_fresh_gradients(error, plan, model, most) from error
-    tell_of_several_forwards(plan.budget)
+    if plan.budget.link is not None and plan.budget.forwards > 1:
+        _log.warning(
+            "%d forwards are in flight at once, and plans for several forwards move nothing to another tier: what has "
+            "no room is computed again. Go backward after each forward to have offload= count.",
+            plan.budget.forwards,
+            extra=record_fields("moves_nothing", forwards=plan.budget.forwards),
+        )
     # Agreed on, it offloads in all processes or in none.
-    if model.offload is not None and sequence.moves is not None:
-        if group is not None and size_of(group) > 1:
-            reserve_in_all(model.offload, plan.budget, sequence, group, device)
-        else:
-            reserve(model.offload, plan.budget, sequence)
+    model.reserve(plan.budget, sequence, group if size_of(group) > 1 else None)
     plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
     plan.found = sequence
     settings.mem_limit = given  # only now: a limit that fails must not count
     plan.solved_with = settings.solved_with
     if settings.verbosity:
-        _log.warning("%s", summary_of(plan, model), extra=record_fields("summary"))
+        _log.warning("%s", plan.summary(model), extra=record_fields("summary"))
     return sequence
 
 
 def _telling_of_fresh_gradients(
     error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int
 ) -> InfeasibleError:
-    """Extend the error by the step's need with gradients freed between steps, where that is less.
-
-    It follows from the measurement. Most loops free gradients, and need not have declared it.
-    """
+    """Extend the error by the step's need with gradients freed between steps, where that is less."""
     if plan.fresh_gradients:
         return error
     device, budgets, group = model.device_of(plan.input_spec), plan.budgets(), model.group
@@ -214,10 +167,7 @@ def _telling_of_fresh_gradients(
 
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:
-    """Put a sequence in use that all processes follow; solve unless all of them have already.
-
-    Raises InfeasibleError if nothing fits, PlanMismatchError if a process has another plan.
-    """
+    """Put a sequence in use that all processes follow; solve unless all of them have already."""
     alone = model.alone
     # Compared as objects: a sequence set since is not agreed upon, even if equal.
     group = None if alone else model.group
@@ -243,49 +193,17 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
         except InfeasibleError as error:
             if plan.last_resort is None:
                 raise
-            _warn_beyond_the_limit(error)
+            warn_beyond_the_limit(error)
             # With several processes, the error came in all of them (`agreed_sequence`), so all go on together.
             plan.sequence = plan.agreed = plan.last_resort
         plan.last_resort = None
 
 
-def make_room_for_optimizer(plans: StepPlans, model: TrainedModel, cost: OptimizerCost) -> None:
-    """Count an undeclared optimizer, and solve again where its state does not fit.
-
-    Warns if no plan has room, or if the plan came from a file: training goes on with the plan in use, beyond the limit.
-    An error would come too late, after forward and backward.
-    """
-    by_hand = model.settings.by_hand is not None
-    plan = plans.in_use
-    limit = None if by_hand else model.limit_bytes(model.device_of(None if plan is None else plan.input_spec))
-    plans.count_optimizer(cost, limit)
-    if plan is None:  # it counts as soon as there is a plan
-        return
-    if plan.file is not None:
-        count_optimizer_beside_file(plan, model, cost)
-        return
-    plan.count_optimizer(cost)
-    if limit is None:
-        return
-    if plan.agreed is not None:  # other processes detect theirs, and agree with this one at the next step
-        plan.solve_again()
-        return
-    if plan.sequence is None or plan.budget.peak_bytes(plan.sequence) <= limit:
-        return
-    try:
-        solve(plan, model)
-    except InfeasibleError as error:
-        _warn_beyond_the_limit(error)
-
-
-def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: OptimizerCost) -> None:
-    """Count an optimizer in a plan from a file. Warns if the plan has too little room for it.
-
-    Solves nothing: giving a file asks for its sequence.
-    """
+def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
+    """Count an optimizer in a plan from a file. Warns if the plan has too little room for it."""
     assert plan.file is not None
     before = plan.budget
-    plan.count_optimizer(cost)
+    plan.count_optimizer(model.counted_optimizer())
     if plan.unlimited(model.settings) or plan.budget == before:
         return
     peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
@@ -298,7 +216,8 @@ def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel, cost: Optim
         )  # fmt: skip
 
 
-def _warn_beyond_the_limit(error: InfeasibleError) -> None:
+def warn_beyond_the_limit(error: InfeasibleError) -> None:
+    """Warn that training goes on although a late optimizer leaves no room for any plan."""
     _log.warning(
         "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
         "optimizer=, it counts from the start.",

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from functools import partial
+from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -129,17 +129,11 @@ class Stepper:
         """the ids of the model's parameters that the optimizer had at the last forward"""
         notice_scalers()
         # Weakly: the optimizer may outlive this object.
-        optimizer.register_step_pre_hook(partial(_about_to_step, ref(self)))
-        optimizer.register_step_post_hook(partial(_has_stepped, ref(self)))
+        optimizer.register_step_pre_hook(_weakly(self._about_to_step))
+        optimizer.register_step_post_hook(_weakly(self._has_stepped))
 
     def before_forward(self, *, in_flight: bool) -> bool:
-        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Removes consumed gradients.
-
-        Returns whether the optimizer has got other parameters since the last forward, which no plan knows.
-
-        Raises RuntimeError if other forwards are in flight, or gradients exist already; ValueError if the optimizer has
-        become one of another kind.
-        """
+        """Prepare a forward whose backward steps; other forwards may be `in_flight`. Removes consumed gradients."""
         refuse_optimizer(self._optimizer)
         if in_flight:
             raise InvalidStateError(
@@ -159,22 +153,16 @@ class Stepper:
             if self._hooked.get(id(parameter)) is not parameter:
                 self._hooked[id(parameter)] = parameter
                 # Weakly: a hook lives as long as its parameter, and may outlive this object.
-                parameter.register_post_accumulate_grad_hook(partial(_gradient_whole, ref(self)))
+                parameter.register_post_accumulate_grad_hook(_weakly(self._gradient_whole))
         return before != self._has
 
-    def forward_begins(self, forward: Any) -> None:
-        """Do nothing: `before_forward` has prepared everything."""
-
-    def forward_failed(self, forward: Any) -> None:
-        """Do nothing: no backward follows."""
-
-    def forward_returned(self, forward: Any, output: Any) -> None:
+    def forward_returned(self, output: Any) -> None:
         """Make the backward through `output` of a planned forward step."""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)  # the hook belongs to the graph, and goes with it
 
-    def about_to_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    def _about_to_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle a call of `optimizer.step()`, perhaps with a closure whose backward steps; return its arguments."""
         self.take_consumed_away()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -188,11 +176,10 @@ class Stepper:
 
         return args[:1], {**kwargs, "closure": called}
 
-    def has_stepped(self) -> None:
-        """Handle the end of the user's `optimizer.step()`."""
+    def _has_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._stepped_in = _NO_TASK
 
-    def gradient_whole(self, parameter: nn.Parameter) -> None:
+    def _gradient_whole(self, parameter: nn.Parameter) -> None:
         """Step `parameter`, whose gradient is complete, if the running pass is one that steps."""
         group = self._groups.get(id(parameter))
         if group is None or current_task() != self._task:
@@ -256,16 +243,7 @@ class Stepper:
                 parameter.grad = None
 
 
-def _gradient_whole(stepper: ref[Stepper], parameter: nn.Parameter) -> None:
-    if (found := stepper()) is not None:
-        found.gradient_whole(parameter)
-
-
-def _about_to_step(stepper: ref[Stepper], optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    found = stepper()
-    return None if found is None else found.about_to_step(args, kwargs)
-
-
-def _has_stepped(stepper: ref[Stepper], optimizer: Any, args: Any, kwargs: Any) -> None:
-    if (found := stepper()) is not None:
-        found.has_stepped()
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method for as long as its object lives."""
+    found = WeakMethod(method)
+    return lambda *args: None if (call := found()) is None else call(*args)

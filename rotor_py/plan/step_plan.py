@@ -1,23 +1,10 @@
-"""Keep one plan, with its costs and sequence, for each kind of step that a model takes in turn.
-
-A GAN's discriminator trains in one step and only passes gradients in the next; adapters switch; layers freeze. Each
-kind of step has its own graph, costs and sequence, found at its first step and kept while others train. Some sizes of
-the input may change the graph within one kind, which shows only when the model runs.
-
-A step that no plan fits is remembered: a later one as large is refused without measuring.
-
-A plan remembers the order of the backwards of forwards in flight. For a sum of losses, autograd runs the last forward's
-backward first. Plans for that order are faster than plans for any order (`rotor_solver.solve_in_flight`), but may
-exceed the limit in another one.
-"""
+"""The plan for one kind of step: its costs, its sequence, and what steps by it have shown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -30,47 +17,13 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stages import MeasuredCut
 from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.sources.source import Source
-from rotor_py.plan.step_spec import ModelState, StepSpec
+from rotor_py.plan.source import Source
+from rotor_py.plan.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.runner import undo_bytes
 from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_effects
-from rotor_solver import InfeasibleError, Sequence
-
-_MOST = 16
-"""Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large. Others are
-measured again."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    spec: StepSpec
-    error: InfeasibleError
-
-
-class Refusals:
-    """Remembers steps that no plan fits, since measuring them again takes seconds each."""
-
-    def __init__(self) -> None:
-        self._known: list[_Refusal] = []
-
-    def remember(self, spec: StepSpec, error: InfeasibleError) -> None:
-        """Remember that no plan fits steps like `spec`."""
-        # A copy has no traceback, which would keep the frames of the step, and their tensors.
-        self._known = [*self._known, _Refusal(spec, copy(error))][-_MOST:]
-
-    def raise_if_refused(self, spec: StepSpec, limit_bytes: int, source: Source) -> None:
-        """Raise InfeasibleError for a step that needs at least as much as one refused for as large a limit."""
-        for each in self._known:
-            alike = each.spec.model == spec.model and source.covers(spec.input, each.spec.input)
-            if alike and _least(each.spec, spec) and limit_bytes <= each.error.mem_limit:
-                raise copy(each.error)
-
-
-def _least(refused: StepSpec, spec: StepSpec) -> bool:
-    """Whether the data of `spec` need no less than the refused ones. A batch that masks nothing needs least."""
-    return all(refused.answers or ()) or refused.answers == spec.answers
-
+from rotor_py.units import format_bytes
+from rotor_solver import Sequence, store_all
 
 _ENOUGH = 3
 """Steps in reverse, after which reverse order is planned for. A guess: more steps delay the faster plan; fewer risk a
@@ -95,15 +48,6 @@ class BackwardOrder:
             return "any"
         seen = "reverse" if self.in_reverse >= _ENOUGH and settings.watch is not False else "any"
         return told or seen
-
-
-class PlanState(Enum):
-    """The state of a plan. The Note in `planner.py` describes the transitions."""
-
-    UNMEASURED = "nothing is known about the step"
-    MEASURED = "costs are known, and no sequence"
-    SOLVED = "there is a sequence, which this process may follow"
-    AGREED = "all processes that train together follow the same sequence"
 
 
 @dataclass(slots=True)
@@ -152,7 +96,6 @@ class StepPlan:
     guard_bytes: int | None = None
     """bytes of the budget for undoing stages that run out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
-    _way_names: tuple[Measurement, tuple[tuple[str, ...], ...]] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         self._effects = tuple(recall_effects(function) for function in self.functions)
@@ -186,13 +129,6 @@ class StepPlan:
         self.spec = StepSpec(spec.model, known.input)
 
     @property
-    def state(self) -> PlanState:
-        """The state of the plan."""
-        if self.sequence is None:
-            return PlanState.MEASURED
-        return PlanState.AGREED if self.agreed is self.sequence else PlanState.SOLVED
-
-    @property
     def names(self) -> list[str]:
         """The names of the stages."""
         return list(self.measurement.names)
@@ -201,13 +137,6 @@ class StepPlan:
     def functions(self) -> list[nn.Module]:
         """The stages; empty if the cut is unknown."""
         return [] if self.cut is None else [function for _, function in self.cut.stages]
-
-    @property
-    def way_names(self) -> tuple[tuple[str, ...], ...]:
-        """The names of each stage's storage modes (`Measurement.way_names`), cached since every step reads them."""
-        if self._way_names is None or self._way_names[0] is not self.measurement:
-            self._way_names = self.measurement, self.measurement.way_names
-        return self._way_names[1]
 
     @property
     def compiled(self) -> list[str]:
@@ -230,6 +159,17 @@ class StepPlan:
         """Whether its sequence comes from solving, and not from a strategy by hand, a file, or the user."""
         return self.file is None and settings.by_hand is None and self.sequence is self.found
 
+    def why_it_stays(self, model: TrainedModel) -> str | None:
+        """Say why the plan must not change after a step over its limit; None if it may."""
+        if self.file is not None:
+            return "The plan is from a file, and stays as it is: training goes on, beyond the limit."
+        if model.settings.by_hand is not None:
+            return "The checkpoints are set by hand, and stay as they are: training goes on, beyond the limit."
+        if not model.alone:
+            # Other processes may have found nothing, would not join the solve, and all would wait.
+            return "Other processes follow the same plan, so it stays as it is: training goes on, beyond the limit."
+        return None
+
     def is_for(self, spec: StepSpec) -> bool:
         """Whether it was measured for such steps. A plan from a file is compared with its file instead."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
@@ -248,9 +188,9 @@ class StepPlan:
         for function, effects in zip(self.functions, self._effects, strict=True):
             remember_effects(function, effects)
 
-    def count_optimizer(self, cost: OptimizerCost) -> None:
-        """Count an undeclared optimizer."""
-        self.budget = self.budget.with_optimizer(cost)
+    def count_optimizer(self, cost: OptimizerCost | None) -> None:
+        """Count an optimizer, if any."""
+        self.budget = self.budget if cost is None else self.budget.with_optimizer(cost)
 
     def budget_of(self, way: MeasuredCut) -> Budget:
         """Return the budget of the step with its stages run as this variant."""
@@ -287,6 +227,24 @@ class StepPlan:
         finally:
             self.source.follow(self.cut)
 
+    def summary(self, model: TrainedModel) -> str:
+        """Return one line: limit, fixed part, least possible, planned peak and overhead."""
+        assert self.sequence is not None
+        budget, sequence, stored = self.budget, self.sequence, store_all(self.budget.chain)
+        plain, planned = budget.makespan(stored), budget.makespan(sequence)
+        overhead = planned / plain - 1 if plain else 0.0
+        compiled, moved = len(self.compiled), budget.moved_in_words(sequence)
+        limit = "no limit"
+        if not self.unlimited(model.settings):
+            limit = f"limit {format_bytes(model.limit_bytes(model.device_of(self.input_spec)))}"
+        return (
+            f"{limit}; {budget.split()}; least possible "
+            f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
+            f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(stored))})"
+            + (f"; {moved}" if moved else "")
+            + (f"; {compiled} of {len(self.names)} stages compiled" if compiled else "")
+        )
+
     def _measurement_of(self, way: MeasuredCut) -> Measurement:
         """Return the variant's measurement, with the loss as observed in steps since."""
         return replace(way.measurement, loss=self.measurement.loss)
@@ -302,112 +260,3 @@ class StepPlan:
 def _guard_bytes(way: MeasuredCut) -> int:
     """Return the bytes for undoing stages that run out of memory, for this variant; see `oom_replanning.guarded`."""
     return way.measurement.snapshot_bytes + undo_bytes(function for _, function in way.cut.stages)
-
-
-_MOST_WAITING = 8
-"""Waiting step plans; the one that has waited longest goes first. A guess: a GAN has two or three. Dropped ones are
-measured again."""
-
-
-class StepPlans:
-    """The step plan in use, and those that wait for their step to come again."""
-
-    def __init__(self) -> None:
-        self.in_use: StepPlan | None = None
-        self._waiting: list[StepPlan] = []
-
-    def take_up(self, plan: StepPlan, present: ModelState) -> None:
-        """Put a new plan in use, and drop others for the same graph in steps of its kind. The one in use may wait.
-
-        A plan from a file does not wait: it fits any step that its file covers, and is dropped. `present` is the
-        model's state, with its present layers.
-        """
-        before, self.in_use = self.in_use, plan
-        waiting = [each for each in (*self._waiting, before) if each is not None and each.file is None]
-        self._keep([each for each in waiting if not each.is_replaced_by(plan)], present)
-
-    @contextmanager
-    def kept_on_error(self) -> Iterator[None]:
-        """Restore the present plans after an error: it is about one step, and they are about others."""
-        in_use, waiting = self.in_use, list(self._waiting)
-        try:
-            yield
-        except BaseException:
-            self.in_use, self._waiting = in_use, waiting
-            if in_use is not None:
-                in_use.restore_effects()
-            raise
-
-    def keep_only_in_use(self) -> None:
-        """Drop the waiting plans: their premises have changed."""
-        self._waiting = []
-
-    def turn_to(self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]) -> bool:
-        """Put a plan for steps like `spec` in use, one that `covers` its input if possible; False if there is none.
-
-        `revived` is called with a plan that waited: the limit may have changed, or other steps may have left gradients.
-        """
-        found = [each for each in self._all() if each.is_for(spec)]
-        if not found:
-            return False
-        if len(found) > 1:  # every step comes here, mostly with one
-            found.sort(key=covers, reverse=True)  # stable: among equals, the one in use is first
-        self._put_in_use(found[0], spec.model, revived)
-        return True
-
-    def for_other_ways(
-        self, spec: StepSpec, covers: Callable[[StepPlan], bool], revived: Callable[[StepPlan], None]
-    ) -> Iterator[StepPlan]:
-        """Put each waiting plan that may serve a step like `spec` in use, in turn."""
-        for each in [each for each in self._waiting if each.is_for(spec) and covers(each)]:
-            self._put_in_use(each, spec.model, revived)
-            yield each
-
-    def count_optimizer(self, cost: OptimizerCost, limit_bytes: int | None) -> None:
-        """Count an optimizer for the waiting plans; one without room for it is solved again in its turn.
-
-        Without a limit, for strategies by hand, plans stay as they are.
-        """
-        for each in self._waiting:
-            each.count_optimizer(cost)
-            if each.sequence is None or limit_bytes is None:
-                continue
-            # Agreed plans even where there is room: other processes may have none, and all have to solve together.
-            if each.agreed is not None or each.budget.peak_bytes(each.sequence) > limit_bytes:
-                each.solve_again()
-
-    def copied(self, source: Source) -> StepPlans:
-        """Return the plans for a copy of the model with stages from `source`: the plan in use, if it can serve there.
-
-        Graphs are bound to the parameters that they were captured with. A copy captures its own, at its first step.
-        """
-        twin = StepPlans()
-        # Layers are copied along with the plan. Its `spec` names those of the original, so the copy's first step is
-        # compared with the file again, or measured; until then the plan can be inspected.
-        if self.in_use is not None and not source.captured:
-            twin.in_use = replace(self.in_use, source=source)
-        elif self.in_use is not None and self.in_use.file is not None:
-            # Optimizers detected since count in the copy as well.
-            twin.in_use = replace(
-                StepPlan.adopted(self.in_use.file, source),
-                budget=self.in_use.budget,
-                guard_bytes=self.in_use.guard_bytes,
-            )
-        return twin
-
-    def _all(self) -> list[StepPlan]:
-        return self._waiting if self.in_use is None else [self.in_use, *self._waiting]
-
-    def _put_in_use(self, plan: StepPlan, present: ModelState, revived: Callable[[StepPlan], None]) -> None:
-        if plan is self.in_use:
-            return
-        waiting = [*self._waiting, *([] if self.in_use is None else [self.in_use])]
-        self._keep([each for each in waiting if each is not plan], present)
-        plan.restore_effects()
-        self.in_use = plan
-        revived(plan)
-
-    def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
-        """Keep these waiting, except plans for removed layers: only the plan would hold their memory."""
-        kept = [each for each in waiting if each.spec is not None and each.spec.model.same_layers(present)]
-        self._waiting = kept[-_MOST_WAITING:]

@@ -4,6 +4,7 @@ step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -60,38 +61,20 @@ class TensorSpec:
         return f"{list(self.shape)} {str(self.dtype).removeprefix('torch.')} on {self.device}{gradient}"
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec})
-"""Types whose `==` is cheap and returns a bool."""
-
-
 def spec_of(value: Any) -> Any:
     """Return `value` with a `TensorSpec` in the place of every tensor."""
     # Most inputs are nestings of these, and every step comes here: `tree_map_only` takes five times as long.
     if isinstance(value, torch.Tensor):
         return TensorSpec.of(value)
     kind = type(value)
-    if kind is tuple:
-        return tuple([spec_of(each) for each in value])
-    if kind is list:
-        return [spec_of(each) for each in value]
+    if kind in (tuple, list):
+        return kind(map(spec_of, value))
     if kind is dict:
         return {key: spec_of(each) for key, each in value.items()}
     return value if kind in _PLAIN else tree_map_only(torch.Tensor, TensorSpec.of, value)
 
 
-def identical_specs(planned: Any, spec: Any) -> bool:
-    """Whether two specs are equal, by comparing tensors and constants only.
-
-    If True, both are of the same kind, and each covers the other. If False, they may still be.
-    """
-    kind = type(planned)
-    if kind is not type(spec):
-        return False
-    if kind is tuple or kind is list:
-        return len(planned) == len(spec) and all(map(identical_specs, planned, spec))
-    if kind is dict:
-        return list(planned) == list(spec) and all(map(identical_specs, planned.values(), spec.values()))
-    return planned is spec or (kind in _PLAIN and planned == spec)
+_PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec})
 
 
 def covers(planned: Any, value: Any) -> bool:
@@ -184,41 +167,29 @@ class ModelState:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
-        if not dist.is_initialized():
-            return cls._of(model)
-        with at_rest(model):
-            return cls._of(model)
-
-    @classmethod
-    def _of(cls, model: nn.Module) -> ModelState:
-        modules, parameters = _within(model)
-        trained = tuple(map(_TRAINED, parameters))
-        gradients = map(_GRADIENT, parameters)
-        return cls(
-            modules=tuple(map(id, modules)),
-            modes=tuple(map(_MODE, modules)),
-            parameters=tuple(map(id, parameters)),
-            # Not a tuple per parameter: these would trigger Python's garbage collection more often.
-            trained=trained,
-            dtypes=tuple(map(_DTYPE, parameters)),
-            places=tuple(map(_DEVICE, parameters)),
-            autocast=tuple(
-                torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in ("cpu", "cuda")
-            ),
-            has_gradients=any(needed and each is not None for needed, each in zip(trained, gradients, strict=True)),
-        )
-
-
-def _within(model: nn.Module) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """Return the modules and parameters of a model, with duplicates."""
-    # Every step comes here. `modules()` and `parameters()` take longer, since they remove duplicates.
-    modules: list[nn.Module | None] = [model]
-    parameters: list[nn.Parameter | None] = []
-    for module in modules:  # grows while it is iterated
-        if module is not None:
-            modules += module._modules.values()
-            parameters += module._parameters.values()
-    return [each for each in modules if each is not None], [each for each in parameters if each is not None]
+        # Every step comes here. `modules()` and `parameters()` take longer, since they remove duplicates.
+        with at_rest(model) if dist.is_initialized() else nullcontext():
+            modules: list[Any] = [model]
+            parameters: list[Any] = []
+            for module in modules:  # grows while it is iterated
+                modules += [each for each in module._modules.values() if each is not None]
+                parameters += [each for each in module._parameters.values() if each is not None]
+            trained = tuple(map(_TRAINED, parameters))
+            gradients = map(_GRADIENT, parameters)
+            return cls(
+                modules=tuple(map(id, modules)),
+                modes=tuple(map(_MODE, modules)),
+                parameters=tuple(map(id, parameters)),
+                # Not a tuple per parameter: these would trigger Python's garbage collection more often.
+                trained=trained,
+                dtypes=tuple(map(_DTYPE, parameters)),
+                places=tuple(map(_DEVICE, parameters)),
+                autocast=tuple(
+                    torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+                    for kind in ("cpu", "cuda")
+                ),
+                has_gradients=any(needed and each is not None for needed, each in zip(trained, gradients, strict=True)),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,4 +209,9 @@ class StepSpec:
     def identical(self, other: StepSpec) -> bool:
         """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other."""
         alike = self.answers is None or other.answers is None or self.answers == other.answers
-        return alike and self.model == other.model and identical_specs(self.input, other.input)
+        if not alike or self.model != other.model:
+            return False
+        try:
+            return bool(self.input == other.input)
+        except (ValueError, RuntimeError):  # arrays and tensors in other containers have no truth value
+            return False

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost
+from rotor_profiling import OptimizerCost, bytes_like, optimizer_cost, together
+from rotor_profiling.backends import prediction
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.optimizer import step_bytes_without
 from rotor_profiling.torch_compat import tree_leaves
@@ -22,17 +24,25 @@ from rotor_py.distributed.processes import (
     size_of,
 )
 from rotor_py.distributed.sharding import at_rest, is_sharded, keeps_gradients
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import OffloadError, UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.fixed_memory import static_infeasibility, trained_bytes
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
-from rotor_py.offload.offload import Offload
-from rotor_py.plan.offloading import link_to
+from rotor_py.offload.offload import Offload, link_of
+from rotor_py.plan.agreement import gather_objects
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
 from rotor_py.plan.step_spec import ModelState, StepSpec, TensorSpec, spec_of
-from rotor_solver import InfeasibleError
+from rotor_solver import InfeasibleError, Sequence
+from rotor_solver.moving import Link
+
+late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
+late_optimizers = WeakKeyDictionary()
+"""The undeclared optimizers that have stepped, by models without a declared one; None for those that cost them nothing.
+
+Weak on both sides: neither a model nor an optimizer may live longer for being tracked.
+"""
 
 
 class TrainedModel:
@@ -91,10 +101,7 @@ class TrainedModel:
         return StepSpec(ModelState.of(self.core), spec_of(value))
 
     def device_of(self, spec: Any = None) -> torch.device:
-        """Return the device that a step on this input trains on, and whose memory the limit is about.
-
-        Raises UnsupportedModelError if model and input are on several.
-        """
+        """Return the device that a step on this input trains on, and whose memory the limit is about."""
         devices = ModelState.of(self.core).devices | {
             leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)
         }
@@ -130,11 +137,12 @@ class TrainedModel:
             "scratch_bytes": max(stepped.scratch.values(), default=0),
         }
 
-    def optimizer_cost(self, given: torch.optim.Optimizer) -> OptimizerCost:
-        """Return the cost of `given`, its state and its step, for parameters that are not stepped in the backward.
-
-        Raises UnknownOptimizerError if that cannot be found.
-        """
+    def counted_optimizer(self) -> OptimizerCost | None:
+        """Return the cost of the declared optimizer, or else of the detected ones that are still alive."""
+        given = self.settings.optimizer
+        if given is None:
+            costs = [cost for cost in late_optimizers.get(self, {}).values() if cost is not None]
+            return together(costs) if costs else None
         cost, stepped = optimizer_cost(given), self.stepped()
         return replace(cost, step_bytes=step_bytes_without(given, set(stepped.scratch))) if stepped else cost
 
@@ -142,12 +150,9 @@ class TrainedModel:
         """Return the limit of the whole step, in bytes. Raises ValueError if it is invalid."""
         return limit_bytes(self.settings.mem_limit, device)
 
-    def budget(
-        self, measurement: Measurement, sample: Any, device: torch.device, noticed: OptimizerCost | None
-    ) -> Budget:
-        """Return the budget of a step measured on `sample`; `noticed` is the cost of undeclared optimizers."""
-        given, stepped = self.settings.optimizer, self.stepped()
-        cost = noticed if given is None else self.optimizer_cost(given)
+    def budget(self, measurement: Measurement, sample: Any, device: torch.device) -> Budget:
+        """Return the budget of a step measured on `sample`."""
+        cost, stepped = self.counted_optimizer(), self.stepped()
         with at_rest(self.core):
             budget = make_budget(
                 self.core,
@@ -161,21 +166,31 @@ class TrainedModel:
                 stepped=stepped,
             )
         if self.offload is not None:
-            budget = replace(budget, link=link_to(self.offload, device), link_name=self.offload.name)
+            budget = replace(budget, link=_link_to(self.offload, device), link_name=self.offload.name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 
-    def static_infeasibility(
-        self, sample: Any, device: torch.device, noticed: OptimizerCost | None
-    ) -> InfeasibleError | None:
-        """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None.
+    def reserve(self, budget: Budget, sequence: Sequence, group: ProcessGroup | None = None) -> None:
+        """Reserve room in the offload tier for a step by `sequence`, which all processes of `group` follow."""
+        if self.offload is None or sequence.moves is None:
+            return
+        refused = ""
+        try:
+            if nbytes := budget.moved_bytes(sequence):
+                self.offload.tier.reserve(nbytes)
+        except OffloadError as error:
+            if group is None:
+                raise
+            refused = str(error)
+        for rank, each in enumerate([] if group is None else gather_objects(refused, group, self.device_of())):
+            if each:
+                raise OffloadError(f"rank {rank}: {each}", kind="cannot_offload_on_rank", rank=rank)
 
-        `noticed` is the cost of undeclared optimizers. Raises ValueError for an invalid limit.
-        """
+    def static_infeasibility(self, sample: Any, device: torch.device) -> InfeasibleError | None:
+        """Return the error if parameters, state and batch of a step on `sample` alone exceed the limit, else None."""
         settings = self.settings
         if settings.by_hand is not None and settings.mem_limit is None:
             return None
-        given, stepped = settings.optimizer, self.stepped()
         with at_rest(self.core):
             return static_infeasibility(
                 self.core,
@@ -183,8 +198,8 @@ class TrainedModel:
                 device,
                 self.limit_bytes(device),
                 fresh_gradients=settings.fresh_grads,
-                optimizer=noticed if given is None else self.optimizer_cost(given),
-                stepped=stepped,
+                optimizer=self.counted_optimizer(),
+                stepped=self.stepped(),
             )
 
     def with_forwards(self, budget: Budget, measurement: Measurement, device: torch.device, forwards: int) -> Budget:
@@ -219,3 +234,17 @@ class TrainedModel:
             return budget
         needed = communication_bytes(self.whole)
         return budget.with_communication(needed) if needed > budget.fixed.communication else budget
+
+
+def _link_to(offload: Offload, device: torch.device) -> Link:
+    """Return the bandwidth from `device` to the tier and back. UnsupportedModelError if the device has no way to it."""
+    kind = "cuda" if offload.name == "host" else "cpu"
+    if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
+        other = "file:/path" if kind == "cuda" else "host"
+        raise UnsupportedModelError(
+            f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
+            f"offload={other!r}",
+            kind="other_device",
+            name="offload",
+        )
+    return link_of(offload.name, device)

@@ -19,9 +19,10 @@ from rotor_py.capture import captured_graph
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.plan.sources.graph_source import GraphSource
-from rotor_py.plan.step_plan import Refusals
+from rotor_py.plan.settings import Settings
+from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
+from rotor_py.plan.trained_model import TrainedModel
 from tests.fields import logged, raises
 
 transformers = pytest.importorskip("transformers")
@@ -283,14 +284,14 @@ def test_where_the_first_graph_asks_and_another_is_planned_plans_wait_as_well(ca
 
 def test_a_batch_with_padding_that_was_refused_says_nothing_of_one_without() -> None:
     model, error = llama(), InfeasibleError("no plan", min_bytes=200, mem_limit=100)
-    spec, source = StepSpec(ModelState.of(model), spec_of(((), words()))), GraphSource(model, 10)
+    spec = StepSpec(ModelState.of(model), spec_of(((), words())))
     answers: list[tuple[bool, ...] | None] = [None, (), (True,), (False,)]
     for refused in answers:
-        refusals = Refusals()
-        refusals.remember(replace(spec, answers=refused), error)
+        plans = StepPlans(TrainedModel(model, model, Settings(mem_limit=100)))
+        plans._remember_refused(replace(spec, answers=refused), error)
         for asked in answers:
             if refused == (False,) != asked:
-                refusals.raise_if_refused(replace(spec, answers=asked), 100, source)
+                plans._raise_if_refused(replace(spec, answers=asked))
             else:
                 with pytest.raises(InfeasibleError):
-                    refusals.raise_if_refused(replace(spec, answers=asked), 100, source)
+                    plans._raise_if_refused(replace(spec, answers=asked))

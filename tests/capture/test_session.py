@@ -56,7 +56,7 @@ def test_a_mode_under_which_nothing_is_captured_is_named_and_the_next_step_follo
 
 def test_inputs_that_keep_growing_are_refused_at_last() -> None:
     planned, _, _ = planned_tower(mem_limit="1GB")
-    planned._planner._grown = 16
+    planned._planner.plans._grown = 16
     with raises(ValueError, "too_many_plans", plans=16):
         planned(ids=torch.randint(20, (40, 40)))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.execute.instructions import joined_run
-from rotor_py.plan.step_spec import identical_specs, spec_of
+from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
@@ -180,23 +180,27 @@ def test_what_goes_into_a_run_is_freed_as_soon_as_it_was_used() -> None:
 
 
 def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:
-    def spec(value: Any, **others: Any) -> Any:
-        return spec_of(((value, 2, [None, "a"]), {"mask": torch.ones(3), **others}))
+    state = ModelState.of(nn.Linear(1, 1))
+
+    def step_on(value: Any) -> StepSpec:
+        return StepSpec(state, spec_of(value))
+
+    def spec(value: Any, **others: Any) -> StepSpec:
+        return step_on(((value, 2, [None, "a"]), {"mask": torch.ones(3), **others}))
 
     known = spec(torch.ones(4, 5))
-    assert identical_specs(known, spec(torch.zeros(4, 5)))
+    assert known.identical(spec(torch.zeros(4, 5)))
     for other in (
         spec(torch.ones(4, 6)),
         spec(torch.ones(4, 5, dtype=torch.float64)),
         spec(torch.ones(4, 5, requires_grad=True)),
         spec(torch.ones(4, 5), mask=torch.ones(3, 1)),
         spec(torch.ones(4, 5), more=1),
-        spec_of(((torch.ones(4, 5), True, [None, "a"]), {"mask": torch.ones(3)})),
-        spec_of(((torch.ones(4, 5), 2, (None, "a")), {"mask": torch.ones(3)})),
+        step_on(((torch.ones(4, 5), 1, [None, "a"]), {"mask": torch.ones(3)})),
+        step_on(((torch.ones(4, 5), 2, (None, "a")), {"mask": torch.ones(3)})),
     ):
-        assert not identical_specs(known, other)
-    array = spec_of((np.ones(3),))  # whose elements would be compared
-    assert not identical_specs(array, spec_of((np.ones(3),)))
+        assert not known.identical(other)
+    assert not step_on((np.ones(3),)).identical(step_on((np.ones(3),)))  # their elements would be compared
 
 
 def test_a_step_leaves_nothing_behind_in_the_context_of_the_thread() -> None:

@@ -194,13 +194,6 @@ def test_a_smaller_batch_uses_the_plan(batch: int) -> None:
     assert planned.sequence is sequence
 
 
-def test_a_larger_batch_is_planned_again_within_the_limit() -> None:
-    planned = planned_at(0.3)
-    planned.mem_limit = 2 * between(planned, 1.0)
-    planned(images(5)).sum().backward()
-    assert planned.plan().input["tensors"][0]["shape"] == [5, 3, 24, 24]
-
-
 def test_another_shape_is_planned_again_and_another_dtype_is_the_models_own_error() -> None:
     planned = planned_at(0.3)
     planned.mem_limit = "1GB"
@@ -209,13 +202,6 @@ def test_another_shape_is_planned_again_and_another_dtype_is_the_models_own_erro
     with pytest.raises(RuntimeError, match=r"[Tt]ype"):
         planned(images().double())
     planned(images(4, 20)).sum().backward()
-
-
-def test_measuring_again_makes_room_for_a_larger_batch() -> None:
-    planned = planned_at(0.3)
-    planned.measure(images(6))
-    planned.compute_sequence(between(planned, 0.4))
-    planned(images(6)).sum().backward()
 
 
 def replace(planned: Checkpointable) -> None:
@@ -239,18 +225,6 @@ def test_a_model_that_has_changed_is_planned_anew(change: Callable[[Checkpointab
     plain, batch = copy.deepcopy(planned.model), images()
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
     assert planned.sequence is not sequence
-
-
-def test_unfreezing_is_planned_anew() -> None:
-    network = blocks(4, 16)
-    network[0].requires_grad_(False)
-    planned = planned_at(0.5, network)
-    assert "0" not in planned.names
-    planned.mem_limit = "1GB"
-    network.requires_grad_(True)
-    planned(images()).sum().backward()
-    assert planned.names[0] == "0"
-    assert network[0].weight.grad is not None
 
 
 def test_evaluation_and_no_grad_are_the_model() -> None:

@@ -15,7 +15,7 @@ from rotor_solver import Sequence, recompute_all, store_all
 from tests.checkpointable.steps import Residual, between, blocks, images, square, step_peak
 from tests.execute.sequences import any_sequence, persistent_sequence
 
-SHARES = (0.0, 0.1, 0.35, 0.6, 0.9, 1.0)
+SHARES = (0.0, 0.35, 1.0)
 
 
 @cache
@@ -77,7 +77,7 @@ def test_storing_everything_peaks_no_higher_than_plain_training() -> None:
     assert step_peak(planned, images()) <= step_peak(plain, images())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
 def test_any_valid_sequence_peaks_no_higher_than_predicted(kind, seed: int) -> None:
     planned = planned_blocks()
@@ -218,7 +218,7 @@ def planned_odd(name: str) -> tuple[Checkpointable, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5])
 def test_stages_of_all_kinds_are_within_two_percent(name: str, share: float) -> None:
     planned, batch = planned_odd(name)
     assert_as_predicted(planned, batch, between(planned, share), fresh_grads=True)

@@ -12,8 +12,7 @@ from rotor_py import Checkpointable
 from rotor_py.capture.whole_graph import slower
 from rotor_py.compile import compiled_stage
 from rotor_py.compile.stage_code import NotCompilableError
-from rotor_py.plan.solving import fastest
-from rotor_solver import InfeasibleError, Persistent, Sequence, simulate, store_all
+from rotor_solver import InfeasibleError, Persistent, simulate, store_all
 from tests.compile.network import Net, batch, gradients, loss, network, same, stage_by_stage
 from tests.fields import logged, raises
 
@@ -76,31 +75,12 @@ def test_without_a_limit_it_is_the_way_that_is_fastest_with_everything_stored() 
     assert plan.cut is plan.ways[seconds.index(min(seconds))].cut
 
 
-class Costs:
-    """A budget of which only the least limit and the time are looked at."""
-
-    def __init__(self, least: int, seconds: float) -> None:
-        self.least, self.seconds = least, seconds
-
-    def solve(self, limit: int) -> Sequence:
-        if limit < self.least:
-            raise InfeasibleError("too little", min_bytes=self.least, mem_limit=limit)
-        return Sequence([])
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(100, "fast"), (50, "plain")])
-def test_the_fastest_way_that_fits_is_taken(limit: int, expected: str) -> None:
-    ways: dict[str, Any] = {"fast": Costs(80, 1.0), "slow": Costs(10, 3.0), "plain": Costs(40, 2.0)}
-    seconds: Any = lambda budget, _: budget.seconds  # noqa: E731 - two lines would say no more
-    way, _ = fastest(ways, ways.__getitem__, lambda budget: budget.solve(limit), seconds)  # type: ignore[attr-defined]
-    assert way == expected
-
-
 def test_where_no_way_fits_the_error_names_the_least_limit_of_all() -> None:
-    ways: dict[str, Any] = {"fast": Costs(80, 1.0), "plain": Costs(40, 2.0)}
+    found = network()
+    plan = found._planner.in_use
     with pytest.raises(InfeasibleError) as caught:
-        fastest(ways, ways.__getitem__, lambda budget: budget.solve(5), lambda *_: 0.0)  # type: ignore[attr-defined]
-    assert caught.value.min_bytes == 40
+        found.compute_sequence(1)
+    assert caught.value.min_bytes == min(plan.budget_of(way).least_bytes() for way in plan.ways)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_stage_that_is_a_node_takes_more_than_its_two_runs(monkeypatch: pytest
 
         return running
 
-    monkeypatch.setattr("rotor_py.plan.sources.running.single_stage_node", waits)
+    monkeypatch.setattr("rotor_py.plan.measuring.single_stage_node", waits)
     model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss=torch.sum, cache=False)
     model.measure(torch.randn(2, 4))
     assert model.budget is not None

@@ -12,8 +12,7 @@ from torch import nn
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from rotor_py.validate.verification import verify
-from rotor_solver import InfeasibleError, Persistent, simulate_forwards, solve_in_flight
+from rotor_solver import InfeasibleError, simulate_forwards, solve_in_flight
 from tests.checkpointable.steps import CPU
 from tests.fields import logged, raises
 
@@ -162,27 +161,6 @@ def test_what_fits_in_any_order_is_not_warned_of(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.slow
-def test_fewer_or_more_forwards_than_were_said_stay_inside(caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_with("reverse")
-
-    def one(network: nn.Module) -> None:
-        network(ROWS.clone()).mean().backward()
-
-    def three(network: nn.Module) -> None:
-        given = [ROWS.clone(), 2 * ROWS, 3 * ROWS]
-        outputs = [network(each) for each in given]
-        sum(output.mean() for output in outputs).backward()  # type: ignore[union-attr] # not an int
-
-    assert peak_of(planned, one) <= LIMIT
-    assert said_in(caplog) == []
-    peak_of(planned, three)
-    assert peak_of(planned, three) <= LIMIT
-    assert same_gradients(planned, three)
-    assert planned.budget.forwards == 3
-    assert said_in(caplog)[-1].startswith("planning again: 3 forwards")
-
-
-@pytest.mark.slow
 def test_the_order_may_be_set_later_and_a_limit_as_well() -> None:
     planned = planned_with("any", watch=False)
     slower = planned.report().step_seconds
@@ -217,19 +195,6 @@ def test_a_file_has_all_sequences_and_the_order(tmp_path: Path, caplog: pytest.L
     peak_of(loaded, in_turn)
     assert len(said_in(caplog)) == len(logged(caplog, "other_backward_order")) == 1
     assert loaded.sequence == planned.sequence
-
-
-@pytest.mark.slow
-def test_verifying_takes_steps_of_both_and_leaves_the_plan() -> None:
-    planned = planned_with("reverse")
-    sequence = planned.sequence
-    (found, alone) = verify(
-        planned, ROWS, loss=mean, fresh_grads=True, others=[Persistent().solve(planned.chain, 10_000_000)]
-    )
-    assert found.problem(LIMIT) is None
-    assert found.measured_peak_bytes > 0.8 * planned.budget.peak_bytes(sequence)
-    assert alone.max_grad_difference == 0
-    assert planned.sequence == sequence
 
 
 def test_a_report_shows_every_sequence_and_the_forward_with_the_peak(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.plan.settings import EXCLUSIONS, SEVERAL_PROCESSES, SHARDED
+from rotor_py.plan.trained_model import TrainedModel
 from tests.fields import raises
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
@@ -41,3 +42,29 @@ def test_the_page_shows_the_table() -> None:
     text = PAGE.read_text(encoding="utf-8").replace("`", "")
     rows = [tuple(line.strip("| ").split(" | ")) for line in text.splitlines() if line.startswith("|")]
     assert [row for row in rows if row in EXPECTED] == EXPECTED
+
+
+@pytest.mark.parametrize("name", ["backward_order", "keep", "on_oom"])
+def test_an_unknown_value_is_refused(name: str) -> None:
+    with raises(ValueError, "unknown_value", name=name):
+        Checkpointable(MODEL, **{name: "odd"})
+
+
+BATCH = torch.randn(4, 4)
+
+
+@pytest.mark.parametrize("option", ["step_in_backward", "on_oom='replan'"])
+def test_what_is_for_one_process_is_refused_once_there_are_several(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Checkpointable(MODEL, BATCH, "1GB")
+    planned = Checkpointable(MODEL, BATCH, "1GB", **ASKED[option])
+    planned(BATCH)
+    monkeypatch.setattr(TrainedModel, "alone", False)
+    for refused in (planned, planned.measure):
+        with raises(UnsupportedModelError, "one_process_only", name=option):
+            refused(BATCH)
+    plain(BATCH).sum().backward()
+    monkeypatch.undo()
+    MODEL.zero_grad()
+    planned(BATCH)

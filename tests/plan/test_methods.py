@@ -71,12 +71,6 @@ def test_a_method_that_calls_self_follows_the_plan_with_the_same_numbers(kind: t
     assert planned._calls == model._calls == plain._calls == 2
 
 
-def test_what_is_planned_for_first_is_found_by_a_method() -> None:
-    planned = Checkpointable(WithLoss(), mem_limit="1GB")
-    planned.training_step(torch.randn(8, 64)).backward()
-    assert planned.sequence is not None
-
-
 def test_private_attributes_are_those_of_the_model() -> None:
     model = WithLoss()
     planned = Checkpointable(model, mem_limit="1GB")

@@ -340,18 +340,6 @@ def test_modes_that_change_between_forward_and_backward_are_refused_where_a_stag
     square(planned(images())).backward()
 
 
-@pytest.mark.slow
-def test_more_kinds_than_there_may_be_larger_inputs() -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(8, 8) for _ in range(20))})
-    model.forward = lambda value: sum(layer(value).sin() for layer in model["layers"])
-    model.requires_grad_(False)
-    planned = Checkpointable(model, mem_limit="1GB")
-    for layer in reversed(model["layers"]):
-        layer.requires_grad_(True)
-        square(planned(torch.randn(4, 8))).backward()
-        assert layer.weight.grad is not None
-
-
 class Scaled(nn.Linear):
     def forward(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
         return super().forward(value * torch.from_numpy(scale)).relu()

@@ -36,14 +36,6 @@ def test_who_asks_is_told_without_setting_up_logging(options: dict[str, Any], ca
     assert kinds(caplog)[0] == "planning"
 
 
-def test_stages_are_told_one_by_one_to_who_counts_them(caplog: pytest.LogCaptureFixture) -> None:
-    told: list[tuple[int, int]] = []
-    messages(caplog, progress=lambda done, total, name: told.append((done, total)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert {total for _, total in told} == {4}
-    assert told[-1][0] == 4
-
-
 def test_progress_can_be_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     assert [level for level, _ in messages(caplog, progress=False)] == [logging.INFO] * 3
 

@@ -291,22 +291,6 @@ def test_a_first_step_is_seen_as_those_that_find_an_optimizer_state(caplog: pyte
     assert held[0].nbytes < state  # there was room for it in this step
 
 
-def test_what_is_held_beside_the_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_for(loss=loss)
-
-    def holding(planned: nn.Module) -> None:
-        held: list[torch.Tensor] = []
-        first = next(planned[3].parameters())
-        hook = first.register_hook(lambda gradient: held.append(torch.zeros(2_000_000)))
-        step(planned)
-        hook.remove()
-
-    holding(planned)
-    (record,) = logged(caplog, "over_limit")
-    assert record.__dict__["numbers"]["other_bytes"] > 0
-    assert record.__dict__["numbers"]["loss_bytes"] == 0
-
-
 # Nothing is left behind, and nobody's way is blocked.
 
 
@@ -486,15 +470,6 @@ def test_a_loss_outside_of_several_forwards_is_planned_for(
         assert peak_of(planned, step) <= planned.budget.peak_bytes(planned.sequence) <= limit
         step(planned)
     assert len(said_in(caplog)) == 1
-
-
-def test_a_loss_that_was_given_says_nothing_of_several_forwards(caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_for(share=0.5, forwards_in_flight=2, loss=loss, watch=True)
-    for step in (added_up, one_after_the_other, each_as_it_comes):
-        before = planned.sequence
-        step(planned)
-        assert planned._planner.in_use.watched is before
-    assert said_in(caplog) == []
 
 
 def test_forwards_that_nobody_told_of_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -20,7 +21,6 @@ from rotor_profiling import tensors_in
 from rotor_py.errors import record_fields
 from rotor_py.execute.backward_passes import goes_through, retains_graph
 from rotor_py.measure.budget import Budget
-from rotor_py.plan.observers.observer import PlannedForward
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -36,74 +36,63 @@ _MOST_KNOWN = 64
 again."""
 
 
-class _Forward:
+@dataclass(eq=False)
+class ForwardInFlight:
     """One forward, for as long as a backward through it is possible. Only its graph keeps it alive."""
 
-    __slots__ = ("__weakref__", "counted", "plan", "sequence", "used")
-
-    def __init__(self, plan: StepPlan, sequence: Sequence) -> None:
-        self.plan, self.sequence = plan, sequence
-        self.used = False
-        self.counted = False
-        """whether its backward has been observed"""
-
-
-Flying = list[_Forward]
+    plan: StepPlan
+    sequence: Sequence
+    used: bool = False
+    counted: bool = False
+    """whether its backward has been observed"""
 
 
 class Forwards:
     """The forwards of one model that are in flight."""
 
     def __init__(self) -> None:
-        self._flying: list[ref[_Forward]] = []
+        self._flying: list[ref[ForwardInFlight]] = []
         self._remembered: dict[Hashable, tuple[object, Any]] = {}
         self._warned = 0
         """the most forwards at once that a warning has named"""
         self._knows_split = False
         """whether a backward for inputs only has come, with another to follow for parameters"""
 
-    def in_flight(self) -> list[_Forward]:
+    def in_flight(self) -> list[ForwardInFlight]:
         """Return the forwards whose backward has not begun and whose graph is alive."""
         found = [forward for each in self._flying if (forward := each()) is not None and not forward.used]
         self._flying = [ref(each) for each in found]
         return found
 
-    def forward_begins(self, forward: PlannedForward) -> None:
-        """Do nothing yet."""
-
-    def forward_failed(self, forward: PlannedForward) -> None:
-        """Do nothing: it is not in flight."""
-
-    def forward_returned(self, forward: PlannedForward, output: Any) -> None:
+    def forward_returned(self, plan: StepPlan, sequence: Sequence, model: TrainedModel, output: Any) -> None:
         """Track a forward that returned `output`, until its last backward begins or its graph is gone."""
-        flying = _Forward(forward.plan, forward.sequence)
+        flying = ForwardInFlight(plan, sequence)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 # The hook belongs to the graph: if the output is dropped, the hook goes, and the forward with it.
-                tensor.register_hook(partial(self._begin_backward, flying, forward.model))
+                tensor.register_hook(partial(self._begin_backward, flying, model))
         self._flying.append(ref(flying))
 
-    def _begin_backward(self, forward: _Forward, model: TrainedModel, gradient: torch.Tensor) -> None:
-        self._notice_order(forward, model)
+    def _begin_backward(self, forward: ForwardInFlight, model: TrainedModel, gradient: torch.Tensor) -> None:
+        if not (forward.used or forward.counted):
+            forward.counted, flying = True, self.in_flight()
+            if flying[-1] is forward:
+                forward.plan.order.in_reverse += len(flying) == forward.plan.budget.forwards > 1
+            else:
+                self._record_other_order(flying, model)
         forward.used = not retains_graph()  # a retained graph keeps its tensors
         if not (forward.used or self._knows_split) and _is_for_inputs_alone(model):
             self._knows_split = True
             self._warn_of_split_backwards(forward, model)
 
-    def _notice_order(self, forward: _Forward, model: TrainedModel) -> None:
-        """Record whether the backward of `forward`, which begins, comes in reverse of the forwards in flight."""
-        if forward.used or forward.counted:
-            return
-        forward.counted, flying = True, self.in_flight()
-        if flying[-1] is forward:
-            forward.plan.order.in_reverse += len(flying) == forward.plan.budget.forwards > 1
-            return
+    def _record_other_order(self, flying: list[ForwardInFlight], model: TrainedModel) -> None:
+        """Record that a backward begins that is not of the last forward in flight."""
         for each in flying:
             if each.plan.budget.backward_order == "reverse" and not each.plan.order.otherwise:
                 self._warn_of_order(flying, each.plan, model)
             each.plan.order.otherwise = True
 
-    def _warn_of_order(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> None:
+    def _warn_of_order(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> None:
         """Warn if the limit has no room for a backward order other than the one `plan` was made for."""
         if plan.unlimited(model.settings):
             return
@@ -122,7 +111,7 @@ class Forwards:
             extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
         )  # fmt: skip
 
-    def _warn_of_split_backwards(self, forward: _Forward, model: TrainedModel) -> None:
+    def _warn_of_split_backwards(self, forward: ForwardInFlight, model: TrainedModel) -> None:
         """Warn if the limit has no room for values held from a backward for inputs to one for parameters."""
         plan = forward.plan
         if plan.unlimited(model.settings):
@@ -148,7 +137,7 @@ class Forwards:
         """Return the bytes that forwards in flight hold until their backwards."""
         return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
 
-    def sequence_beside(self, flying: list[_Forward], plan: StepPlan, model: TrainedModel) -> Sequence:
+    def sequence_beside(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> Sequence:
         """Return the sequence for a forward by `plan` that begins while those of `flying` wait.
 
         Use the plan's sequence for this number if there is room, else another one that fits into the rest. If none
@@ -177,7 +166,15 @@ class Forwards:
                 return squeezed
         if count > max(self._warned, plan.budget.forwards):  # else the warning came when the plan was made
             self._warned = count
-            _warn(count, held, peak, limit, model)
+            _log.warning(
+                "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their "
+                "backwards, so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Say "
+                "forwards_in_flight=%d (--forwards-in-flight %d), and the plan leaves room for them. Or call "
+                "backward() after each forward: the gradients add up to the same.",
+                count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
+                format_bytes(limit), limit, count, count,
+                extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
+            )  # fmt: skip
         return planned
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
@@ -214,18 +211,6 @@ class Forwards:
         return self._remembered[key][1]
 
 
-def _warn(count: int, held: int, peak: int, limit: int, model: TrainedModel) -> None:
-    _log.warning(
-        "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their backwards, "
-        "so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Say forwards_in_flight=%d "
-        "(--forwards-in-flight %d), and the plan leaves room for them. Or call backward() after each forward: the "
-        "gradients add up to the same.",
-        count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
-        format_bytes(limit), limit, count, count,
-        extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
-    )  # fmt: skip
-
-
 def _is_for_inputs_alone(model: TrainedModel) -> bool:
     """Whether the running backward goes through none of the model's parameters."""
     trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
@@ -234,12 +219,7 @@ def _is_for_inputs_alone(model: TrainedModel) -> bool:
 
 
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
-    """Solve for the number of forwards in flight seen, and for the order of their backwards.
-
-    No forward may be in flight. Logs a line if another sequence is found. If there is none, warns, and training goes on
-    with the sequence in use, beyond the limit. Processes that plan together plan for the declared number; sequences by
-    hand or from a file stay.
-    """
+    """Solve for the number of forwards in flight seen, and for the order of their backwards."""
     if not model.alone:
         return
     order = plan.order.to_plan_for(model.settings, alone=True)

@@ -110,10 +110,7 @@ class NestedRecompute:
         self._warned = False
 
     def sequence(self, plan: StepPlan, held_bytes: int, model: TrainedModel) -> Sequence:
-        """Return a sequence that keeps as little as possible; forwards in flight hold `held_bytes`.
-
-        Warns, once, if that is beyond the limit.
-        """
+        """Return a sequence that keeps as little as possible; forwards in flight hold `held_bytes`."""
         if self._known is None or self._known[0] is not plan.budget:
             sequence = recompute_all(plan.budget.chain)
             during = simulate(plan.budget.chain, sequence).during[: list(sequence).index(Loss())]

@@ -3,30 +3,48 @@
 A step begins with our forward, and ends when the backward through its output does. In between, the caller's loss runs.
 We regain control when the gradient of the output arrives, and when autograd has released its pass. A forward that
 begins while others are in flight joins their step, which ends with the last backward of them all.
+
+Memory outside the model, above all the loss, shows only in a watched step: after an overrun, the plan is solved again.
+Predicted plans are compared with their first step on the device.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from rotor_profiling import Phase, StepWatch, optimizer_cost, storage_bytes, tensors_in, torch_compat, watch_step
+from rotor_profiling import (
+    Phase,
+    StepWatch,
+    optimizer_cost,
+    storage_bytes,
+    tensors_in,
+    torch_compat,
+    watch_step,
+)
 from rotor_profiling.storage import local
-from rotor_py.plan.observers.limit_overrun import account_for, compare_with_prediction, tell_of_several_plans
-from rotor_py.plan.observers.observer import PlannedForward
+from rotor_py.errors import record_fields
+from rotor_py.plan.agreement import gather_objects
+from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
+from rotor_py.units import format_bytes
+from rotor_solver import InfeasibleError, simulate
+
+_log = logging.getLogger("rotor_py")
 
 _MOST_FORWARDS = 256
 """Forwards of one step. A guess, far above a pipeline's microbatches: a step with more may never end, and is not
 watched."""
 
 
-class _Token:
+class _Alive:
     """Lives as long as a step may go on: the graphs of its outputs hold it, and then the backward passes."""
 
     __slots__ = ("__weakref__",)
@@ -49,7 +67,7 @@ class WatchedStep:
         self._model, self._plan, self._sequence, self._limit_bytes = model, plan, plan.sequence, limit_bytes
         self._gradients = gradients
         """gradients that existed when it began"""
-        self._token: weakref.ref[_Token] | None = None
+        self._token: weakref.ref[_Alive] | None = None
         self._most, self._one_plan = 1, True
         self._losses: list[str] = []
         """the phases that follow a forward, until a gradient arrives"""
@@ -75,7 +93,7 @@ class WatchedStep:
         if token is None:
             if self.forwards:
                 return  # its other forwards were dropped while this one ran, so it is over
-            token = _Token()
+            token = _Alive()
             self._token = weakref.ref(token)
             # The step is over when the last owner releases the token: with its last backward pass, or without one if
             # the outputs were dropped.
@@ -88,15 +106,18 @@ class WatchedStep:
         owned = [token]
         for tensor in outputs:
             # The hook belongs to the graph: if the output is dropped, the hook goes, and the token with it.
-            tensor.register_hook(partial(_gradient_arrived, self, owned))
+            tensor.register_hook(partial(self._gradient_arrived, owned))
 
-    def begin_backward(self) -> None:
-        """Record that the gradient of an output has arrived."""
+    def _gradient_arrived(self, owned: list[_Alive], gradient: torch.Tensor) -> None:
+        if not owned:  # another output's gradient came first, or this is a second backward
+            return
         self._backwards += 1
         self.watch.mark(f"backward {self._backwards}")
+        # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of
+        # the Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
+        torch_compat.queue_callback(partial(self._pass_done, owned.pop()))
 
-    def end_backward(self) -> None:
-        """Record that the pass of an output's gradient is over."""
+    def _pass_done(self, token: _Alive) -> None:
         self._done += 1
         self._in_first_pass = self._in_first_pass or self._backwards
         self.watch.mark(f"after {self._done}")
@@ -128,19 +149,6 @@ class WatchedStep:
         return Phase(0, max(alone, -(-rise // self._in_first_pass)), -(-kept // self._in_first_pass))
 
 
-def _gradient_arrived(step: WatchedStep, owned: list[_Token], gradient: torch.Tensor) -> None:
-    if not owned:  # another output's gradient came first, or this is a second backward
-        return
-    step.begin_backward()
-    # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of the
-    # Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
-    torch_compat.queue_callback(partial(_pass_done, step, owned.pop()))
-
-
-def _pass_done(step: WatchedStep, token: _Token) -> None:
-    step.end_backward()
-
-
 _MOST_OVERRUNS = 1
 """Overruns that are planned for; one more is logged, and later ones add nothing new."""
 
@@ -158,21 +166,17 @@ class WatchedSteps:
         self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
         """outputs of the last watched step"""
 
-    def forward_begins(self, forward: PlannedForward) -> None:
-        """Watch the step that a forward begins, unless there is nothing to watch for.
-
-        The forward joins the last step if others are in flight.
-        """
-        plan, in_flight = forward.plan, forward.in_flight
+    def forward_begins(self, plan: StepPlan, value: Any, in_flight: int) -> None:
+        """Watch the step that a forward on `value` begins, unless there is nothing to watch for."""
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
             if self._watch is not None:
                 self._watch.stop()  # it ended long ago, or its end is unknown
-            step = None if in_flight else self._begin(plan, forward.value)
+            step = None if in_flight else self._begin(plan, value)
             self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
         self._running = step
 
-    def forward_failed(self, forward: PlannedForward) -> None:
+    def forward_failed(self) -> None:
         """Stop watching the step."""
         self._running = None
         if self._watch is not None:
@@ -182,7 +186,10 @@ class WatchedSteps:
         asked = self._model.settings.watch
         if asked is False or plan.unlimited(self._model.settings) or plan.overruns > _MOST_OVERRUNS:
             return None
-        device, present_bytes = self._device_of(plan), 0
+        # Every step on CUDA asks for it, and inspecting all parameters would take longer than watching does.
+        if self._device is None or self._device[0] is not plan:
+            self._device = plan, self._model.device_of(plan.input_spec)
+        device, present_bytes = self._device[1], 0
         gradients: list[weakref.ref[torch.UntypedStorage]] = []
         if device.type == "cpu":
             if plan.watched is plan.sequence and not asked:
@@ -192,12 +199,6 @@ class WatchedSteps:
         limit = self._model.limit_bytes(device)
         watch = watch_step(device, present_bytes, limit)
         return None if watch is None else WatchedStep(watch, self._model, plan, limit, gradients)
-
-    def _device_of(self, plan: StepPlan) -> torch.device:
-        # Every step on CUDA asks for it, and inspecting all parameters would take longer than watching does.
-        if self._device is None or self._device[0] is not plan:
-            self._device = plan, self._model.device_of(plan.input_spec)
-        return self._device[1]
 
     def _present_bytes(self, plan: StepPlan, value: Any, gradients: list[torch.Tensor], device: torch.device) -> int:
         """Return the bytes that a step on the CPU finds at its begin: no counter has them."""
@@ -211,7 +212,8 @@ class WatchedSteps:
             return here + outputs + optimizer_cost(self._model.settings.step_in_backward).present_bytes
         return here + outputs + plan.budget.fixed.optimizer
 
-    def forward_returned(self, forward: PlannedForward, output: Any) -> None:
+    def forward_returned(self, output: Any) -> None:
+        """Watch the rest of the step: hooks belong to the graph of `output`, and go with it."""
         step, self._running = self._running, None
         if step is None:
             return
@@ -222,3 +224,139 @@ class WatchedSteps:
 
 def _weakly(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[torch.UntypedStorage]]:
     return [weakref.ref(local(tensor).untyped_storage()) for tensor in tensors]
+
+
+_WORTH_SAYING = 10
+"""Share of an overrun from which a cause is named. A guess: a wrong one only changes the text of a warning."""
+
+
+def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
+    """Count the measured bytes of a step by `plan`: its peak, and `loss`, the phase that follows its forward.
+
+    If the limit has no room for them, solve again, once per plan, and log the result. If no plan has room, or the plan
+    must not change, warn, and training goes on beyond the limit.
+    """
+    planned, gradient = plan.measurement.loss, plan.budget.chain.activation[-1]
+    # As `measure_loss` counts it: the gradient of the output is part of the chain.
+    temp, kept = max(planned.temp_bytes, loss.rise - gradient), max(planned.kept_bytes, loss.kept - gradient)
+    found = replace(planned, temp_bytes=temp, kept_bytes=kept)
+    if found == planned and peak_bytes <= limit:
+        return
+    assert plan.sequence is not None
+    limit = max(limit, plan.budget.peak_bytes(plan.sequence))  # a plan may exceed it, as its warning said
+    measurement = replace(plan.measurement, loss=found)
+    budget = plan.budget.with_found(measurement, kept - planned.kept_bytes, fresh_gradients=plan.fresh_gradients)
+    # Bytes that the loss does not explain count as held throughout the step.
+    other = max(0, peak_bytes - budget.peak_bytes(plan.sequence)) if peak_bytes > limit else 0
+    budget = budget.with_found(measurement, other, fresh_gradients=plan.fresh_gradients)
+    peak = budget.peak_bytes(plan.sequence)
+    if plan.file is None:
+        plan.budget, plan.measurement = budget, measurement
+    if peak > limit:
+        least = (peak - limit) / _WORTH_SAYING
+        of_loss = of_others = ""
+        if temp - planned.temp_bytes + kept - planned.kept_bytes > least:
+            of_loss = (
+                f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, where "
+                f"{format_bytes(planned.temp_bytes)} were planned for: pass it as loss=, or "
+                f"loss_tmp_memory_usage={temp}, so that it counts from the start."
+            )
+        if other > least:
+            of_others = (
+                f" {format_bytes(other)} more are held than was known, such as other inputs and outputs: let go of "
+                f"them, or write mem_limit={limit - other}."
+            )
+        remedy = _plan_again(plan, model)
+        _log.warning(
+            "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes).%s%s %s",
+            type(model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit, of_loss, of_others, remedy,
+            extra=record_fields(
+                "over_limit", name=type(model.core).__name__, peak_bytes=peak, mem_limit=limit,
+                loss_bytes=temp if of_loss else 0, other_bytes=other if of_others else 0,
+                goes_on=budget.peak_bytes(plan.sequence) > limit,
+            ),
+        )  # fmt: skip
+
+
+def tell_of_several_plans(peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
+    """Warn of a step over its limit whose forwards follow several plans: nothing says which one to change."""
+    plan.overruns += 1
+    _log.warning(
+        "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes). Its forwards follow several plans, "
+        "so these stay as they are: training goes on, beyond the limit. Write mem_limit=%d.",
+        type(model.core).__name__, format_bytes(peak_bytes), peak_bytes, format_bytes(limit), limit,
+        max(1, 2 * limit - peak_bytes),
+        extra=record_fields("over_limit", name=type(model.core).__name__, peak_bytes=peak_bytes, mem_limit=limit),
+    )  # fmt: skip
+
+
+def _plan_again(plan: StepPlan, model: TrainedModel) -> str:
+    """Solve again, where allowed; return the outcome in words."""
+    plan.overruns += 1
+    if (why := plan.why_it_stays(model)) is not None:
+        return why
+    if plan.overruns > 1:
+        return "It was planned again before, and the plan stays: training goes on, beyond the limit."
+    try:
+        sequence = solve(plan, model)
+    except InfeasibleError as error:
+        return f"Training goes on, beyond the limit: {error}"
+    peak = plan.budget.peak_bytes(sequence)
+    return f"It was planned again with that, and takes {format_bytes(peak)} ({peak} bytes) from now on."
+
+
+MARGIN = 0.05
+"""Share of a predicted peak by which a step may differ before the model is measured. A guess: transformers differ by
+less than a hundredth, convolutions by more where a library takes much memory for itself. Too small costs a needless
+measurement, too large hides a wrong prediction."""
+_MOST_ASKED = 16
+"""Forwards in which processes exchange what they have seen. A guess: the first step is watched and shows it. Too few,
+and a wrong prediction stays in use."""
+
+
+def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel) -> None:
+    """Compare the first step by a predicted plan with its prediction; do nothing for other plans and steps."""
+    if plan.file is None or plan.file.predicted_for is None or plan.prediction_holds is not None:
+        return
+    assert plan.sequence is not None
+    budget = plan.budget
+    expected = max(
+        budget.fixed.total + budget.before_bytes,
+        budget.beside_chain(plan.sequence) + simulate(budget.chain, plan.sequence).peak,
+    )
+    # In a first step, kept gradients are only made then. A watch on the CPU counts the state that an optimizer will
+    # make when it steps; on CUDA that state is not there yet.
+    on_cpu = model.device_of(plan.input_spec).type == "cpu"
+    missing = budget.fixed.gradients + (0 if on_cpu else budget.fixed.optimizer)
+    plan.prediction_holds = (1 - MARGIN) * expected - missing <= peak_bytes <= (1 + MARGIN) * expected
+    if plan.prediction_holds:
+        return
+    when = "the next step" if model.alone else "the next step in which the batch of every process is as large"
+    again = f"It is measured here, and planned again, at {when}."
+    _log.warning(
+        "the plan was predicted for %s, and a training step of %s takes %s (%d bytes) where %s (%d bytes) were "
+        "predicted. %s",
+        plan.file.predicted_for, type(model.core).__name__, format_bytes(peak_bytes), peak_bytes,
+        format_bytes(expected), expected, again,
+        extra=record_fields("other_than_predicted", peak_bytes=peak_bytes, predicted_bytes=expected),
+    )  # fmt: skip
+
+
+def disproved(plan: StepPlan, model: TrainedModel, *, as_large: bool) -> bool:
+    """Whether a step has disproved the prediction, so that the model is measured now.
+
+    Either all processes measure or none. They exchange results in the forwards after the first, and measure once any
+    has a wrong prediction and all have a batch `as_large` as the plan's: a larger one would be refused later.
+    """
+    if plan.file is None or plan.file.predicted_for is None:
+        return False
+    group = model.group
+    if group is None or model.alone:
+        return plan.prediction_holds is False
+    plan.asked += 1
+    if not 1 < plan.asked <= _MOST_ASKED:
+        return False
+    found = gather_objects((plan.prediction_holds, as_large), group, model.device_of(plan.input_spec))
+    if all(holds for holds, _ in found):
+        plan.asked = _MOST_ASKED
+    return any(holds is False for holds, _ in found) and all(large for _, large in found)

@@ -19,10 +19,10 @@ from rotor_profiling.torch_compat import FakeTensor
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, cut
+from rotor_py.measure.stage_measurer import MeasuringOptions
 from rotor_py.measure.stages import MeasuredCut, measure
 from rotor_py.plan.saved_plan import Plan
-from rotor_py.plan.sources.running import SequenceExecutor, measuring_options
-from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+from rotor_py.plan.source import Following, SequenceExecutor, Source
 from rotor_py.plan.step_spec import covers
 from rotor_py.stage.protocol import StageOffers
 from rotor_py.stage.runner import StageRunner
@@ -59,11 +59,7 @@ class LayerParts:
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
-        """Find the storage modes of a layer on the input `value`, once for each kind of layer.
-
-        Does not change the layer. Skips layers that save less than a mebibyte: `saved_bytes` besides parameters, input
-        and output.
-        """
+        """Find the storage modes of a layer on the input `value`, once for each kind of layer."""
         self._found.pop(id(function), None)
         if kind not in self._kinds:
             gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)
@@ -131,14 +127,16 @@ class LayerSource:
         """Whether `value` is a batch with no more samples. Other sizes are never covered: a layer may do anything."""
         return covers(planned, value)
 
-    def measure(self, value: Any, how: Measuring) -> Measured:
+    def measure(
+        self, value: Any, device: torch.device, options: MeasuringOptions, room: Any
+    ) -> tuple[list[MeasuredCut], Any]:
         parts = LayerParts(sharded=is_sharded(self._model))
         with operators(), attributes_kept(self._model, caches=False):
-            found = cut(self._model, value, how.device)
-            measurement = measure(found, value, how.device, measuring_options(self._model, how), parts)
+            found = cut(self._model, value, device)
+            measurement = measure(found, value, device, options, parts)
         # Only now: after an error, the earlier plan stays.
         self._parts, self._replay = parts, SequenceExecutor(self._model)
-        return Measured([MeasuredCut(found, measurement)], value)
+        return [MeasuredCut(found, measurement)], value
 
     def follow(self, cut: Cut) -> None:
         """Do nothing: there is one variant, and `run` receives it."""
@@ -166,6 +164,6 @@ class LayerSource:
                 keepers=how.keepers,
                 offers=self._parts.planned(function, name, ways, kept),
             )
-            for (name, function), ways in zip(cut.stages, how.ways, strict=True)
+            for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True)
         ]
         return Runners.of(made)

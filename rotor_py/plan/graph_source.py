@@ -1,23 +1,32 @@
-"""Cut and run models that are no chain of layers, by the graphs that TorchDynamo captures."""
+"""Choose the source of a model's stages: its layers, or the graphs that TorchDynamo captures."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from rotor_py.compile.compiled_stage import StageCompiler
-from rotor_py.distributed.sharding import as_entered
+from rotor_py.compile.stage_code import Config
+from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype
 from rotor_py.errors import record_fields
 from rotor_py.execute.instructions import Runners
-from rotor_py.measure.cut import Cut, Layer
+from rotor_py.measure.cut import Cut, Layer, is_chain
+from rotor_py.measure.measurement import Measurement
+from rotor_py.measure.stage_measurer import MeasuringOptions
+from rotor_py.measure.stages import MeasuredCut
+from rotor_py.plan.layer_source import LayerSource
 from rotor_py.plan.saved_plan import Plan
-from rotor_py.plan.sources.running import SequenceExecutor, measuring_options
-from rotor_py.plan.sources.source import Following, Measured, Measuring, Source
+from rotor_py.plan.source import Following, SequenceExecutor, Source
 from rotor_py.plan.step_spec import describe, reaches, spec_of
+
+if TYPE_CHECKING:
+    from rotor_py.capture.whole_graph import CompileBudget
 
 _log = logging.getLogger("rotor_py")
 
@@ -52,18 +61,17 @@ class GraphSource:
         """Whether no tensor of `value` is larger in any dimension. Dynamo captures anew if sizes change the graph."""
         return reaches(planned, value)
 
-    def measure(self, value: Any, how: Measuring) -> Measured:
+    def measure(
+        self,
+        value: Any,
+        device: torch.device,
+        options: MeasuringOptions,
+        room: Callable[[Measurement, Any], CompileBudget] | None,
+    ) -> tuple[list[MeasuredCut], Any]:
         arguments, keywords = value
-        rooms = how.rooms
-        ways, shared = self._session.measure(
-            arguments,
-            keywords,
-            how.device,
-            measuring_options(self._model, how),
-            compiler=self._compiler,
-            room=rooms and (lambda measurement, shared: rooms(measurement, (arguments, keywords, shared))),
-        )
-        return Measured(ways, (arguments, keywords, shared))
+        within = room and (lambda plain, shared: room(plain, (arguments, keywords, shared)))
+        ways, shared = self._session.measure(arguments, keywords, device, options, compiler=self._compiler, room=within)
+        return ways, (arguments, keywords, shared)
 
     def follow(self, cut: Cut) -> None:
         self._session.follow(cut)
@@ -90,7 +98,7 @@ class GraphSource:
         value, context = shared_apart(cut.stages, value)
 
         def make(how: Following) -> Runners:
-            return runners_of(cut.stages, how.preserve_rng_state, how.ways, how.keepers)
+            return runners_of(cut.stages, how.preserve_rng_state, how.measurement.way_names, how.keepers)
 
         return self._replay(cut.stages, make, value, how, context)
 
@@ -109,3 +117,16 @@ def _tell_of_capture(value: Any) -> None:
         describe(spec_of(value)),
         extra=record_fields("captured_again"),
     )
+
+
+def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
+    """Return layers for a chain of layers: they need no capturing, and have names that a user knows.
+
+    Stages to `compile` with these options of Inductor are always captured. A layer may have side effects, which
+    compiling would run only once; TorchDynamo handles them. Models that `fully_shard` gathers in another dtype are
+    captured too: hooks cast the inputs of their layers, and are absent while a layer is measured.
+    """
+    if compile is not None:
+        return GraphSource(model, granularity, StageCompiler(compile))
+    as_it_stands = is_chain(model) and not gathers_in_another_dtype(model)
+    return LayerSource(model) if as_it_stands else GraphSource(model, granularity)

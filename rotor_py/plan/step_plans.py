@@ -1,0 +1,281 @@
+"""Keep one plan for each kind of step that a model takes in turn; choose or make the plan for the next step.
+
+A GAN's discriminator trains in one step and only passes gradients in the next; adapters switch; layers freeze. Each
+kind of step has its own graph, costs and sequence, found at its first step and kept while others train. Some sizes of
+the input may change the graph within one kind, which shows only when the model runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from rotor_py.distributed.processes import alone_in_a_prediction
+from rotor_py.errors import UnsupportedModelError, fields_of, record_fields
+from rotor_py.plan.graph_source import source_of
+from rotor_py.plan.measuring import measured_plan
+from rotor_py.plan.observers.forwards_in_flight import make_room_for_forwards
+from rotor_py.plan.observers.watched_steps import disproved
+from rotor_py.plan.oom_replanning import guarded
+from rotor_py.plan.solving import agree, count_optimizer_beside_file, solve, warn_beyond_the_limit
+from rotor_py.plan.step_plan import StepPlan
+from rotor_py.plan.step_spec import ModelState, StepSpec, describe
+from rotor_py.plan.trained_model import TrainedModel
+from rotor_solver import InfeasibleError
+
+_log = logging.getLogger("rotor_py")
+_MOST_WAITING = 8
+"""Waiting step plans; the one that has waited longest goes first. A guess: a GAN has two or three. Dropped ones are
+measured again."""
+_MOST_PLANS = 16
+"""Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds. Too few refuse valid
+data."""
+_MOST_REFUSED = 16
+"""Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large. Others are
+measured again."""
+
+
+class StepPlans:
+    """The plans for the steps of one model: the one in use, and those that wait for their step to come again.
+
+    Events are those of the Note in `planner.py`.
+    """
+
+    def __init__(self, model: TrainedModel) -> None:
+        self.model = model
+        self._refused: list[tuple[StepSpec, InfeasibleError]] = []
+        """steps that no plan fits: a later one as large is refused without measuring"""
+        self._grown = 0
+        """number of plans made for an input that no plan covered"""
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Drop all plans, after a change of the compile settings."""
+        settings = self.model.settings
+        self.in_use: StepPlan | None = None
+        self._waiting: list[StepPlan] = []
+        self.blank = source_of(self.model.core, settings.granularity, settings.inductor)
+        """stage source not yet bound to an input"""
+
+    @contextmanager
+    def kept_on_error(self) -> Iterator[None]:
+        """Restore the present plans after an error: it is about one step, and they are about others."""
+        in_use, waiting = self.in_use, list(self._waiting)
+        try:
+            yield
+        except BaseException:
+            self.in_use, self._waiting = in_use, waiting
+            if in_use is not None:
+                in_use.restore_effects()
+            raise
+
+    def measure(self, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
+        """Event 1: measure a step on `value`, and put its plan in use. The one in use before may wait."""
+        self.model.refuse_several_processes()
+        plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
+        plan = guarded(plan) if self.model.settings.replans else plan
+        assert plan.spec is not None
+        waiting = [each for each in (*self._waiting, self.in_use) if each is not None and each.file is None]
+        self._keep([each for each in waiting if not each.is_replaced_by(plan)], plan.spec.model)
+        self.in_use = plan
+        return plan
+
+    def refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
+        """Raise InfeasibleError, before anything runs, if parameters, state and batch alone exceed the limit.
+
+        One of several processes only warns: others may go on, and wait for it when they measure.
+        """
+        error = self.model.static_infeasibility(value, self.model.device_of(spec.input))
+        if error is None:
+            return
+        if self.model.alone or alone_in_a_prediction():
+            raise error
+        _log.warning("%s", error, extra=fields_of(error))
+
+    def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:
+        """Event 5: put a plan that serves a step on `value` in use, with a sequence. Others may be `in_flight`."""
+        plan = self.in_use
+        if plan is not None and plan.file is not None:
+            as_large = not in_flight and plan.spec is not None and self.blank.covers(spec.input, plan.input_spec)
+            if not disproved(plan, self.model, as_large=as_large):
+                plan.compare_with_file(spec, value, self.model)
+                agree(plan, self.model)
+                return
+        # Most steps equal the one before: no waiting plan would serve better than the plan in use.
+        if plan is None or not plan.matches(spec):
+            plan = self._turn_to(spec)
+            if plan is None or not self._covers(spec, plan):
+                self.plan_for(spec, value)
+                return
+        try:
+            agree(plan, self.model)
+            if not in_flight:
+                make_room_for_forwards(plan, self.model)
+        except InfeasibleError as error:
+            # It was measured on a larger input, for example with `measure()`. A plan for this smaller one may fit.
+            assert plan.spec is not None
+            self._remember_refused(plan.spec, error)
+            if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):
+                raise
+        else:
+            # A late optimizer, or a smaller limit: the graph is compiled for the remaining room.
+            if in_flight or not plan.compiled_for_larger_budget or plan.sequence is not plan.found:
+                return
+            plan.compiled_for_larger_budget = False
+        self.plan_for(spec, value)
+
+    def plan_for(self, spec: StepSpec, value: Any) -> None:
+        """Measure and solve for a step on `value`. On an error, the earlier plans stay."""
+        known = None if self.in_use is None else self.in_use.spec
+        grows = known is None or (known.model == spec.model and not self.blank.covers(known.input, value))
+        with self.kept_on_error():
+            plan = self._measure_again(spec, value)
+            try:
+                agree(plan, self.model)
+            except InfeasibleError as error:
+                self._remember_refused(replace(spec, answers=plan.source.answers), error)
+                raise
+            plan.compiled_for_larger_budget = False  # it was compiled for this very budget
+        self._grown += grows
+
+    def plan_for_kept_gradients(self, value: Any) -> None:
+        """Event 7: measure and solve for gradients kept between steps; InfeasibleError if no plan has room for them."""
+        assert self.in_use is not None
+        self.model.settings.fresh_grads = False
+        self._waiting = []  # their premises have changed
+        spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
+        with self.kept_on_error():
+            agree(self.measure(spec, value), self.model)
+
+    def for_other_graphs(self, spec: StepSpec) -> Iterator[StepPlan]:
+        """Put each waiting plan that may serve a step like `spec` in use, in turn."""
+        for each in [each for each in self._waiting if each.is_for(spec) and self._covers(spec, each)]:
+            self._put_in_use(each, spec.model)
+            yield each
+
+    def optimizer_detected(self) -> None:
+        """Event 6: count undeclared optimizers, and solve again where their state does not fit.
+
+        Warns if no plan has room, or if the plan came from a file: training goes on with the plan in use, beyond the
+        limit. An error would come too late, after forward and backward.
+        """
+        model, plan, cost = self.model, self.in_use, self.model.counted_optimizer()
+        # Plans of a strategy by hand have no limit.
+        spec = None if plan is None else plan.input_spec
+        limit = None if model.settings.by_hand is not None else model.limit_bytes(model.device_of(spec))
+        for each in self._waiting:
+            each.count_optimizer(cost)
+            if each.sequence is None or limit is None:
+                continue
+            # Agreed plans even where there is room: other processes may have none, and all have to solve together.
+            if each.agreed is not None or each.budget.peak_bytes(each.sequence) > limit:
+                each.solve_again()
+        if plan is None:  # it counts as soon as there is a plan
+            return
+        if plan.file is not None:
+            count_optimizer_beside_file(plan, model)
+            return
+        plan.count_optimizer(cost)
+        if limit is None:
+            return
+        if plan.agreed is not None:  # other processes detect theirs, and agree with this one at the next step
+            plan.solve_again()
+        elif plan.sequence is not None and plan.budget.peak_bytes(plan.sequence) > limit:
+            try:
+                solve(plan, model)
+            except InfeasibleError as error:
+                warn_beyond_the_limit(error)
+
+    def take_along(self, plan: StepPlan | None) -> None:
+        """Event 11: put the plan of the model that this one is a copy of in use, if it can serve here.
+
+        Graphs are bound to the parameters that they were captured with. A copy captures its own, at its first step.
+        """
+        # Layers are copied along with the plan. Its `spec` names those of the original, so the copy's first step is
+        # compared with the file again, or measured; until then the plan can be inspected.
+        if plan is not None and not self.blank.captured:
+            self.in_use = replace(plan, source=self.blank)
+        elif plan is not None and plan.file is not None:
+            # Optimizers detected since count in the copy as well.
+            adopted = StepPlan.adopted(plan.file, self.blank)
+            self.in_use = replace(adopted, budget=plan.budget, guard_bytes=plan.guard_bytes)
+
+    def _measure_again(self, spec: StepSpec, value: Any) -> StepPlan:
+        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if inputs keep growing."""
+        self._raise_if_refused(spec)
+        plan = self.in_use
+        known = None if plan is None else plan.spec
+        # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
+        if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
+            raise UnsupportedModelError(
+                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
+                "with the largest input there will be",
+                kind="too_many_plans",
+                plans=_MOST_PLANS,
+            )
+        if plan is not None:
+            if not self.model.alone and not self.blank.covers(plan.input_spec, value):
+                raise UnsupportedModelError(
+                    f"the input is {describe(spec.input)}, for which there is no plan, and processes that train "
+                    "together cannot each make one; call measure() in all of them with the largest input there will be",
+                    kind="no_plan_for_input",
+                    name="input",
+                )
+            why, cause = "planning for another kind of step", "step"
+            if plan.is_for(spec):
+                why, cause = "planning again", "input"
+            if plan.spec is not None and spec.answers not in (None, plan.spec.answers):
+                why, cause = "planning for batches that are masked otherwise (with or without padding)", "mask"
+            record = record_fields("planning_again", cause=cause)
+            _log.warning("%s: the input is %s", why, describe(spec.input), extra=record)
+        self.refuse_what_cannot_fit(spec, value)
+        return self.measure(spec, value)
+
+    def _remember_refused(self, spec: StepSpec, error: InfeasibleError) -> None:
+        # A copy has no traceback, which would keep the frames of the step, and their tensors.
+        self._refused = [*self._refused, (spec, copy(error))][-_MOST_REFUSED:]
+
+    def _raise_if_refused(self, spec: StepSpec) -> None:
+        """Raise InfeasibleError for a step that needs at least as much as one refused for as large a limit."""
+        limit = self.model.limit_bytes(self.model.device_of(spec.input))
+        for refused, error in self._refused:
+            # A batch that masks nothing needs least.
+            needs_more = all(refused.answers or ()) or refused.answers == spec.answers
+            alike = refused.model == spec.model and self.blank.covers(spec.input, refused.input)
+            if alike and needs_more and limit <= error.mem_limit:
+                raise copy(error)
+
+    def _covers(self, spec: StepSpec, plan: StepPlan) -> bool:
+        return self.blank.covers(plan.input_spec, spec.input)
+
+    def _turn_to(self, spec: StepSpec) -> StepPlan | None:
+        """Put a plan for steps like `spec` in use, one that covers its input if possible; return it, if any."""
+        known = self._waiting if self.in_use is None else [self.in_use, *self._waiting]
+        found = [each for each in known if each.is_for(spec)]
+        if not found:
+            return None
+        found.sort(key=partial(self._covers, spec), reverse=True)  # stable: among equals, the one in use is first
+        self._put_in_use(found[0], spec.model)
+        return found[0]
+
+    def _put_in_use(self, plan: StepPlan, present: ModelState) -> None:
+        """Put a waiting plan in use again; solve again if anything that it depends on has changed."""
+        if plan is self.in_use:
+            return
+        waiting = [*self._waiting, *([] if self.in_use is None else [self.in_use])]
+        self._keep([each for each in waiting if each is not plan], present)
+        plan.restore_effects()
+        self.in_use = plan
+        grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
+        if plan.solved_with != self.model.settings.solved_with or grown != plan.budget:
+            plan.budget, plan.sequence = grown, None
+
+    def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
+        """Keep these waiting, except plans for removed layers: only the plan would hold their memory."""
+        kept = [each for each in waiting if each.spec is not None and each.spec.model.same_layers(present)]
+        self._waiting = kept[-_MOST_WAITING:]
