@@ -1,13 +1,9 @@
-"""One captured graph as a chain of stages, preceded by a context.
-
-The context holds the nodes that need no gradient. Its results and the caller's inputs enter the first stage. The
-graph's outputs come from the last stage, the context or the caller.
-"""
+"""One captured graph as a chain of stages, preceded by a context: the nodes that need no gradient."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +12,16 @@ from torch import fx, nn
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.fsdp_markers import FSDPMarks, enter, leave
-from rotor_py.capture.graph.cut_points import CutPoints, cut_points_like, find_cut_points, weights_of
-from rotor_py.capture.graph.graph_facts import GraphFacts, read_graph, written_input
-from rotor_py.capture.graph.graph_nodes import carries_gradient, tensors_of
+from rotor_py.capture.graph.graph_facts import (
+    CutPoints,
+    GraphFacts,
+    cut_points_like,
+    find_cut_points,
+    read_graph,
+    weights_of,
+    written_input,
+)
+from rotor_py.capture.graph.graph_nodes import carries_gradient, line_of, tensors_of
 from rotor_py.capture.graph.graph_rewrites import (
     draws_from_own_state,
     with_layers_apart,
@@ -26,12 +29,10 @@ from rotor_py.capture.graph.graph_rewrites import (
     with_whole_transforms,
 )
 from rotor_py.capture.graph.graph_stage import context_of, stages_of
-from rotor_py.capture.graph.stage_graph import line_of, run_graph
+from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.capture.guarded_branches import (
     Answers,
     answers_of,
-    asking_at_once,
-    is_question,
     without_questions_about_the_batch,
 )
 from rotor_py.errors import UnsupportedModelError
@@ -43,10 +44,8 @@ Agree = Callable[[list[int]], list[int]]
 
 
 class CapturedGraph:
-    """A graph for one model. Call `split` first, with the graph's inputs.
-
-    `buffers` are the ids of the model's buffers; `granularity` is the largest number of stages. Raises OtherAnswerError
-    if yes is assumed of a question about the batch in one of several processes.
+    """A graph for one model, split at its first call; `buffers` are ids, `granularity` is the largest number of stages.
+    Raises OtherAnswerError if yes is assumed of a question about the batch in one of several processes.
     """
 
     def __init__(
@@ -62,37 +61,32 @@ class CapturedGraph:
             graph_module = without_questions_about_the_batch(graph_module)
         self.graph_module = graph_module = with_layers_apart(graph_module)
         self._marks = marks
+        # The stages; empty if nothing in the graph has a gradient.
         self.layers: list[Layer] = []
-        """The stages; empty if nothing in the graph has a gradient."""
+        # Whether anything in the graph has a gradient.
         self.trains = False
-        """Whether anything in the graph has a gradient."""
         self._buffers = buffers
         self._granularity = granularity
         self._facts: GraphFacts | None = None
         self._cuts: CutPoints | None = None
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        # Inputs of the first stage.
         self._entering: list[fx.Node] = []
-        """Inputs of the first stage."""
+        # Outputs of the last stage.
         self._leaving: list[fx.Node] = []
-        """Outputs of the last stage."""
+        # Results of the context.
         self._wanted: list[fx.Node] = []
-        """Results of the context."""
         self._context: fx.GraphModule | None = None
         self._owned: dict[fx.Node, torch.Tensor] = {}
+        # Positions of the owned tensors among the graph's inputs.
         self._owned_at: list[int] = []
-        """Positions of the owned tensors among the graph's inputs."""
 
     def split(
         self, arguments: tuple[Any, ...], like: CapturedGraph | None = None, agree: Agree = lambda weights: weights
     ) -> None:
-        """Cut the graph into stages at its first call, when its parameters are known; later calls do nothing.
-
-        If the graph is `like` another but for sizes, it gets the same cuts where possible. Otherwise cuts depend on the
-        weights of nodes: `agree` maps these to weights that all processes share.
-
-        Raises UnsupportedModelError if the model writes into its own input, draws from a random state that cannot be
-        restored, or has a sharded module that returns no tensor with a gradient; OtherAnswerError if yes is assumed of
-        a question about tensors with a gradient.
+        """Cut the graph into stages at its first call, when its parameters are known: as another graph is that it is
+        `like` but for sizes, or by the weights of nodes, which `agree` maps to weights that all processes share. Raises
+        UnsupportedModelError for graphs that cannot be recomputed, and OtherAnswerError.
         """
         if self._facts is not None:
             return
@@ -114,7 +108,6 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        _ask(facts, dict(zip(self._placeholders, arguments, strict=True)))
         self._facts = facts  # last, so that a refused graph is refused again
         self.trains = any(map(carries_gradient, facts.body))
         self._owned = dict(facts.owned)
@@ -132,20 +125,15 @@ class CapturedGraph:
         # Keep only values that the stages read or the graph returns. The context frees all others when it has run.
         made = set(facts.context)
         self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
-        self._context = asking_at_once(context_of(facts, self._wanted))
+        self._context = context_of(facts, self._wanted)
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
         """Whether its stages hold the parameters and buffers among these arguments."""
         owned = map(arguments.__getitem__, self._owned_at)  # every step checks all of them
         return self._facts is not None and all(map(operator.is_, owned, self._owned.values()))
 
-    def _owned_among(self, arguments: tuple[Any, ...]) -> Iterable[Any]:
-        """Return the parameters and buffers among a call's inputs, in the order of `_owned`."""
-        return map(arguments.__getitem__, self._owned_at)
-
     @property
     def answers(self) -> Answers:
-        """Assumed answers of the graph's questions about data."""
         return answers_of(self.graph_module.graph)
 
     def remember_written(self, cut: Cut) -> None:
@@ -162,23 +150,17 @@ class CapturedGraph:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Indices of output tensors of the last stage without gradient.
-
-        Scalars with a gradient are taken to be the loss: users do not call `backward` on logits returned with it.
-        Counting a gradient for those would often add the model's largest tensor.
-        """
+        """Indices of output tensors of the last stage without gradient: all but scalars where those are the loss."""
         tensors = [node for node in self._leaving if tensors_of(node)]
         losses = [node for node in tensors if carries_gradient(node) and all(t.dim() == 0 for t in tensors_of(node))]
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
-        """Run the context. Return the first stage's inputs, and all values that do not come from the chain.
-
-        Raises OtherAnswerError if the data answer a question differently than the graph assumes.
-        """
+        """Run the context. Return the first stage's inputs, and all values that do not come from the chain."""
         assert self._facts is not None
         if not self.has(arguments):
-            self._bind(dict(zip(self._owned, self._owned_among(arguments), strict=True)))
+            now = zip(self._owned, map(arguments.__getitem__, self._owned_at), strict=True)
+            self._bind(dict(now))
         values = dict(zip(self._placeholders, arguments, strict=True))
         if self._context is not None:
             made = self._run_context([values[node] for node in self._facts.given])
@@ -186,7 +168,7 @@ class CapturedGraph:
         return tuple(values[node] for node in self._entering), values
 
     def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
-        """Return the graph's outputs, from the last stage's outputs and the values that `enter` returned."""
+        """The graph's outputs, from the last stage's outputs and the values that `enter` returned."""
         assert self._facts is not None
         left = dict(zip(self._leaving, made, strict=True))
         return [
@@ -195,10 +177,7 @@ class CapturedGraph:
         ]
 
     def run_unplanned(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Run the whole captured graph and return its outputs.
-
-        Raises UnsupportedModelError for a sharded model: only stages gather parameters.
-        """
+        """Run the whole captured graph, which must not be sharded: only stages gather parameters."""
         if self._marks is not None:
             raise UnsupportedModelError(
                 f"nothing in the graph of {self._marks.model_name} has a gradient, and fully_shard was applied to it; "
@@ -209,10 +188,7 @@ class CapturedGraph:
         return list(run_graph(self.graph_module, arguments))
 
     def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
-        """Measure the bytes that the context needs while it runs, beyond its results.
-
-        Its time counts as zero: it runs once under every plan, so it changes no decision.
-        """
+        """Measure the bytes that the context needs while it runs, beyond its results. It runs once under every plan."""
         assert self._facts is not None
         if self._context is None:
             return PrefixCost(0.0, 0)
@@ -240,11 +216,7 @@ class CapturedGraph:
         self._bind({**self._owned, **self._facts.owned})
 
     def _bind(self, now: dict[fx.Node, Any]) -> None:
-        """Replace the stages' parameters and buffers by those of this call.
-
-        A model's tensors may be replaced between steps: `module.weight = nn.Parameter(…)`, or `load_state_dict` with
-        `assign=True`. Dynamo passes the current ones.
-        """
+        """Replace the stages' parameters and buffers by those of this call, which may be other tensors."""
         other = {id(old): now[node] for node, old in self._owned.items() if now[node] is not old}
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
         for module in (each for root in roots for each in root.modules()):
@@ -253,22 +225,8 @@ class CapturedGraph:
         self._owned = now
 
 
-def _ask(facts: GraphFacts, values: dict[fx.Node, Any]) -> None:
-    """Raise OtherAnswerError, before cutting, if the data contradict the graph's assumed answers."""
-    questions = [position for position, node in enumerate(facts.context) if is_question(node)]
-    if questions:
-        # Run everything before the last question: a node may write into a tensor that a question reads.
-        before = asking_at_once(context_of(facts, (), facts.context[: questions[-1] + 1]))
-        with torch.no_grad():
-            run_graph(before, [values[node] for node in facts.given])
-
-
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """Raise UnsupportedModelError if a sharded module returns no tensor that autograd could come back through.
-
-    FSDP gathers parameters for a module's backward when a gradient arrives at the module's output. So its mark needs a
-    tensor with a gradient, and finds none in objects that pytrees do not look into.
-    """
+    """Refuse a sharded module whose output has no tensor with a gradient, at whose arrival FSDP gathers parameters."""
     attached: dict[Any, bool] = {}
     """Per entered module: whether any node since has had a gradient."""
     for node in facts.body:

@@ -1,17 +1,12 @@
-"""Capture one layer of a chain with TorchDynamo, so that part of its saved tensors can be kept.
-
-Stored whole or recomputed, the layer runs uncaptured. Stored in part, it runs through TorchDynamo, whose guards ensure
-that the graph is for this layer, this mode and such an input, and which also replays the layer's side effects.
-
-In a chain sharded with `fully_shard`, hooks of the layer or of an enclosing module keep its parameters whole from its
-forward to the end of its backward. So the hooks are called, and TorchDynamo captures the code between them.
+"""Capture one layer of a chain with TorchDynamo, to keep part of its saved tensors; otherwise it runs uncaptured. Hooks
+of a layer sharded with `fully_shard` are called, and TorchDynamo captures the code between them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,16 +30,8 @@ from rotor_py.stage.storage_modes import calling_instead, calls_forward_alone
 _log = logging.getLogger("rotor_py")
 
 
-class _NothingGainedError(Exception):
-    """A layer can only be stored whole."""
-
-
 class CapturedLayer(StageOffers):
-    """Partial storage modes of `layer`: those that `find` finds, or `named` ones found for a layer like it.
-
-    `like` is that other layer, if at hand: its graphs have the same nodes, and save the same of them. `sharded` says
-    that `fully_shard` has sharded the chain.
-    """
+    """Partial storage modes of `layer`: those that `find` finds, or `named` ones found for a layer `like` it."""
 
     def __init__(
         self,
@@ -65,7 +52,6 @@ class CapturedLayer(StageOffers):
         self._warned = False
 
     def of_kind(self, layer: nn.Module, name: str) -> CapturedLayer:
-        """Return the partial storage modes of another layer that does the same as this one."""
         return CapturedLayer(layer, name, self._named, like=self, sharded=self._sharded)
 
     def ways(self) -> tuple[str, ...]:
@@ -77,11 +63,8 @@ class CapturedLayer(StageOffers):
         return partial(self._run_in_part, way, skip_output)
 
     def find(self, value: Any, device: torch.device) -> bool:
-        """Look for partial storage modes on the input `value`; return whether any keeps every bit.
-
-        Leaves the layer unchanged. Runs it forward and backward, plain and in each mode. Fake tensors have no bits to
-        compare; the device on which a plan is followed checks them. For a `sharded` layer, saved tensors are compared
-        by shape.
+        """Look for partial storage modes on the input `value`; return whether any keeps every bit. Leaves the layer
+        unchanged. Fake tensors have no bits to compare: the device on which a plan is followed checks them.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
@@ -95,17 +78,12 @@ class CapturedLayer(StageOffers):
                 if self._named and (unseen or self._same_bits(value, device)):
                     return True
             except Exception as error:  # of any operator or library: the layer itself has run before, and still runs
-                _log.debug(
-                    "layer %s is stored whole or not at all, since it is not captured: %s",
-                    self._name,
-                    error,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
+                self._tell_not_in_part(error)
         self._named = ()
         return False
 
     def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
-        """Return the layer as one stage of a graph; None unless it is one graph in which something is trained."""
+        """The layer as one stage of a graph; None unless it is one graph in which something is trained."""
         graphs: list[CapturedGraph] = []
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -114,11 +92,9 @@ class CapturedLayer(StageOffers):
                 stage = self._stage(graph, arguments)
                 if stage is not None:
                     stage.ways_for(graph.enter(arguments)[0])
-                    if not stage.ways():  # stop here: the rest would take as long as a forward
-                        raise _NothingGainedError
                 return graph.run_unplanned(arguments)
 
-        with isolated(self.layer, device), torch.enable_grad(), operators_as_called(), suppress(_NothingGainedError):
+        with isolated(self.layer, device), torch.enable_grad(), operators_as_called():
             self._forward.call((leaves_of(value),), {}, run)
         self._let_go()
         if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:
@@ -138,34 +114,30 @@ class CapturedLayer(StageOffers):
         return self._stages[graph]
 
     def _same_bits(self, value: Any, device: torch.device) -> bool:
-        """Whether each mode gives the same outputs, gradients, buffers and random state."""
         expected, state, saved = self._step(self.layer, value, device)
         known = self._count_graphs(value, device)
         for way in self._named:
             found, after, saved_then = self._step(self.forward_by(way), value, device)
-            if len(self._stages) > known:
-                _log.debug(
-                    "layer %s is stored whole or not at all: every run takes another graph",
-                    self._name,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
-                return False
             same = state == after and len(found) == len(expected)
-            if not same or not (prediction() is not None or all(map(_same, found, expected))):
-                _log.debug(
-                    "layer %s is stored whole or not at all: captured, it makes other numbers",
-                    self._name,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
-                return False
-            if saved != saved_then:
-                _log.debug(
-                    "layer %s is stored whole or not at all: captured, it saves something else",
-                    self._name,
-                    extra=record_fields("not_in_part", name=self._name),
-                )
-                return False
+            if len(self._stages) > known:
+                cause = "every run takes another graph"
+            elif not same or not (prediction() is not None or all(map(_same, found, expected))):
+                cause = "captured, it makes other numbers"
+            elif saved != saved_then:
+                cause = "captured, it saves something else"
+            else:
+                continue
+            self._tell_not_in_part(cause)
+            return False
         return True
+
+    def _tell_not_in_part(self, cause: object) -> None:
+        _log.debug(
+            "layer %s is stored whole or not at all: %s",
+            self._name,
+            cause,
+            extra=record_fields("not_in_part", name=self._name),
+        )
 
     def _count_graphs(self, value: Any, device: torch.device) -> int:
         """Count the graphs captured before the next run: attributes that a layer changes carry over from run to run."""
@@ -183,11 +155,7 @@ class CapturedLayer(StageOffers):
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """Return the numbers of one step, the random state, and the saved tensors in order.
-
-        A region of a sharded model saves tensors as it runs plain; the layer in its storage mode makes them again (the
-        Note in `rerun`).
-        """
+        """The numbers of a step, the random state, and, of a sharded layer, the saved tensors (the Note in `rerun`)."""
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():
@@ -202,7 +170,8 @@ class CapturedLayer(StageOffers):
 
     def _run_in_part(self, way: str, skip_output: bool, value: Any) -> Any:
         if not calls_forward_alone(self.layer, but_for_its_hooks=self._sharded):
-            return self._run_whole(value, "a hook was registered on it, or its forward replaced")
+            self._warn("a hook was registered on it, or its forward replaced")
+            return self.layer(value)
 
         handed_over: list[CapturedGraph] = []
 
@@ -218,7 +187,7 @@ class CapturedLayer(StageOffers):
 
         def captured(value: Any) -> Any:
             with operators_as_called():
-                return self._forward.call((value,), {}, run, self._tell_of_capture)
+                return self._forward.call((value,), {}, run)
 
         try:
             if self._sharded:
@@ -227,7 +196,8 @@ class CapturedLayer(StageOffers):
             else:
                 made = captured(value)
         except TorchDynamoException as error:  # raised during tracing, before anything has run
-            return self._run_whole(value, str(error).partition("\n")[0])
+            self._warn(str(error).partition("\n")[0])
+            return self.layer(value)
         finally:
             self._let_go()
         if not handed_over:
@@ -239,26 +209,16 @@ class CapturedLayer(StageOffers):
             for graph in self._stages:
                 graph.let_go_of_parameters()
 
-    def _run_whole(self, value: Any, cause: str) -> Any:
-        self._warn(cause)
-        return self.layer(value)
-
     def _warn(self, cause: str) -> None:
         if not self._warned:
             self._warned = True
             _log.warning(
                 "layer %s is stored whole and not in part, as the plan has it: %s. The step may go over the limit; "
                 "call measure() to plan again",
-                self._name, cause,
-                extra=record_fields('stored_whole', name=self._name),
-            )  # fmt: skip
-
-    def _tell_of_capture(self, seconds: float) -> None:
-        _log.info(
-            "TorchDynamo captures layer %s again, for another input",
-            self._name,
-            extra=record_fields("captured_again", name=self._name),
-        )
+                self._name,
+                cause,
+                extra=record_fields("stored_whole", name=self._name),
+            )
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

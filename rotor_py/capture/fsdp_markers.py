@@ -1,9 +1,6 @@
-"""Capture a model of `fully_shard`: marks in the graph say where its modules begin and end.
-
-TorchDynamo breaks the graph at every hook of FSDP, and would see only this process's shard of every parameter. So
-during tracing, other hooks replace FSDP's and leave marks in the graph. A hole replaces every sharded parameter: it
-looks like the gathered one but has no storage. When the graph runs, each mark calls FSDP's own hook. PyTorch then
-gathers parameters, frees them and sends gradients where it does in plain training.
+"""Capture a model of `fully_shard`: marks in the graph say where its modules begin and end, and call FSDP's own hooks
+when the graph runs. During tracing, hooks that leave marks replace FSDP's, at which TorchDynamo would break the graph.
+A hole replaces every sharded parameter: it looks like the gathered one but has no storage.
 """
 
 from __future__ import annotations
@@ -25,16 +22,12 @@ Hook = Callable[..., Any]
 
 
 def enter(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Mark where a module begins: input tensors that need a gradient pass through.
-
-    `place` holds the numbers of its group and of the module in it. It is a string because TorchDynamo turns numbers
-    that differ between models into variables.
-    """
+    """Mark where a module begins. `place` is a string, which TorchDynamo never makes a variable of."""
     return _passed(tensors)
 
 
 def leave(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Mark where a module ends: output tensors that need a gradient pass through."""
+    """Mark where a module ends."""
     return _passed(tensors)
 
 
@@ -46,7 +39,7 @@ for _mark in MARKS:
 
 @cache  # TorchDynamo has to meet the same function at every step, and in every model built alike
 def entering_hook(place: str, dtype: torch.dtype | None) -> Hook:
-    """Make a forward pre-hook that leaves the mark `enter`, and casts to `dtype` as FSDP's hook does."""
+    """A forward pre-hook that leaves the mark `enter`, and casts to `dtype` as FSDP's hook does."""
 
     def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return _marked(enter, place, cast((args, kwargs), dtype))
@@ -56,7 +49,7 @@ def entering_hook(place: str, dtype: torch.dtype | None) -> Hook:
 
 @cache
 def leaving_hook(place: str, dtype: torch.dtype | None) -> Hook:
-    """Make a forward hook that leaves the mark `leave`, and casts to `dtype` as FSDP's hook does."""
+    """A forward hook that leaves the mark `leave`, and casts to `dtype` as FSDP's hook does."""
 
     def hook(_: nn.Module, args: Any, output: Any) -> Any:
         return cast(_marked(leave, place, output), dtype)
@@ -80,8 +73,8 @@ def _marked(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+# Oldest tested version of torch. Older ones gather differently during a backward.
 _OLDEST = (2, 11)
-"""Oldest tested version of torch. Older ones gather differently during a backward."""
 
 Table = dict[str, nn.Parameter | None]
 Place = tuple[Table, str]
@@ -89,16 +82,14 @@ Place = tuple[Table, str]
 
 
 class FSDPMarks:
-    """The groups of a model's sharded parameters, and the holes that replace these during capture.
-
-    Raises UnsupportedModelError if this version of torch is too old, or if a parameter is a tensor subclass gathered in
-    its own way, which no hole can look like.
+    """The groups of a model's sharded parameters, and the holes that replace these during capture. Raises
+    UnsupportedModelError if torch is too old, or a parameter is a tensor subclass that no hole can look like.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.groups = groups_of(model)
+        # Disables marks while stages are measured one by one: parameters are gathered around each stage.
         self.measuring = False
-        """Disables marks while stages are measured one by one: parameters are gathered around each stage."""
         self._model = model
         self._holes: dict[int, nn.Parameter] = {}
         self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
@@ -120,13 +111,12 @@ class FSDPMarks:
 
     @classmethod
     def of(cls, model: nn.Module) -> FSDPMarks | None:
-        """Return the marks of a model; None without `fully_shard`. Raises as the constructor does."""
+        """The marks of a model; None without `fully_shard`."""
         found = cls(model)
         return found if found.groups else None
 
     @property
     def model_name(self) -> str:
-        """Class name of the model, for errors."""
         return type(self._model).__name__
 
     @property
@@ -222,7 +212,6 @@ class FSDPMarks:
         return group.leave(module, tensors)
 
     def group_at(self, place: str) -> tuple[ShardGroup, int]:
-        """Return the group that a mark's `place` names, and the module's position in it."""
         number, position = map(int, place.split())
         return self.groups[number], position
 
@@ -233,7 +222,6 @@ def is_mark(node: fx.Node) -> bool:
 
 
 def passed_through(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Return a mark's outputs, without its effect."""
     return tensors
 
 

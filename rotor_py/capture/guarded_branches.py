@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -44,15 +43,14 @@ class Asking:
     """The questions of one forward. Beyond `answers`, yes is assumed: batches without padding are the fast ones."""
 
     answers: Answers
+    # Answers assumed so far. Not a count: TorchDynamo would make a variable of it, and break the graph where it is
+    # formatted as a string.
     assumed: Answers = ()
-    """Answers assumed so far. Not a count: TorchDynamo would make a variable of it, and break the graph where it is
-    formatted as a string.
-    """
+    # Whether no graph has run yet, so that the forward can be called again.
     open: bool = True
-    """Whether no graph has run yet, so that the forward can be called again."""
 
     def corrected(self, other: OtherAnswerError) -> Answers:
-        """Return the answers to assume next. Questions after the wrong one may not be asked again."""
+        """The answers to assume next. Questions after the wrong one may not be asked again."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
         while answers and answers[-1]:  # so that equal assumptions are equal answers
@@ -61,12 +59,11 @@ class Asking:
 
 
 class _Now:
-    """The current questions. Traced code sets them, so each forward sees its own in any thread."""
-
     asking: Asking | None = None
 
 
 NOW = _Now()
+"""The current questions. Traced code sets them, so each forward sees its own in any thread."""
 
 
 def holds(condition: torch.Tensor) -> bool:
@@ -85,31 +82,9 @@ def holds(condition: torch.Tensor) -> bool:
 @torch.library.custom_op("rotor::answered", mutates_args=())
 def answered(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
     """Node of a question: raises OtherAnswerError unless `condition` is as `assumed`."""
-    _check(condition, number, assumed, checked)
-    return condition.clone()
-
-
-def _check(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> None:
     if checked and bool(condition) != assumed:
         raise OtherAnswerError(int(number), not assumed)
-
-
-def _check_at_once(condition: torch.Tensor, *question: Any) -> None:
-    if type(condition) is torch.Tensor and not condition.is_meta:
-        _check(condition, *question)
-    else:  # fake tensors have no data to check
-        answered(condition, *question)
-
-
-def asking_at_once(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Ask a graph's questions by plain Python calls, and return the graph.
-
-    An operator written in Python takes ten times as long as the check itself, in every step.
-    """
-    for question in questions_of(graph_module.graph):
-        question.target = _check_at_once
-    graph_module.recompile()
-    return graph_module
+    return condition.clone()
 
 
 @answered.register_fake
@@ -118,17 +93,14 @@ def _(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True)
 
 
 def is_question(node: fx.Node) -> bool:
-    """Whether the node asks a question."""
     return node.target in (answered, torch.ops.rotor.answered, torch.ops.rotor.answered.default)
 
 
 def questions_of(graph: fx.Graph) -> list[fx.Node]:
-    """Return the question nodes of a graph, in the order asked."""
     return [node for node in graph.nodes if is_question(node)]
 
 
 def answers_of(graph: fx.Graph) -> Answers:
-    """Return a graph's assumed answers."""
     return tuple(bool(node.args[2]) for node in questions_of(graph))
 
 
@@ -141,10 +113,7 @@ def give_up(node: fx.Node) -> None:
 
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph without questions about the batch; OtherAnswerError if yes was assumed of one.
-
-    Returns `graph_module` itself if it asks none, else a copy: other models may share the graph, and may ask.
-    """
+    """The graph without questions about the batch, a copy if it asks any: other models may share the graph."""
     if not any(map(_is_about_the_batch, questions_of(graph_module.graph))):
         return graph_module
     graph = fx.Graph()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -18,12 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rotor_profiling import (
-    RandomState,
-    buffers_kept,
-    storages,
-    tensors_in,
-)
+from rotor_profiling import RandomState, buffers_kept, storages, tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_py.capture.captured_forward import CapturedForward
@@ -48,47 +43,29 @@ _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().par
 _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 
-class SavedOutside:
-    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it."""
+class SavedOutside(saved_tensors_hooks):
+    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it.
+
+    `known` are the addresses of storages that do not count, such as those of parameters.
+    """
 
     def __init__(self, known: set[int]) -> None:
-        """`known` are the addresses of storages that do not count, such as those of parameters."""
         self.known = known
         self.bytes: dict[int, int] = {}
-        self.lines: dict[str, int] = {}
+        self.lines: Counter[str] = Counter()
+        # A line that runs a recurrent layer on a packed sequence.
         self.packed_line: str | None = None
-        """A line that runs a recurrent layer on a packed sequence."""
         # Dynamo would trace the hooks as part of the model, and recompile them for every kind of tensor.
-        pack, unpack = torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor)
-        self._hooks = saved_tensors_hooks(pack, unpack)
-
-    def __enter__(self) -> SavedOutside:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+        super().__init__(torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Suspend the hooks: graphs that run inside measure their own saved tensors."""
-        self._hooks.__exit__(None, None, None)
+        self.__exit__(None, None, None)
         try:
             yield
         finally:
-            self._hooks.__enter__()
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes saved outside graphs, each storage counted once."""
-        return sum(self.bytes.values())
-
-    @property
-    def line(self) -> str:
-        """The line of the model that saves most: path:number."""
-        return max(self.lines, key=self.lines.__getitem__)
+            self.__enter__()
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
         # By storage: several operators may save the same tensor, or views of it.
@@ -96,20 +73,18 @@ class SavedOutside:
         if new:
             self.bytes |= new
             line = _user_line()
-            if any(_runs_packed(frame) for frame, _ in traceback.walk_stack(None)):
+            # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
+            if any(
+                frame.f_code.co_filename == _RECURRENT and frame.f_locals.get("batch_sizes") is not None
+                for frame, _ in traceback.walk_stack(None)
+            ):
                 self.packed_line = line
-            self.lines[line] = self.lines.get(line, 0) + sum(new.values())
+            self.lines[line] += sum(new.values())
         return tensor.detach()  # a result saved with its history would hold its own node for good
 
 
-def _runs_packed(frame: FrameType) -> bool:
-    """Whether a frame is the forward of a recurrent layer on a packed sequence."""
-    # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
-    return frame.f_code.co_filename == _RECURRENT and frame.f_locals.get("batch_sizes") is not None
-
-
 def _user_line() -> str:
-    """Return the innermost line outside torch and this package, as path:number."""
+    """The innermost line outside torch and this package, as path:number."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if not any(library in path.resolve().parents for library in _LIBRARIES) and path.suffix == ".py":
@@ -117,10 +92,9 @@ def _user_line() -> str:
     return "an unknown line"
 
 
+# Largest share of saved bytes outside the graphs, relative to those inside. A guess: below the 2 % by which a predicted
+# peak may differ from the measured one.
 _TRIFLE = 0.01
-"""Largest share of saved bytes outside the graphs, relative to those inside. A guess: below the 2 % by which a
-predicted peak may differ from the measured one.
-"""
 
 
 def measure_graphs(
@@ -133,12 +107,9 @@ def measure_graphs(
     compiler: StageCompiler | None = None,
     room: CompileBudgetOf | None = None,
 ) -> MeasuredGraphs:
-    """Capture and measure all graphs of a model, and the loss.
-
-    With a `compiler`, also measures the main graph compiled; `room` maps its measurement to the memory available.
-    Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph has a gradient, or if
-    operators outside all graphs save more than a hundredth of what the graphs save, and UnusableLossError if the loss
-    cannot be trained with. The model's own errors pass through.
+    """Capture and measure all graphs of a model and the loss, and the main graph compiled if there is a `compiler`.
+    Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph has a gradient, or if too
+    much is saved outside all graphs, and UnusableLossError. The model's own errors pass through.
     """
     model = forward.model
     found = MeasuredGraphs()
@@ -165,8 +136,8 @@ def measure_graphs(
             found.output = as_left(model, output)  # `forward` was called, without the model's own hooks
         finally:
             state.restore()
-        found.outside_bytes = outside.total_bytes
-        _refuse_much_outside(model, outside, sum(each.saved_bytes for each in found.graphs))
+        found.outside_bytes = sum(outside.bytes.values())
+        _refuse_much_outside(type(model).__name__, outside, sum(each.saved_bytes for each in found.graphs))
         if not found.graphs:
             raise UnsupportedModelError(
                 f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
@@ -181,19 +152,18 @@ def measure_graphs(
         if compiler is not None:
             main = found.main
             # Where stages wait for other processes, all of these would have to agree on what fits.
-            alone = room is not None and options.group is None
-            there = room(whole_step(found, main.measurement), main.shared) if room is not None and alone else None
+            fits = room if options.group is None else None
+            budget = None if fits is None else fits(whole_step(found, main.measurement), main.shared)
             agree = partial(largest_anywhere, group=options.group, device=device)
-            found.add_variants(compiled_variants(main, compiler, options.progress, there, agree))
+            found.variants = compiled_variants(main, compiler, options.progress, budget, agree)
+            for variant in found.variants:
+                found.settle(variant)
             state.restore()
     return found
 
 
 def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weights: list[int]) -> list[int]:
-    """Return weights that all processes of `group` share; their shards may differ in size.
-
-    Raises UnsupportedModelError, in all of them, if they captured different graphs.
-    """
+    """Weights that all processes of `group` share; their shards may differ in size."""
     try:
         return largest_anywhere(weights, group, device)
     except ValueError as error:
@@ -225,22 +195,25 @@ def _measure_graph(
     return MeasuredGraph(graph, cut, stages, context, loss, value, returned, around), outputs
 
 
-def _refuse_much_outside(model: nn.Module, outside: SavedOutside, captured_bytes: int) -> None:
-    if outside.total_bytes > _TRIFLE * captured_bytes:
-        if outside.packed_line is not None:
-            raise UnsupportedModelError(
-                f"{outside.packed_line} of {type(model).__name__} runs a recurrent layer on a packed sequence, whose "
-                "memory depends on the lengths in each batch, so it cannot be planned beforehand; give the layer the "
-                "padded tensor, and leave the padding out of the loss",
-                kind="packed_sequence",
-                name=outside.packed_line,
-            )
+def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int) -> None:
+    outside_bytes = sum(outside.bytes.values())
+    if outside_bytes <= _TRIFLE * captured_bytes:
+        return
+    if outside.packed_line is not None:
         raise UnsupportedModelError(
-            f"{outside.line} of {type(model).__name__} runs outside the graphs that TorchDynamo captures, and "
-            f"keeps {format_bytes(outside.total_bytes)} for the backward, which cannot be planned "
-            f"({format_bytes(captured_bytes)} can); TORCH_LOGS=graph_breaks says why the graph breaks there",
-            kind="outside_graphs",
-            name=outside.line,
-            outside_bytes=outside.total_bytes,
-            captured_bytes=captured_bytes,
+            f"{outside.packed_line} of {model} runs a recurrent layer on a packed sequence, whose memory depends on "
+            "the lengths in each batch, so it cannot be planned beforehand; give the layer the padded tensor, and "
+            "leave the padding out of the loss",
+            kind="packed_sequence",
+            name=outside.packed_line,
         )
+    ((line, _),) = outside.lines.most_common(1)
+    raise UnsupportedModelError(
+        f"{line} of {model} runs outside the graphs that TorchDynamo captures, and keeps "
+        f"{format_bytes(outside_bytes)} for the backward, which cannot be planned ({format_bytes(captured_bytes)} "
+        "can); TORCH_LOGS=graph_breaks says why the graph breaks there",
+        kind="outside_graphs",
+        name=line,
+        outside_bytes=outside_bytes,
+        captured_bytes=captured_bytes,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.isolate import trained_parameters
 from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.fsdp_markers import TORCH
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement, PrefixCost
 from rotor_py.measure.stage_measurer import StageMeasurer
@@ -39,10 +40,10 @@ class MeasuredGraph:
     context: PrefixCost
     loss: LossCost
     shared: tuple[Any, ...]
+    # Outputs of the last stage. Weak: measuring must not keep tensors alive.
     returned: tuple[weakref.ref[torch.Tensor], ...]
-    """Outputs of the last stage. Weak: measuring must not keep tensors alive."""
+    # Inputs and outputs of the graph. Weak, too.
     around: tuple[weakref.ref[torch.Tensor], ...] = ()
-    """Inputs and outputs of the graph. Weak, too."""
 
     @property
     def measurement(self) -> Measurement:
@@ -58,14 +59,7 @@ class MeasuredGraph:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the graph saves for its backward with all stages stored."""
         return sum(stage.saved_bytes for stage in self.measurement.stages)
-
-    def settle_layouts(self, tensors: Sequence[torch.Tensor], layouts: Layouts) -> None:
-        """Remeasure for gradients of `tensors` in `layouts`; some of `tensors` are outputs of this graph."""
-        # By id: tensors compare element by element.
-        found = {id(tensor): strides for tensor, strides in zip(tensors, layouts, strict=True)}
-        self.stages.settle_layouts(tuple(found.get(id(each())) for each in self.returned))
 
 
 @dataclass(slots=True)
@@ -73,39 +67,37 @@ class MeasuredGraphs:
     """All graphs with gradients of a model's forward, in the order in which Dynamo called them."""
 
     graphs: list[MeasuredGraph] = field(default_factory=list)
+    # The model's output.
     output: Any = None
-    """The model's output."""
+    # Bytes that autograd saves for operators outside all graphs.
     outside_bytes: int = 0
-    """Bytes that autograd saves for operators outside all graphs."""
+    # Bytes of outputs that the main graph has neither made nor read: the caller holds them through the step.
     returned_bytes: int = 0
-    """Bytes of outputs that the main graph has neither made nor read: the caller holds them through the step."""
     loss: LossCost | None = None
-    """Cost of the loss, if given."""
+    # Layouts of the gradients that the loss gives to the model's output.
+    layouts: Layouts | None = None
+    # The main graph compiled, the likely fastest first; empty if nothing is or can be compiled.
     variants: list[MeasuredGraph] = field(default_factory=list)
-    """The main graph compiled, the likely fastest first; empty if nothing is or can be compiled."""
-    _layouts: Layouts | None = None
-    """Layouts of the gradients that the loss gives to the model's output."""
 
     def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
         """Measure the loss on the model's output, and the effect of its gradients' layouts on the main graph."""
-        self.loss = measure_loss(loss, self.output, device=device, output_bytes=_trained_bytes(self.output))
-        self._layouts = loss_layouts(loss, self.output, device)
-        self._settle(self.main)
+        trained_bytes = storage_bytes(tensor for tensor in tensors_in(self.output) if tensor.requires_grad)
+        self.loss = measure_loss(loss, self.output, device=device, output_bytes=trained_bytes)
+        self.layouts = loss_layouts(loss, self.output, device)
+        self.settle(self.main)
 
     def count_returned(self, known: Iterable[torch.Tensor]) -> None:
         """Count the model's output, except `known` tensors such as parameters and the batch."""
         around = [tensor for each in self.main.around if (tensor := each()) is not None]
         self.returned_bytes = storage_bytes(tensors_in(self.output), owned_elsewhere=storages([*known, *around]))
 
-    def add_variants(self, found: list[MeasuredGraph]) -> None:
-        """Add compiled variants of the main graph."""
-        self.variants += found
-        for each in found:
-            self._settle(each)
-
-    def _settle(self, graph: MeasuredGraph) -> None:
-        if self._layouts is not None:
-            graph.settle_layouts(tensors_in(self.output), self._layouts)
+    def settle(self, graph: MeasuredGraph) -> None:
+        """Remeasure the graph, which makes the model's output, for gradients in the layouts that the loss gives."""
+        if self.layouts is not None:
+            # By id: tensors compare element by element.
+            pairs = zip(tensors_in(self.output), self.layouts, strict=True)
+            found = {id(tensor): strides for tensor, strides in pairs}
+            graph.stages.settle_layouts(tuple(found.get(id(each())) for each in graph.returned))
 
     @property
     def main(self) -> MeasuredGraph:
@@ -131,40 +123,27 @@ class MeasuredGraphs:
         }
         return bytes_like(stepped.values())
 
-    @property
-    def before(self) -> list[MeasuredGraph]:
-        """The graphs that run before the main one."""
-        return self.graphs[: self.graphs.index(self.main)]
-
-    @property
-    def after(self) -> list[MeasuredGraph]:
-        """The graphs that run after the main one."""
-        return self.graphs[self.graphs.index(self.main) + 1 :]
-
-
-def _trained_bytes(output: Any) -> int:
-    """Return the bytes of output tensors that get a gradient."""
-    return storage_bytes(tensor for tensor in tensors_in(output) if tensor.requires_grad)
-
 
 # A whole step of which only the main graph is planned.
 #
 # For a plan, everything between the main graph's forward and its backward is the loss, so later graphs count as part of
 # it. Memory that earlier graphs save for their backward stays throughout, and counts as kept by the loss.
 
-_FRAMES_HOLD = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11)
-"""Whether a frame that resumes after a graph break holds its inputs: seen in torch 2.5, not in 2.11 and 2.13."""
+# Whether a frame that resumes after a graph break holds its inputs: seen in torch 2.5, not in 2.11 and 2.13.
+_FRAMES_HOLD = TORCH < (2, 11)
 
 
 def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     """Add to the `main` graph's measurement the needs of other graphs, outside operators and the loss."""
+    at = found.graphs.index(found.main)
+    before, after = found.graphs[:at], found.graphs[at + 1 :]
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + found.outside_bytes
     output_bytes = main.stages[-1].activation_bytes
-    if found.after and _FRAMES_HOLD:
+    if after and _FRAMES_HOLD:
         kept += output_bytes
     # Graphs go backward one after the other: a gradient that several of them add to waits from one to the next.
     kept += found.shared_gradient_bytes
-    for other in found.after:
+    for other in after:
         # They run unplanned, which stores everything.
         chain = other.measurement.chain(fresh_gradients=True)
         whole = simulate(chain, store_all(chain))
@@ -174,10 +153,10 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
         made = sum(other.measurement.gradient_bytes)
         kept, temp = kept + made, max(0, temp - made)
     kept += found.returned_bytes
-    if found.after:
+    if after:
         # Their peaks include the gradient of the main graph's output, which the solver counts with the loss as well.
         temp = max(0, temp - output_bytes)
-    kept += sum(other.saved_bytes for other in found.before)
+    kept += sum(other.saved_bytes for other in before)
     if found.loss is not None:
         seconds, temp = seconds + found.loss.seconds, temp + found.loss.temp_bytes
         kept += found.loss.kept_bytes

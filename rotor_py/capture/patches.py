@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import nn
 from torch.nn import functional as F
 
 from rotor_profiling import torch_compat
@@ -20,23 +19,19 @@ from rotor_py.capture.guarded_branches import holds
 
 Replaced = tuple[Any, str, Callable[..., Any]]
 """The owner of the function, a module or a class; its name there; its replacement."""
+Function = Callable[..., Any]
 
 
-class Replacement:
-    """Replaces the functions that `found` returns as long as any thread captures a model.
+class _Replacement:
+    """Replaces functions of torch and transformers as long as any thread captures a model.
 
     Outside traced code, a replacement has to behave like the original, so that other threads see no difference.
     """
 
-    def __init__(self, found: Callable[[], list[Replaced]]) -> None:
-        self._found = found
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._captures = 0
         self._originals: list[Replaced] = []
-
-    def in_place(self) -> Replacement:
-        """Return the context in which the functions are replaced."""
-        return self
 
     # Not a `contextmanager` generator, which costs more: every step comes here.
     def __enter__(self) -> None:
@@ -44,7 +39,7 @@ class Replacement:
             self._captures += 1
             if self._originals:
                 return
-            for owner, name, function in self._found():
+            for owner, name, function in _replaced():
                 self._originals.append((owner, name, getattr(owner, name)))
                 setattr(owner, name, function)
 
@@ -58,10 +53,8 @@ class Replacement:
             self._originals = []
 
 
-# Batch norms that average over all batches (`momentum=None`), as one operator of a captured graph.
-#
-# Such a layer reads its buffer's count of batches as a Python number, at which TorchDynamo would break the graph. As
-# one operator, the layer counts and reads when it runs.
+# A batch norm that averages over all batches (`momentum=None`) reads its count of batches as a Python number, at which
+# TorchDynamo would break the graph. As one operator, the layer counts and reads when it runs.
 
 
 def batch_norm_over_all(
@@ -73,7 +66,6 @@ def batch_norm_over_all(
     bias: torch.Tensor | None,
     eps: float,
 ) -> torch.Tensor:
-    """Train a batch norm with `momentum=None`: advance `batches` and the running statistics by one batch."""
     batches.add_(1)
     momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
     return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
@@ -95,37 +87,16 @@ def _forward() -> Any:
     return forward
 
 
-def _batch_norm_forward() -> list[Replaced]:
-    return [(BatchNorm, "forward", _forward())]
-
-
-def has_batch_norms(model: nn.Module) -> bool:
-    """Whether any layer of `model` has the replaced forward."""
-    return any(isinstance(module, BatchNorm) for module in model.modules())
-
-
-batch_norms_in_graphs = Replacement(_batch_norm_forward).in_place
-"""Context in which such layers do not break the graph of a traced model."""
-
-
-# Products of several experts at once (`grouped_mm`), also in a traced model of transformers.
-#
-# Plain training multiplies all experts by one kernel. TorchDynamo knows this kernel for bfloat16 only, so in traced
-# code transformers multiplies experts one by one, which takes longer and may round differently on another device. A
-# captured graph runs operator by operator, so it can call the kernel of plain training.
-#
-# The function is private to transformers. A version without this name has its models captured as it traces them.
+# Plain training multiplies all experts by one kernel (`grouped_mm`). TorchDynamo knows it for bfloat16 only, so traced
+# transformers multiplies experts one by one, which takes longer and may round differently. A captured graph can
+# call the kernel. A version of transformers without this private name has its models captured as it traces them.
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
-Function = Callable[..., Any]
 
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does.
-
-    Fake tensors take their own fallback.
-    """
+    """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
     made: torch.Tensor
     if is_fake(input) or is_fake(weight):
         made = torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
@@ -144,65 +115,41 @@ def _at_once(original: Function) -> Function:
     return multiply_experts
 
 
-def _grouped_product() -> list[Replaced]:
-    # Replace only where a model may be the library's: this imports nothing.
-    library = sys.modules.get(_EXPERTS)
-    return [(library, _PRODUCT, _at_once(getattr(library, _PRODUCT)))] if hasattr(library, _PRODUCT) else []
-
-
-experts_at_once = Replacement(_grouped_product).in_place
-"""Context in which traced code multiplies experts at once."""
-
-
-# Questions of transformers about an attention mask, asked also while TorchDynamo traces its models.
-#
-# In plain training, transformers drops a mask that masks nothing: it calls `scaled_dot_product_attention` with
-# `is_causal=True` and `enable_gqa=True`, which flash attention serves. Whether a mask masks anything depends on data,
-# so traced code always builds a dense mask, and repeats keys and values for each head. The replacements ask with
-# `holds` instead (see the Note in `guarded_branches.py`).
-#
-# The functions are private to transformers. A version without these names has its models captured with a dense mask,
+# In plain training, transformers drops a mask that masks nothing, for flash attention. That depends on data, so traced
+# code always builds a dense mask, and repeats keys and values for each head. The replacements ask with `holds` instead
+# (see the Note in `guarded_branches.py`). A version of transformers without these private names gets a dense mask,
 # which is correct and needs more memory.
 
 _MASKS = "transformers.masking_utils"
 
 
-@cache  # TorchDynamo has to meet the same function at every step
-def _leaving_out_padding(original: Function) -> Function:
-    def prepare_padding_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Return the padding part of a mask; None without padding, which callers treat as all true."""
-        mask: torch.Tensor | None = original(*args, **kwargs)
-        if mask is None or not torch.compiler.is_compiling() or mask.dtype != torch.bool:
-            return mask
-        return None if holds(mask.all()) else mask
-
-    return prepare_padding_mask
-
-
-@cache
-def _leaving_out_packing(original: Function) -> Function:
-    def find_packed_sequence_indices(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Return each token's sequence number in a packed batch, by positions; None if none is packed."""
-        indices: torch.Tensor | None = original(*args, **kwargs)
-        if indices is None or not torch.compiler.is_compiling():
-            return indices
-        return None if holds((indices[:, -1] == 0).all()) else indices
-
-    return find_packed_sequence_indices
-
-
-_ASKING: dict[str, Callable[[Function], Function]] = {
-    "prepare_padding_mask": _leaving_out_padding,
-    "find_packed_sequence_indices": _leaving_out_packing,
+# Whether a mask masks nothing, and whether no sequence is packed.
+_ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "prepare_padding_mask": lambda mask: mask.all(),
+    "find_packed_sequence_indices": lambda indices: (indices[:, -1] == 0).all(),
 }
 
 
-def _mask_functions() -> list[Replaced]:
-    # Replace only where a model may be the library's: this imports nothing.
-    library = sys.modules.get(_MASKS)
-    names = [name for name in _ASKING if hasattr(library, name)]
-    return [(library, name, _ASKING[name](getattr(library, name))) for name in names]
+@cache  # TorchDynamo has to meet the same function at every step
+def _asking(original: Function, has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Function:
+    def ask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        found: torch.Tensor | None = original(*args, **kwargs)
+        if found is None or not torch.compiler.is_compiling() or found.is_floating_point():
+            return found
+        return None if holds(has_no_effect(found)) else found
+
+    return ask
 
 
-masks_asked_about = Replacement(_mask_functions).in_place
-"""Context in which transformers asks about its masks in traced code."""
+def _replaced() -> list[Replaced]:
+    # Only where a model may be the library's: this imports nothing.
+    experts, masks = sys.modules.get(_EXPERTS), sys.modules.get(_MASKS)
+    found: list[Replaced] = [(BatchNorm, "forward", _forward())]
+    if hasattr(experts, _PRODUCT):
+        found.append((experts, _PRODUCT, _at_once(getattr(experts, _PRODUCT))))
+    names = [name for name in _ASKING if hasattr(masks, name)]
+    return [*found, *((masks, name, _asking(getattr(masks, name), _ASKING[name])) for name in names)]
+
+
+functions_replaced = _Replacement()
+"""Context in which traced code calls the replacements."""

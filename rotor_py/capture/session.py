@@ -1,7 +1,5 @@
-"""Run one model's graphs in training: the main graph by the plan, the others unplanned.
-
-Dynamo calls the graphs in the course of the forward. The main graph is the one that saves most for its backward. Only
-it is planned, since a plan is a sequence over one chain of stages. Memory of the others counts as fixed.
+"""Run one model's graphs in training: the one that saves most for its backward by the plan, the others unplanned. A
+plan is a sequence over one chain of stages; memory of the other graphs counts as fixed.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +19,7 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.guarded_branches import Answers
 from rotor_py.capture.measure_graphs import measure_graphs
-from rotor_py.capture.measured_graphs import MeasuredGraphs, whole_step
+from rotor_py.capture.measured_graphs import whole_step
 from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.capture.whole_graph import CompileBudgetOf
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
@@ -37,13 +35,6 @@ _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
 
 
-class _MainGraph(NamedTuple):
-    """The measured graph, and its stages."""
-
-    graph: CapturedGraph
-    cut: Cut
-
-
 class CaptureSession:
     """The graphs of one model."""
 
@@ -55,16 +46,14 @@ class CaptureSession:
         """For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they differ."""
         self.answers: Answers | None = None
         """The data's answers that the plan is for; None without a plan, or one without a graph."""
-        self._main: _MainGraph | None = None
-        """The measured graph."""
+        self._main: CapturedGraph | None = None
+        # Stages of the main graph, and of the same graph for other input shapes.
         self._planned: dict[CapturedGraph, Cut] = {}
-        """Stages of the main graph, and of the same graph for other input shapes."""
         self._unplanned: set[CapturedGraph] = set()
+        # Whether the running or else the last forward reached a planned graph.
         self._followed_plan = False
-        """Whether the running or else the last forward reached a planned graph."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the graphs: they are bound to this model, and a copy captures its own."""
         return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set()}
 
     def run(
@@ -72,15 +61,11 @@ class CaptureSession:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run_stages: RunStages,
-        recaptured: Callable[[float], None],
+        recaptured: Callable[[], None],
     ) -> Any:
-        """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan.
-
-        See `CapturedForward.call` for `recaptured`.
-
-        Raises UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another
-        graph than the plan is for: OtherDataError if the batch's data caused that. The model's own errors pass through
-        unchanged.
+        """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Raises
+        UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another graph
+        than the plan is for: OtherDataError if the batch's data caused that. The model's own errors pass through.
         """
         self._followed_plan = False
         output = self._forward.call(args, kwargs, partial(self._run_graph, run_stages), recaptured)
@@ -106,23 +91,31 @@ class CaptureSession:
         compiler: StageCompiler | None = None,
         room: CompileBudgetOf | None = None,
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
-        """Capture and measure all graphs; leaves the model unchanged.
-
-        Returns the main graph's stages with the measurement of the whole step, and the values that all stages share. A
-        compiled graph has several variants: the plain one comes last, and is followed by default. If the one before it
-        is compiled stage by stage, every stage that can be compiled is.
-
-        Raises UnsupportedModelError if no graph has a gradient, or if too much is saved outside all graphs, and
-        UnusableLossError if the loss cannot be trained with.
+        """Capture and measure all graphs, with symbols for sizes if possible; leaves the model unchanged. Returns the
+        main graph's stages with the measurement of the whole step, and the values that all stages share. A compiled
+        graph has several variants: the plain one comes last, and is followed by default.
         """
 
-        def measured(forward: CapturedForward) -> MeasuredGraphs:
-            return measure_graphs(forward, args, kwargs, device, options, compiler=compiler, room=room)
-
-        found = self._with_open_sizes(measured)
+        measure = partial(
+            measure_graphs, args=args, kwargs=kwargs, device=device, options=options, compiler=compiler, room=room
+        )
+        cause: str | None = None
+        try:
+            found = measure(self._forward)
+        except (UnsupportedModelError, TorchDynamoException) as error:
+            if not self._forward.open_sizes:
+                raise
+            cause = str(error).partition("\n")[0]
+        if cause is not None:
+            # Not in the `except`: there, the error's traceback would keep tensors alive.
+            self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
+            found = measure(self._forward)
+            _log.info(
+                "every shape of the input takes a graph of its own: %s", cause, extra=record_fields("graph_per_shape")
+            )
         main = found.main
         # Not all of `found`: the shared values may be as large as an input, and the session outlives the step.
-        self._main = _MainGraph(main.graph, main.cut)
+        self._main = main.graph
         # After a graph break, the first graph asks, which need not be the main one.
         self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
@@ -133,36 +126,18 @@ class CaptureSession:
     def follow(self, cut: Cut) -> None:
         """Run the main graph's stages as in `cut` from the next forward on."""
         assert self._main is not None
-        self._main = _MainGraph(self._main.graph, cut)
-        self._main.graph.remember_written(cut)
-        self._planned = {self._main.graph: cut}  # the same graph for other shapes is cut again
+        self._main.remember_written(cut)
+        self._planned = {self._main: cut}  # the same graph for other shapes is cut again
 
     def same_graph(self, other: CaptureSession) -> bool:
         """Whether both measured the same graph, possibly for other sizes."""
-        return self._main is not None and other._main is not None and self._main.graph.same_as(other._main.graph)
-
-    def _with_open_sizes(self, measured: Callable[[CapturedForward], MeasuredGraphs]) -> MeasuredGraphs:
-        """Measure with symbols for sizes if possible, else for this shape only."""
-        try:
-            return measured(self._forward)
-        except (UnsupportedModelError, TorchDynamoException) as error:
-            if not self._forward.open_sizes:
-                raise
-            cause = str(error).partition("\n")[0]
-        # Not in the `except`: there, the error's traceback would keep tensors alive.
-        self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
-        found = measured(self._forward)
-        _log.info(
-            "every shape of the input takes a graph of its own: %s", cause, extra=record_fields("graph_per_shape")
-        )
-        return found
+        return self._main is not None and other._main is not None and self._main.same_as(other._main)
 
     def _run_graph(self, run_stages: RunStages, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
-        """Run a graph: by the plan if it is the main one, or the same for other shapes."""
         # The model may run a part of itself under `no_grad`, with a graph of its own.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
-        graph.split(arguments, self._main.graph if self._main is not None else None)
+        graph.split(arguments, self._main)
         if not graph.trains:
             return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)  # first, since it may show that the batch belongs to another graph
@@ -172,18 +147,19 @@ class CaptureSession:
         return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph) -> bool:
-        """Whether the plan is for this graph. Dynamo captures a new graph for new shapes, which is cut like the first.
-
-        Raises PlanMismatchError for a different graph, unless an earlier one followed the plan: that is then the main
-        graph, and this one runs unplanned.
-        """
+        """Whether the plan is for this graph; PlanMismatchError unless an earlier one followed it already."""
         if graph in self._planned:
             return True
         try:
             # Operators and shapes may be equal where bytes are not: one graph has a mask, the other none.
             if self.answers is not None and graph.answers not in ((), self.answers):
                 raise OtherDataError(self.answers, graph.answers)
-            self._planned[graph] = replace(self._cut(graph), input_owned=True)
+            if self._main is not None:
+                cut = _cut_like(self._main, self._planned[self._main], graph)
+            else:
+                assert self.cut_layers is not None
+                cut = self.cut_layers(graph.layers)
+            self._planned[graph] = replace(cut, input_owned=True)
             graph.remember_written(self._planned[graph])
         except PlanMismatchError:
             if not self._followed_plan:
@@ -192,29 +168,23 @@ class CaptureSession:
             return False
         return True
 
-    def _cut(self, graph: CapturedGraph) -> Cut:
-        if self._main is not None:
-            return _cut_like(self._main, graph)
-        assert self.cut_layers is not None
-        return self.cut_layers(graph.layers)
 
-
-def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
+def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
     """Cut a graph like the main one. Raises PlanMismatchError unless they differ in sizes only."""
     # Not the names alone: for small inputs, a model may do something else in the same modules, and need other memory
     # than measured.
-    names = [[name for name, _ in each.layers] for each in (main.graph, graph)]
-    if names[0] != names[1] or not graph.same_as(main.graph):
-        pieces = [f"{len(each.layers)} pieces" for each in (main.graph, graph)]
+    names = [[name for name, _ in each.layers] for each in (main, graph)]
+    if names[0] != names[1] or not graph.same_as(main):
+        pieces = [f"{len(each.layers)} pieces" for each in (main, graph)]
         raise PlanMismatchError("the captured graph", pieces[0], f"{pieces[1]}, or others")
     found = dict(graph.layers)
-    plain = [joined([(name, found[name]) for name in group]) for group in main.cut.groups()]
-    pairs = zip(plain, main.cut.stages, strict=True)
+    plain = [joined([(name, found[name]) for name in group]) for group in cut.groups()]
+    pairs = zip(plain, cut.stages, strict=True)
     stages = tuple(
         (name, measured.like(stage) if isinstance(measured, CompiledStage) else stage)
         for (name, stage), (_, measured) in pairs
     )
-    for (name, stage), (_, measured) in zip(stages, main.cut.stages, strict=True):
+    for (name, stage), (_, measured) in zip(stages, cut.stages, strict=True):
         # Facts measured for a stage hold for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))
         remember_moving(stage, recall_moving(measured))
@@ -223,4 +193,4 @@ def _cut_like(main: _MainGraph, graph: CapturedGraph) -> Cut:
         missing = set(offers_of(measured).ways()) - set(offers_of(stage).ways())
         if missing:  # the plan may store it so
             raise PlanMismatchError(f"stage {name}", f"one that can be stored {min(missing)}", "one that cannot")
-    return Cut(tuple((name, found[name]) for name, _ in main.cut.prefix), stages)
+    return Cut(tuple((name, found[name]) for name, _ in cut.prefix), stages)

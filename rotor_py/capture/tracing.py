@@ -22,7 +22,6 @@ training loop lowers. Otherwise every step would be traced.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
@@ -42,11 +41,7 @@ from rotor_py.capture.graph.graph_nodes import tensors_of
 
 @contextmanager
 def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set `settings` of a torch config in this thread while the context lasts.
-
-    `config.patch` makes a class and a context variable at every call. That takes longer than a small layer, and leaks:
-    Python keeps the variables in the context that they were set in.
-    """
+    """Set `settings` of a torch config meanwhile. `config.patch` takes longer, and leaks context variables."""
     before = [(name, getattr(config, name)) for name in settings]
     try:
         for name, value in settings.items():
@@ -60,17 +55,14 @@ def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
 # Numbers in modules that TorchDynamo leaves open: those that changed since the last trace. It takes such a number for a
 # constant, and would trace a model that counts its calls in every step.
 
-_NUMBER = "is_int_specialization_case"
-"""TorchDynamo's function that decides that an integer is a constant, where it has one."""
-
 
 class OpenNumbers:
     """Names of the number attributes of one model's modules that are left open."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # Values at the last trace, by module and name.
         self._seen: dict[tuple[str, str], int | float] = {}
-        """Values at the last trace, by module and name."""
         self.names: set[str] = set()
 
     def look(self) -> None:
@@ -95,27 +87,23 @@ class OpenNumbers:
             variables.install_guards(GuardBuilder.CONSTANT_MATCH)
             return ConstantVariable.create(value=value, source=variables.source)
 
-        floats: dict[str, Any] = {"specialize_float": False} if self.names else {}
-        with (
-            settings_of(builder, self._of_integers()),
-            settings_of(torch_compat.dynamo_config, floats),
-            settings_of(builder.VariableBuilder, {"wrap_symfloat": wrap} if self.names else {}),
-        ):
-            yield
-
-    def _of_integers(self) -> dict[str, Callable[..., bool]]:
-        """Return the patch of `builder`: integers of `fully_shard` modules are constants, too, unless open."""
-        usual = getattr(builder, _NUMBER, None)
-        if usual is None:
-            return {}
-
         def is_number(value: Any, source: Any) -> bool:
             if self._is_open(source):
                 return False
             place = source.guard_source
-            return bool(usual(value, source) or (place() if callable(place) else place).is_fsdp_module())
+            # Integers of `fully_shard` modules are constants, too.
+            return bool(constant(value, source) or (place() if callable(place) else place).is_fsdp_module())
 
-        return {_NUMBER: is_number}
+        # TorchDynamo's function that decides that an integer is a constant, where it has one.
+        name = "is_int_specialization_case"
+        constant: Any = getattr(builder, name, None)
+        floats: dict[str, Any] = {"specialize_float": False} if self.names else {}
+        with (
+            settings_of(builder, {name: is_number} if constant is not None else {}),
+            settings_of(torch_compat.dynamo_config, floats),
+            settings_of(builder.VariableBuilder, {"wrap_symfloat": wrap} if self.names else {}),
+        ):
+            yield
 
     def _is_open(self, source: Any) -> bool:
         return getattr(source, "member", None) in self.names
@@ -125,8 +113,8 @@ MOST_GRAPHS = 64
 """Most graphs of one model. TorchDynamo's own limit is 8, after which it runs the model uncaptured, without a plan. A
 guess: a model may ask about the length of its input, and a data set has dozens of lengths.
 """
+# Dimensions of a batch of images: number, channels, height and width.
 _IMAGE = 4
-"""Dimensions of a batch of images: number, channels, height and width."""
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
@@ -147,17 +135,13 @@ _SHAPES = {"use_duck_shape": False}
 
 
 def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
-    """Of image tensors, let TorchDynamo leave only the first dimension open."""
     for tensor in tensors:
         if _is_image(tensor):
             _keep_sizes(tensor, range(1, tensor.dim()))
 
 
 def keep_known_sizes(outputs: Sequence[Any], graph: fx.Graph) -> None:
-    """After a graph break, keep those image sizes in a graph's outputs that were numbers in that graph.
-
-    These outputs enter the next graph.
-    """
+    """After a graph break, keep those image sizes in a graph's outputs that were numbers in that graph."""
     (nodes,) = next(iter(reversed(graph.nodes))).args
     for node, tensor in zip(nodes, outputs, strict=True):
         if isinstance(tensor, torch.Tensor) and _is_image(tensor):
@@ -178,21 +162,14 @@ class Tracing:
     """Watch the tracing during one call, in this thread; call `began` once, when tracing begins."""
 
     def __init__(self, began: Callable[[], None], numbers: OpenNumbers) -> None:
-        self.seconds = 0.0
-        """Seconds so far. After a graph break, TorchDynamo traces the pieces one by one."""
         self._began: Callable[[], None] | None = began
         self._numbers = numbers
         self._breaks_before = len(graph_break_reasons)
         self._thread = get_ident()
-        self._since: float | None = None
 
     @contextmanager
     def as_the_note_says(self) -> Iterator[None]:
-        """Have TorchDynamo trace as the Note says while the context lasts.
-
-        Entered only where a graph is to be captured, not in every step: changing settings takes longer than small
-        layers.
-        """
+        """Have TorchDynamo trace as the Note says: not in every step, since changing settings takes long."""
         dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
         self._numbers.look()
         with (
@@ -202,18 +179,13 @@ class Tracing:
             _shapes_unlogged(),
         ):
             callbacks.register_start_callback(self._start)
-            callbacks.register_end_callback(self._end)
             try:
                 yield
             finally:
                 callbacks.remove_start_callback(self._start)
-                callbacks.remove_end_callback(self._end)
 
     def begin(self) -> None:
-        """Call `began` unless it was called before.
-
-        TorchDynamo's callbacks trigger this, except while it compiles in another thread. Then the new graph does.
-        """
+        """Call `began` once: by TorchDynamo's callbacks, or, while another thread compiles, by the new graph."""
         began, self._began = self._began, None
         if began is not None:
             began()
@@ -230,12 +202,6 @@ class Tracing:
     def _start(self, *_: Any) -> None:
         if get_ident() == self._thread:
             self.begin()
-            self._since = time.perf_counter()
-
-    def _end(self, *_: Any) -> None:
-        if get_ident() == self._thread and self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-            self._since = None
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from rotor_py.distributed.sharding import Sharding, gathered, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.error_context import During
-from rotor_py.stage.protocol import offers_of
 
 Layer = tuple[str, nn.Module]
 """Dotted path in the model, and module."""
@@ -90,8 +89,6 @@ def _hooked(module: nn.Module) -> bool:
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, layer by layer, without gradients.
 
-    Layers after the last one whose effects only a run shows (`StageOffers.makes_its_own`) do not run.
-
     A layer that writes into its input or returns a view of it is joined to the layer before it: from an overwritten
     input it could not be recomputed, and freeing an input frees nothing while the output is a view of it. If the layers
     before only handed on the overwritten tensor, it is joined to the layer that made it. Leading layers with nothing to
@@ -125,9 +122,7 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     groups: list[list[Layer]] = []
     made_by: dict[int, int] = {}
     """storage address of a tensor still handed on, to the index of the group that made it"""
-    unknown = [at for at, (_, module) in enumerate(found) if not offers_of(module).makes_its_own]
-    runs = 1 + max(unknown, default=-1)
-    for position, (name, module) in enumerate(found[:runs]):
+    for position, (name, module) in enumerate(found):
         given = storages(tensors_in(value))
         value, wrote, made_nothing = _run(name, module, value, device, sharding)
         if position == leading and wrote:
@@ -149,7 +144,6 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         known = {address: min(maker, own) for address, maker in made_by.items() if address in given}
         new = dict.fromkeys(storages(tensors_in(value)).keys() - given.keys(), own)
         made_by = {**known, **new}
-    groups += [[layer] for layer in found[max(leading, runs) :]]
     return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups), sharding=sharding)
 
 

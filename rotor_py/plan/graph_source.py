@@ -111,13 +111,12 @@ def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, layers: list[Layer
     return plan.compiled.compiled_again(found, compiler, plan.costs.budget.chain, plan.costs.measurement.way_names)
 
 
-def _tell_of_capture(value: Any, seconds: float) -> None:
-    before = f", which took {seconds:.1f} s the last time" if seconds else ""
+def _tell_of_capture(value: Any) -> None:
     _log.warning(
-        "TorchDynamo captures another graph of the model%s: the input is %s; TORCH_LOGS=recompiles says why",
-        before, describe(spec_of(value)),
+        "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles says why",
+        describe(spec_of(value)),
         extra=record_fields("captured_again"),
-    )  # fmt: skip
+    )
 
 
 def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:

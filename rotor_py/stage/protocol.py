@@ -43,9 +43,6 @@ class StageOffers:
     """Positions of the input values that the stage reads and hands on. Stages with one signature (`stage_signature`)
     cost the same whichever values they read, but compiled code reads fixed ones."""
 
-    makes_its_own: bool = False
-    """Whether the stage certainly writes into none of its inputs and returns not only input memory."""
-
     needs_gradient: Sequence[bool] | None = None
     """For every input tensor, whether it needs a gradient in training; None if only a run shows it."""
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, store_all
+from rotor_solver import ForwardCheck, ForwardEnable, Sequence
 
 Loss = Callable[[Any], torch.Tensor]
 
@@ -70,3 +71,27 @@ def measured_step(
 def everything(network: nn.Module) -> list[torch.Tensor]:
     gradients = [p.grad for p in network.parameters() if p.grad is not None]
     return [*network.parameters(), *gradients, *network.buffers()]
+
+
+def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
+    """Of all parameters, and the same buffers, bit for bit."""
+    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or torch.equal(one.grad, other.grad), name  # type: ignore[arg-type]
+    for one, other in zip(found.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(one, other)
+
+
+def in_part(planned: Checkpointable, again: int = 0) -> Sequence:
+    """Every stage stored by the last of its ways, the first `again` stages only when they are run again."""
+    assert planned.budget is not None
+    chain = planned.budget.chain
+    attached = [ForwardEnable(number, len(stage.options) - 1) for number, stage in enumerate(chain.stages)]
+    checked = [ForwardCheck(number) for number in range(again)]
+    done = [each for each in store_all(chain) if not isinstance(each, ForwardEnable)]
+    backward = [each for one in done for each in ([attached[one.stage], one] if _of_first(one, again) else [one])]
+    return Sequence((*checked, *attached[again:], *backward))
+
+
+def _of_first(operation: object, again: int) -> bool:
+    return getattr(operation, "stage", again) < again

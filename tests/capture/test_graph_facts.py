@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from tests.capture.steps import adamw, compare, limits
+from tests.capture.steps import adamw, assert_same_gradients, compare, limits
 from tests.fields import raises
 
 F = nn.functional
@@ -141,27 +141,6 @@ def test_granularity_bounds_the_number_of_stages() -> None:
     assert len(planned.names) <= 3
 
 
-def test_tied_weights_get_the_sum_of_their_gradients() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(30, 16)
-            self.middle = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            value = self.embed(ids)
-            for layer in self.middle:
-                value = layer(value).tanh()
-            return value @ self.embed.weight.T
-
-    model, inputs = Tied(), {"ids": torch.randint(30, (8, 12))}
-    plain = copy.deepcopy(model)
-    planned = Checkpointable(model, loss=lambda output: output.logsumexp(-1).mean())
-    planned.measure(inputs)
-    planned.compute_sequence(limits(planned)[0])
-    compare(planned, plain, inputs, lambda output: output.logsumexp(-1).mean())
-
-
 class Partly(nn.Module):
     """A model of which TorchDynamo captures a part."""
 
@@ -219,8 +198,4 @@ def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dt
         with surroundings:
             loss = tower_loss(network(ids))
         loss.backward()
-    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (found.grad is None) == (expected.grad is None)
-        assert found.grad is None or torch.equal(found.grad, expected.grad)
-    for found, expected in zip(model.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(found, expected)
+    assert_same_gradients(model, plain)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotor_py.capture.graph.selective_recompute import hull_between, thinned
+from rotor_py.capture.graph.selective_recompute import PricedCut, ValueCut, hull_between, thinned
 
 
-@dataclass(frozen=True)
-class Part:
-    nbytes: int
-    price: int
+def part_of(nbytes: int, price: int) -> PricedCut:
+    return PricedCut(ValueCut(), nbytes, price)
 
 
-POINTS = st.lists(st.builds(Part, st.integers(1, 99), st.integers(1, 99)), max_size=9)
+POINTS = st.lists(st.builds(part_of, st.integers(1, 99), st.integers(1, 99)), max_size=9)
 
 
-def is_corner(part: Part, parts: list[Part]) -> bool:
+def is_corner(part: PricedCut, parts: list[PricedCut]) -> bool:
     """Whether no mixture of two others keeps as few bytes at that price or less."""
     for a in parts:
         for b in parts:
@@ -34,11 +31,11 @@ def is_corner(part: Part, parts: list[Part]) -> bool:
 
 
 @given(POINTS)
-def test_all_corners_of_the_hull_are_found(points: list[Part]) -> None:
-    whole, again = Part(100, 0), Part(0, 100)
+def test_all_corners_of_the_hull_are_found(points: list[PricedCut]) -> None:
+    whole, again = part_of(100, 0), part_of(0, 100)
     parts = sorted({whole, again, *points}, key=lambda part: -part.nbytes)
 
-    def least(for_bytes: int, for_prices: int) -> Part:
+    def least(for_bytes: int, for_prices: int) -> PricedCut:
         return min(parts, key=lambda part: (for_bytes * part.nbytes + for_prices * part.price, part.price))
 
     found = hull_between(whole, again, least, depth=9)
@@ -48,10 +45,12 @@ def test_all_corners_of_the_hull_are_found(points: list[Part]) -> None:
 
 
 @given(POINTS, st.integers(0, 8), st.integers(1, 40), st.integers(1, 4))
-def test_what_is_left_saves_enough_from_one_to_the_next(points: list[Part], which: int, least: int, most: int) -> None:
-    inner = sorted({part.nbytes: part for part in [*points, Part(50, 50)]}.values(), key=lambda part: -part.nbytes)
+def test_what_is_left_saves_enough_from_one_to_the_next(
+    points: list[PricedCut], which: int, least: int, most: int
+) -> None:
+    inner = sorted({part.nbytes: part for part in [*points, part_of(50, 50)]}.values(), key=lambda part: -part.nbytes)
     stays = inner[which % len(inner)]
-    whole, again = Part(100, 0), Part(0, 100)
+    whole, again = part_of(100, 0), part_of(0, 100)
     left = [whole, *thinned([whole, *inner, again], stays, least, most), again]
     assert len(left) <= most + 2
     assert all(a.nbytes - b.nbytes >= least for a, b in pairwise(left[:-1]))
@@ -62,6 +61,6 @@ def test_what_is_left_saves_enough_from_one_to_the_next(points: list[Part], whic
 
 
 def test_what_saves_too_little_goes_and_takes_no_other_along() -> None:
-    parts = [Part(1000, 0), Part(950, 10), Part(500, 100), Part(200, 400), Part(50, 900)]
+    parts = [part_of(1000, 0), part_of(950, 10), part_of(500, 100), part_of(200, 400), part_of(50, 900)]
     assert thinned(parts, parts[1], 100, 5) == parts[2:4]
     assert thinned(parts, parts[2], 100, 1) == parts[2:3]

@@ -7,16 +7,14 @@ import gc
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.capture import captured_layer
-from rotor_solver import Chain, ForwardCheck, ForwardEnable, Option, Sequence, simulate, solve, store_all
-from tests.capture.steps import adamw, compare
+from rotor_solver import Chain, Option, simulate, solve
+from tests.capture.steps import adamw, assert_same_gradients, compare, in_part
 from tests.fields import logged
 
 WIDTH = 32
@@ -82,21 +80,6 @@ def names(planned: Checkpointable) -> tuple[tuple[str, ...], ...]:
     return tuple(
         tuple(name for name in each if name.startswith("in part")) for each in planned.inspection_values.way_names
     )
-
-
-def in_part(planned: Checkpointable, again: int = 0) -> Sequence:
-    """Every stage stored by the last of its ways, the first `again` stages only when they are run again."""
-    assert planned.budget is not None
-    chain = planned.budget.chain
-    attached = [ForwardEnable(number, len(stage.options) - 1) for number, stage in enumerate(chain.stages)]
-    checked = [ForwardCheck(number) for number in range(again)]
-    done = [each for each in store_all(chain) if not isinstance(each, ForwardEnable)]
-    backward = [each for one in done for each in ([attached[one.stage], one] if _of_first(one, again) else [one])]
-    return Sequence((*checked, *attached[again:], *backward))
-
-
-def _of_first(operation: object, again: int) -> bool:
-    return getattr(operation, "stage", again) < again
 
 
 @pytest.mark.parametrize("again", [0, 2])
@@ -213,51 +196,4 @@ def test_autocast_is_that_of_the_forward() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             value = loss(network(batch))
         value.backward()  # as people do: outside
-    for found, expected in zip(planned.parameters(), model.parameters(), strict=True):
-        assert torch.equal(found.grad, expected.grad)  # type: ignore[arg-type]
-
-
-class Squeezed(nn.Module):
-    """It saves much, and nothing of that is cheap to make again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.parametrize(("layer", "some"), [(Squeezed, False), (Block, True)])
-def test_a_layer_is_captured_once_and_its_graph_run_where_that_can_be_stored_in_part(
-    layer: type[nn.Module], some: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    captures = []
-    capturing = captured_layer.CapturedForward.__init__
-
-    def counted(forward: captured_layer.CapturedForward, *args: Any, **options: Any) -> None:
-        captures.append(options)
-        capturing(forward, *args, **options)
-
-    captured = captured_layer.CapturedLayer.__init__
-
-    def uncounted(*args: Any, **options: Any) -> None:
-        captured(*args, **options)
-        captures.clear()
-
-    runs = []
-    running = captured_layer.CapturedGraph.run_unplanned
-
-    def noted(graph: captured_layer.CapturedGraph, arguments: Any) -> Any:
-        runs.append(graph)
-        return running(graph, arguments)
-
-    monkeypatch.setattr(captured_layer.CapturedGraph, "run_unplanned", noted)
-    monkeypatch.setattr(captured_layer.CapturedForward, "__init__", counted)
-    monkeypatch.setattr(captured_layer.CapturedLayer, "__init__", uncounted)
-    planned, _ = measured(layer(), nn.Linear(WIDTH, WIDTH))
-    assert bool(names(planned)[0]) == some
-    assert [options["open_sizes"] for options in captures] == [True]
-    assert len(runs) == some
+    assert_same_gradients(planned, model)

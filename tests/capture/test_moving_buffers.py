@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from rotor_py import Checkpointable
-from rotor_solver import store_all
+from tests.capture.steps import assert_same_gradients, limits
 
 WIDTH = 32
 
@@ -24,6 +24,17 @@ class Block(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value + self.narrow(F.gelu(self.wide(value)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
 
 
 class Moving(nn.Module):
@@ -84,16 +95,11 @@ class Outside(Moving):
         return super().forward(value)
 
 
-def limits(model: nn.Module, value: torch.Tensor, count: int) -> list[int]:
-    """From the least that a plan needs to all that is stored."""
-    found = Checkpointable(model, value, "1GB", fresh_grads=True, cache=False, forwards_in_flight=count).budget
-    assert found is not None
-    least, most = found.least_bytes(), found.peak_bytes(store_all(found.chain))
-    return [int(least + share * (most - least)) for share in (0, 0.3, 1)]
-
-
-def tensors(model: nn.Module) -> list[torch.Tensor]:
-    return [*(each.grad for each in model.parameters() if each.grad is not None), *model.buffers()]
+def shares(model: nn.Module, value: torch.Tensor, count: int) -> list[int]:
+    """Limits from the least that a plan needs to all that is stored."""
+    planned = Checkpointable(model, value, "1GB", fresh_grads=True, cache=False, forwards_in_flight=count)
+    least, most = limits(planned)
+    return [least, int(least + 0.3 * (most - least)), most]
 
 
 MODELS = [Moving, ReadBefore, Statistics, Into, Replaced, Outside]
@@ -116,7 +122,7 @@ IN_FLIGHT = [ReadBefore, Replaced]
 def test_numbers_are_those_of_plain_training(make: Callable[[], nn.Module], count: int) -> None:
     torch.manual_seed(0)
     model, values = make().train(), [torch.randn(16, WIDTH) for _ in range(count)]
-    for limit in limits(copy.deepcopy(model), values[0], count):
+    for limit in shares(copy.deepcopy(model), values[0], count):
         plain, trained = copy.deepcopy(model), copy.deepcopy(model)
         options = {"fresh_grads": True, "cache": False, "forwards_in_flight": count, "watch": False}
         planned = Checkpointable(trained, values[0], limit, **options)
@@ -125,7 +131,7 @@ def test_numbers_are_those_of_plain_training(make: Callable[[], nn.Module], coun
             for network in (plain, planned):
                 network.zero_grad()
                 torch.stack([network(value).square().mean() for value in values]).sum().backward()
-            assert all(map(torch.equal, tensors(plain), tensors(trained)))
+            assert_same_gradients(trained, plain)
 
 
 def test_measuring_leaves_a_generator_of_the_model_as_it_was() -> None:
@@ -137,17 +143,7 @@ def test_measuring_leaves_a_generator_of_the_model_as_it_was() -> None:
         def forward(self, value: torch.Tensor) -> torch.Tensor:
             return super().forward(value + torch.rand(value.shape, generator=self.noise))
 
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([Noisy(), Block(), Block()])
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                value = block(value)
-            return value
-
-    model = Blocks()
+    model = Blocks(Noisy(), Block(), Block())
     noisy = model.blocks[0]
     assert isinstance(noisy, Noisy)
     before = noisy.noise.get_state()
@@ -164,22 +160,12 @@ def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
             scale = float(np.random.rand())  # as models do
             return value + scale * super().forward(value)
 
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(Scaled() for _ in range(2))
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                value = block(value)
-            return value
-
     torch.manual_seed(0)
-    model, value = Blocks(), torch.randn(16, WIDTH)
-    for limit in limits(copy.deepcopy(model), value, 1):
+    model, value = Blocks(Scaled(), Scaled()), torch.randn(16, WIDTH)
+    for limit in shares(copy.deepcopy(model), value, 1):
         plain, trained = copy.deepcopy(model), copy.deepcopy(model)
         planned = Checkpointable(trained, value, limit, fresh_grads=True, cache=False, watch=False)
         for network in (plain, planned):
             np.random.seed(0)
             network(value).square().mean().backward()
-        assert all(map(torch.equal, tensors(plain), tensors(trained)))
+        assert_same_gradients(trained, plain)

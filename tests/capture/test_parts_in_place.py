@@ -13,12 +13,11 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from rotor_profiling.stage.gradients import leaves_of
-from rotor_py.capture.graph.graph_nodes import Sizes
+from rotor_py.capture.graph.graph_nodes import SymbolValues
 from rotor_py.capture.graph.saved_values import SavedPart, find_saved_values, is_cheap
 from rotor_py.capture.graph.selective_recompute import find_saved_parts, least_cut
 from rotor_py.stage.partial_storage import PartialSaving
-from tests.capture.steps import compare
-from tests.capture.test_layers_in_part import in_part
+from tests.capture.steps import compare, in_part
 from tests.capture.test_partial_saving import WIDTH, captured, loss, run, stages
 
 
@@ -101,8 +100,8 @@ def test_what_is_made_again_beside_writes_has_the_same_bits(data: st.DataObject)
         expected = _gradients(body, body, example)
     except RuntimeError:  # autograd refuses it in plain training, too
         assume(False)
-    values = find_saved_values(body, Sizes())
-    assert find_saved_values(body, Sizes(), [example.detach().requires_grad_()]) == values
+    values = find_saved_values(body, SymbolValues())
+    assert find_saved_values(body, SymbolValues(), [example.detach().requires_grad_()]) == values
     own = [node for node, root in values.roots.items() if root is node]
     again = {node: 0 for node in own if is_cheap(node) and node not in values.stale}
     keeping = {node: 1 + (3 * number + seed) % 7 for number, node in enumerate(own)}
@@ -114,8 +113,8 @@ def test_what_is_made_again_beside_writes_has_the_same_bits(data: st.DataObject)
             return type(graph).forward(body, saving, x)
 
     found = _gradients(body, forward, example)
-    assert all(map(torch.equal, found, expected))
-    assert find_saved_parts(body, 0, Sizes()) is not None
+    assert all(map(torch.equal, (each.nan_to_num() for each in found), (each.nan_to_num() for each in expected)))
+    assert find_saved_parts(body, 0, SymbolValues()) is not None
 
 
 def _gradients(body: fx.GraphModule, forward: Any, example: torch.Tensor) -> list[torch.Tensor]:
@@ -132,6 +131,7 @@ def _gradients(body: fx.GraphModule, forward: Any, example: torch.Tensor) -> lis
 @st.composite
 def programs(draw: st.DrawFn) -> fx.GraphModule:
     """A few operators, some of which write to what others have made, or to a view of it."""
+    torch.manual_seed(0)
     graph = fx.Graph()
     weight = nn.Parameter(torch.randn(4, 4))
     first = graph.placeholder("x")

@@ -15,6 +15,7 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.capture import captured_forward
+from tests.capture.steps import assert_same_gradients
 from tests.checkpointable.steps import CPU, between, square, step_peak
 from tests.fields import logged
 from tests.plan.test_step_plans import plans_counted
@@ -115,10 +116,7 @@ def assert_trains_like(planned: Checkpointable, plain: nn.Module, batch: dict[st
         outputs.append(square(network(**batch)))
         outputs[-1].backward()
     assert torch.equal(*outputs)
-    for (name, found), expected in zip(planned.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(found.grad, expected.grad), name
-    for found, expected in zip(planned.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(found, expected)
+    assert_same_gradients(planned, plain)
     limit = planned._planner.model.limit_bytes(CPU)
     assert step_peak(planned, batch, fresh_grads=True) <= limit
 

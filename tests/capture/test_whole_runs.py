@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.capture import tracing
-from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.execute.instructions import joined_run
 from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
@@ -89,39 +87,6 @@ def test_stages_that_are_stored_run_as_one_and_as_in_plain_training(case: Any, s
     assert peak <= planned.budget.peak_bytes(planned.sequence)
     if share == 1:
         assert called == []
-
-
-def test_stages_that_run_as_one_get_no_runners(monkeypatch: Any) -> None:
-    planned, _, inputs = mixed(mem_limit="1GB")
-    made: list[str] = []
-    make = StageRunner.__init__
-
-    def noted(self: StageRunner, function: Any, name: str, *args: Any, **options: Any) -> None:
-        made.append(name)
-        make(self, function, name, *args, **options)
-
-    square(planned(**inputs)).backward()
-    monkeypatch.setattr(StageRunner, "__init__", noted)
-    square(planned(**inputs)).backward()
-    assert made == []
-    with watched(lambda *_: None):  # somebody wants to see each of them
-        square(planned(**inputs)).backward()
-    assert made == planned.names
-
-
-def test_torchdynamo_has_settings_of_ours_only_while_it_makes_a_graph(monkeypatch: Any) -> None:
-    planned, _, inputs = mixed(mem_limit="1GB")
-    entered: list[Any] = []
-    settings_of = tracing.settings_of
-    monkeypatch.setattr(
-        tracing, "settings_of", lambda config, settings: entered.append(1) or settings_of(config, settings)
-    )
-    for _ in range(2):
-        square(planned(**inputs)).backward()
-    assert entered == []
-    square(planned(x=inputs["x"][:1], scale=inputs["scale"][:1])).backward()  # a size of 1 takes a graph of its own
-    assert entered
-    assert torch._dynamo.config.allow_rnn is False
 
 
 def test_layers_that_do_nothing_are_run_too() -> None:
@@ -212,13 +177,6 @@ def test_what_goes_into_a_run_is_freed_as_soon_as_it_was_used() -> None:
     _there.clear()
     network(torch.randn(4, 8)).sum().backward()
     assert _there == [False]
-
-
-def test_a_copy_of_a_stage_does_not_take_along_the_stages_that_follow() -> None:
-    planned, _, inputs = planned_tower(mem_limit="1GB")
-    planned(**inputs)
-    stage = next(stage for stage in planned.functions if isinstance(stage, GraphStage) and stage._runs)
-    assert copy.deepcopy(stage)._runs == {}
 
 
 def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:

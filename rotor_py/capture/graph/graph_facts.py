@@ -1,14 +1,15 @@
-"""Read a captured graph once, before it is cut: gradients, modes, context and body.
-
-The nodes are divided into a context and a body. Nodes without gradient (masks, positions, rotary tables) need no
-backward, so they run once, before the first stage, and all stages share their values; the body is cut into stages. Left
-in place, a mask that every layer reads would be live at every position, so no position would have a single live tensor
-to cut at.
+"""Read a captured graph, and find where to cut it. Nodes without gradient (masks, positions, rotary tables) are its
+context, which runs once before the first stage: a mask that every layer reads would be live at every position. The body
+is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import operator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,19 +17,21 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import torch_compat
-from rotor_py.capture.fsdp_markers import MARKS, FSDPMarks, Place
+from rotor_py.capture.fsdp_markers import MARKS, FSDPMarks, Place, enter, leave
 from rotor_py.capture.graph.graph_nodes import (
-    Sizes,
+    SymbolValues,
     attribute_of,
     carries_gradient,
+    example_of,
     is_random,
     memory_root,
+    module_path,
     name_of,
+    new_bytes,
     tensors_of,
     written_by,
 )
 from rotor_py.capture.graph.graph_rewrites import draws_random_numbers
-from rotor_py.capture.graph.stage_graph import Codes
 from rotor_py.capture.guarded_branches import give_up, is_question
 from rotor_py.distributed.sharding import ShardGroup
 
@@ -38,8 +41,6 @@ _ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Modes around a node: autocast regions, by the node that enters each, and gradients."""
-
     autocast: tuple[fx.Node, ...] = ()
     gradients: bool = True
 
@@ -48,48 +49,41 @@ class Modes:
 class GraphFacts:
     """A graph, read once. Together, `context` and `body` are all nodes that compute something."""
 
-    context: list[fx.Node]
-    """Nodes without gradient that can run before all others, in the order of the graph."""
-    body: list[fx.Node]
-    """The other nodes, in the order of the graph."""
-    outputs: list[Any]
-    modes: dict[fx.Node, Modes]
-    owned: dict[fx.Node, torch.Tensor]
-    """Placeholders that are parameters or buffers of the model."""
-    modules: dict[fx.Node, nn.Module]
-    """Nodes that name a module, such as the body of a higher-order operator."""
-    given: list[fx.Node]
-    """The other placeholders: the caller's inputs."""
-    sizes: Sizes
-    """Values of the graph's symbols."""
-    marks: FSDPMarks | None = None
+    sizes: SymbolValues
+    marks: FSDPMarks | None
+    # Nodes without gradient that can run before all others, in the order of the graph.
+    context: list[fx.Node] = field(default_factory=list)
+    # The other nodes, in the order of the graph.
+    body: list[fx.Node] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    modes: dict[fx.Node, Modes] = field(default_factory=dict)
+    # Placeholders that are parameters or buffers of the model.
+    owned: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
+    # Nodes that name a module, such as the body of a higher-order operator.
+    modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
+    # The other placeholders: the caller's inputs.
+    given: list[fx.Node] = field(default_factory=list)
+    # Nodes whose memory the body may write. Readers after such a write have to run in the body, too.
     written: set[fx.Node] = field(default_factory=set)
-    """Nodes whose memory the body may write. Readers after such a write have to run in the body, too."""
+    # Owned placeholders that are holes, each with its parameter's place and FSDP group.
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
-    """Owned placeholders that are holes, each with its parameter's place and FSDP group."""
-    codes: Codes = field(default_factory=Codes)
-    """Code shared by equal stages."""
 
     @property
     def operators(self) -> list[str]:
-        """Operators of the body's tensors, in order, and which tensors need a gradient, with those of `given`.
-
-        Equal for graphs that do the same, possibly for other sizes.
-        """
+        """Operators, and which tensors need a gradient: equal for graphs that do the same for other sizes."""
         given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
         return [*given, *made]
 
 
 def read_graph(
-    graph_module: fx.GraphModule, inputs: Iterable[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
+    graph_module: fx.GraphModule, inputs: Sequence[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
     """Read a graph that will be called with `inputs`; `buffers` are the ids of the model's buffers."""
-    values = list(inputs)
-    sizes = Sizes([node for node in graph_module.graph.nodes if node.op == "placeholder"], values)
-    late: set[fx.Node] = set()
+    sizes = SymbolValues([node for node in graph_module.graph.nodes if node.op == "placeholder"], inputs)
+    late: set[fx.Node] = set()  # nodes that have to stay in the body
     while True:
-        facts = _read(graph_module, values, _Reader(sizes, buffers, marks, late))
+        facts = _Reader(sizes, buffers, marks, late).read(graph_module, inputs)
         # All stages share the context's results, so none may write into them: a recomputed stage would write again.
         written = {node for node in facts.context if memory_root(node) in facts.written}
         if not written:
@@ -97,39 +91,39 @@ def read_graph(
         late |= written
 
 
-def _read(graph_module: fx.GraphModule, inputs: list[Any], reader: _Reader) -> GraphFacts:
-    remaining = iter(inputs)
-    for node in graph_module.graph.nodes:
-        if node.op == "placeholder":
-            reader.read_input(node, next(remaining))
-        elif node.op == "output":
-            reader.facts.outputs.extend(node.args[0])
-        elif node.op == "get_attr" and isinstance(found := attribute_of(graph_module, node.target), nn.Module):
-            reader.facts.modules[node] = found
-        else:
-            reader.read_operator(node)
-    return reader.facts
-
-
 class _Reader:
-    """A graph as far as it has been read, node by node."""
-
-    def __init__(self, sizes: Sizes, buffers: frozenset[int], marks: FSDPMarks | None, late: set[fx.Node]) -> None:
-        self.facts = GraphFacts([], [], [], {}, {}, {}, [], sizes, marks)
+    def __init__(
+        self, sizes: SymbolValues, buffers: frozenset[int], marks: FSDPMarks | None, late: set[fx.Node]
+    ) -> None:
+        self.facts = GraphFacts(sizes, marks)
         self._buffers = buffers
         self._places = marks.places if marks else {}
         self._modes = Modes()
         self._late = late
-        """Nodes that have to stay in the body."""
+        # Values available before the body runs: the caller's, frozen parameters, and the context's.
         self._early: set[fx.Node] = set()
-        """Values available before the body runs: the caller's, frozen parameters, and the context's."""
+        # Nodes whose memory the body has read so far.
         self._read_by_body: set[fx.Node] = set()
-        """Nodes whose memory the body has read so far."""
 
-    def read_input(self, node: fx.Node, value: Any) -> None:
+    def read(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
+        remaining = iter(inputs)
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder":
+                self._read_input(node, next(remaining))
+            elif node.op == "output":
+                self.facts.outputs.extend(node.args[0])
+            elif node.op == "get_attr" and isinstance(found := attribute_of(graph_module, node.target), nn.Module):
+                self.facts.modules[node] = found
+            else:
+                self._read_operator(node)
+        return self.facts
+
+    def _read_input(self, node: fx.Node, value: Any) -> None:
         facts = self.facts
         facts.modes[node] = self._modes
-        if isinstance(value, nn.Parameter) or id(value) in self._buffers or _is_named_as_buffer(node, value):
+        # By name, too: a backend of torch.compile has no model to ask for its buffers.
+        is_buffer = isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)
+        if isinstance(value, nn.Parameter) or id(value) in self._buffers or is_buffer:
             facts.owned[node] = value
             if id(value) in self._places:
                 facts.sharded[node] = self._places[id(value)]
@@ -140,7 +134,7 @@ class _Reader:
             if not carries_gradient(node):
                 self._early.add(node)
 
-    def read_operator(self, node: fx.Node) -> None:
+    def _read_operator(self, node: fx.Node) -> None:
         facts = self.facts
         facts.modes[node] = self._modes
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
@@ -154,9 +148,12 @@ class _Reader:
         else:
             facts.body.append(node)
             self._read_by_body.update(map(memory_root, node.all_input_nodes))
-            self.facts.written.update(map(memory_root, written_by(node)))
+            facts.written.update(map(memory_root, written_by(node)))
             if "_norm" in name_of(node):  # it may update its running statistics
-                self.facts.written.update(each for each in node.all_input_nodes if self._is_buffer(each))
+                owned = facts.owned
+                facts.written.update(
+                    each for each in node.all_input_nodes if each in owned and not isinstance(owned[each], nn.Parameter)
+                )
 
     def _is_early(self, node: fx.Node) -> bool:
         """Whether a node can run before all nodes of the body, with the same result."""
@@ -187,12 +184,8 @@ class _Reader:
             return False
         return node.op in ("call_function", "call_method", "get_attr")
 
-    def _is_buffer(self, node: fx.Node) -> bool:
-        return node in self.facts.owned and not isinstance(self.facts.owned[node], nn.Parameter)
-
 
 def written_input(facts: GraphFacts) -> fx.Node | None:
-    """Return a node that writes into an input of the model, if any."""
     for node in facts.body:
         for target in map(memory_root, written_by(node)):
             # Dynamo names a placeholder after its source: `args` or `kwargs` of the compiled function.
@@ -210,9 +203,206 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
-def _is_named_as_buffer(node: fx.Node, value: Any) -> bool:
-    """Whether Dynamo found the value in a module's buffers.
+# Cut a graph into stages where a single tensor is live, apart from carried ones.
+#
+# A stage of a chain has one input. Between the blocks of a network usually one tensor is live, and a cut there costs
+# nothing. A tensor that stays live over many blocks (an encoder's output, a skip connection) would forbid every cut in
+# between. So it is carried: each stage passes it on with its main output.
 
-    Ids alone do not suffice: a backend of torch.compile does not get the model, and has none.
+# Share of all bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more, large
+# stages stay in which a plan cannot save much; with less, more carried tensors stay in memory.
+_HUGE = 0.3
+# Fewest new cuts for which one more tensor is carried. A guess: fewer cost more than they gain.
+_WORTHWHILE = 4
+# Share of an average stage's bytes below which a stage is joined to the next. A guess: a cut after every reshape would
+# slow down the solver, and save nothing.
+_SMALL = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class CutPoints:
+    # Position of each stage's last node in the graph's body, increasing.
+    ends: list[int]
+    # Tensors carried past cuts with the main one.
+    carried: list[fx.Node]
+    # live[p]: values made up to position p and read after it.
+    live: list[list[fx.Node]]
+
+
+def weights_of(facts: GraphFacts) -> list[int]:
+    # Bytes stand for work: times are known only once stages are measured, and stages only once the graph is cut.
+    return [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
+
+
+def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> CutPoints:
+    """Cut where one tensor is live, into at most `granularity` stages; `weights` has one entry per body node.
+
+    While a stage is too large, carry one of the tensors live inside the largest: the one that allows most new cuts.
+    Join tiny stages to the next one.
     """
-    return isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)
+    live = _liveness(facts)
+    crossings = _Crossings(facts, live)
+    carried: list[fx.Node] = []
+    possible = crossings.possible(carried)
+    while True:
+        low, high = _largest(possible, weights)
+        if sum(weights[low:high]) <= _HUGE * sum(weights):
+            break
+        inside = {node for position in range(low, high - 1) for node in live[position]}
+        gained = crossings.gained(carried)
+        # In the order of the graph, the first among equals: processes that train together have to cut alike.
+        best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
+        if best is None or gained[best] < _WORTHWHILE:
+            break
+        carried.append(best)
+        possible = crossings.possible(carried)
+    smallest = _SMALL / granularity
+    ends = _merged(possible, weights, smallest)
+    while len(ends) > granularity:
+        smallest *= 1.5  # a guess: a few rounds suffice, and the number of stages ends not far below the bound
+        ends = _merged(possible, weights, smallest)
+    return CutPoints(ends, carried, live)
+
+
+def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
+    """Cut a graph where `other` was cut, whose plan serves only the same stages; None if it has no such cuts."""
+    if facts.operators != other.operators:
+        return None
+    # Numbers, and the nodes that compute them, differ between known and open sizes.
+    here, there = ([at for at, node in enumerate(each.body) if tensors_of(node)] for each in (facts, other))
+    partner = {other.body[at]: facts.body[position] for at, position in zip(there, here, strict=True)}
+    live = _liveness(facts)
+    ends = []
+    for end in cuts.ends[:-1]:
+        count = bisect_right(there, end)
+        found = here[count - 1] if there[count - 1] == end else here[count] - 1
+        if [partner[node] for node in cuts.live[end] if tensors_of(node)] != [n for n in live[found] if tensors_of(n)]:
+            return None
+        ends.append(found)
+    return CutPoints([*ends, len(facts.body) - 1], [partner[node] for node in cuts.carried], live)
+
+
+def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
+    position = {node: at for at, node in enumerate(facts.body)}
+    last = {node: max((position.get(user, -1) for user in node.users), default=-1) for node in facts.body}
+    last |= {node: len(facts.body) for node in facts.outputs if node in position}
+    found: list[list[fx.Node]] = []
+    now: list[fx.Node] = []
+    for at, node in enumerate(facts.body):
+        now = [each for each in [*now, node] if last[each] > at]
+        found.append(now)
+    return found
+
+
+class _Crossings:
+    def __init__(self, facts: GraphFacts, live: list[list[fx.Node]]) -> None:
+        tensors = {node: tensors_of(node) for node in facts.body}
+        gradient = {node for node in facts.body if carries_gradient(node)}
+        self._end = len(facts.body) - 1
+        self._live: dict[int, list[fx.Node]] = {}
+        unfinished = _unfinished(facts)
+        for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
+            # A mark belongs into one stage with its module. A stage must not end where gradients are off: none would
+            # arrive at its output. A stage that overwrites its input could not be recomputed from it.
+            if _begins_module(node) or following.target is leave or not facts.modes[node].gradients or at in unfinished:
+                continue
+            here = [each for each in live[at] if tensors[each]]
+            if not gradient.isdisjoint(here):
+                self._live[at] = here
+        self._checkpoints = {
+            node
+            for node, found in tensors.items()
+            if len(found) == 1
+            and not isinstance(example_of(node), tuple)
+            and node not in facts.outputs  # the caller holds it: dropping it as a checkpoint would free nothing
+        }
+
+    def possible(self, carried: list[fx.Node]) -> list[int]:
+        """Positions after which a stage may end if these tensors are carried."""
+        found = [at for at, main in self._beside(carried).items() if self._is_one(main)]
+        return [*found, self._end]
+
+    def gained(self, carried: list[fx.Node]) -> Counter[fx.Node]:
+        """Count, for each further tensor to carry, the positions that it makes possible."""
+        blocked = [main for main in self._beside(carried).values() if not self._is_one(main)]
+        return Counter(
+            node
+            for main in blocked
+            if len(main) <= 2
+            for node in main
+            if self._is_one([each for each in main if each is not node])
+        )
+
+    def _beside(self, carried: list[fx.Node]) -> dict[int, list[fx.Node]]:
+        aside = set(carried)
+        return {at: [node for node in live if node not in aside] for at, live in self._live.items()}
+
+    def _is_one(self, main: list[fx.Node]) -> bool:
+        return len(main) <= 1 and self._checkpoints.issuperset(main)
+
+
+def _unfinished(facts: GraphFacts) -> set[int]:
+    position = {node: at for at, node in enumerate(facts.body)}
+    found: set[int] = set()
+    for node in facts.body:
+        for target in map(memory_root, written_by(node)):
+            found.update(range(position.get(target, position[node]), position[node]))
+    return found
+
+
+def _begins_module(node: fx.Node) -> bool:
+    """Whether parameters have just been gathered: a cut here would keep them until the next stage."""
+    # `enter` returns a tuple, whose elements are nodes that follow it.
+    if node.target is operator.getitem:
+        return bool(node.all_input_nodes[0].target is enter)
+    return node.target is enter
+
+
+def _largest(ends: list[int], weights: list[int]) -> tuple[int, int]:
+    """Bounds of the heaviest stage."""
+    bounds = [0, *(end + 1 for end in ends)]
+    pairs = list(itertools.pairwise(bounds))
+    return max(pairs, key=lambda pair: sum(weights[pair[0] : pair[1]]))
+
+
+def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
+    """The ends after joining stages lighter than the share `smallest` of all to the next stage."""
+    least, kept, begin = smallest * sum(weights), [], 0
+    for end in ends[:-1]:
+        if sum(weights[begin : end + 1]) >= least:
+            kept.append(end)
+            begin = end + 1
+    if kept and sum(weights[begin:]) < least:  # the last stage has no next one
+        kept.pop()
+    return [*kept, ends[-1]]
+
+
+def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
+    """Name each piece after the module in which its nodes weigh most, one level below what all of them share."""
+    found = []
+    for piece in pieces:
+        weights: Counter[str] = Counter()
+        for node in piece:
+            weights[module_path(node)] += weights_of[node]
+        found.append(_name(weights))
+    repeated = {name for name, count in Counter(found).items() if count > 1}
+    seen: Counter[str] = Counter()
+    for number, name in enumerate(found):
+        if name in repeated:
+            seen[name] += 1
+            found[number] = f"{name}#{seen[name]}"
+    return found
+
+
+def _name(weights: Counter[str]) -> str:
+    paths = [path.split(".") for path in weights if path]
+    if not paths:
+        return "(top)"
+    common = 0
+    while all(len(path) > common and path[common] == paths[0][common] for path in paths):
+        common += 1
+    below: Counter[str] = Counter()
+    for path, weight in weights.items():
+        if path:
+            below[".".join(path.split(".")[: common + 1])] += weight
+    return max(below, key=lambda path: below[path])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 import re
 import sys
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from functools import cache
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import sympy  # torch needs it for its symbols
@@ -27,7 +28,7 @@ from rotor_profiling.torch_compat import tree_leaves
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class Sizes:
+class SymbolValues:
     """Numbers for the symbols of a graph whose `placeholders` are called with `arguments`."""
 
     def __init__(self, placeholders: Iterable[fx.Node] = (), arguments: Iterable[Any] = ()) -> None:
@@ -48,10 +49,7 @@ class Sizes:
             self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
-        """Return a size, stride or other number of the graph without symbols; TorchDynamo's hint for unknown ones.
-
-        Other values are returned unchanged; None for a number that is unknown before the graph runs.
-        """
+        """A number of the graph without symbols: TorchDynamo's hint for unknown ones, None if there is none."""
         if not isinstance(value, _SYMBOLIC):
             return value
         expression = getattr(value.node, "expr", None)
@@ -62,10 +60,7 @@ class Sizes:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Return bytes of a tensor in this process; an unknown dimension counts as one.
-
-        For an unevenly sharded `DTensor`, the largest shard counts: all processes have to decide alike.
-        """
+        """Bytes of a tensor in this process; an unknown dimension counts as one."""
         count = tensor.element_size()
         for size in self._largest_part(tensor):
             count *= 1 if size is None else size
@@ -83,44 +78,27 @@ class Sizes:
 
 
 def example_of(node: fx.Node) -> Any:
-    """Return the node's value as Dynamo saw it, made of fake tensors."""
+    """The node's value as Dynamo saw it, made of fake tensors."""
     # Dynamo writes "example_value"; torch's other tracers write "val".
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+# Parts of names of random operators; torch lists none for functions and methods.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
-"""Parts of names of random operators; torch lists none for functions and methods."""
 _IN_PLACE = {operator.setitem, operator.delitem}
 _IN_PLACE |= {
     getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
 }
+# Python's functions for `and`, `or`, `not` and `is` end in an underscore because those words are reserved.
 _NOT_IN_PLACE = {operator.and_, operator.or_, operator.not_, operator.is_}
-"""Python's functions for `and`, `or`, `not` and `is` end in an underscore because those words are reserved."""
-# fmt: off
-_ALLOCATING = {
-    "add", "sub", "mul", "div", "truediv", "neg", "pow", "exp", "sin", "cos", "tanh", "sigmoid", "softmax", "mean",
-    "sum", "cat", "stack", "clone", "relu", "gelu", "silu", "leaky_relu", "elu", "softplus", "hardswish", "hardtanh",
-    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "grouped_products", "scaled_dot_product_attention", "embedding",
-    "batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm", "max_pool2d", "avg_pool2d",
-    "adaptive_avg_pool2d", "cross_entropy",
-}
-# fmt: on
-"""Operators that write their results into new memory. Others do so only if necessary, such as `contiguous`, or
-`dropout` of nothing. Dynamo's fake tensors do not tell: their strides come from other kernels.
-"""
-_NAMED_BY_CONVENTION = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_operator"}
-_NAMED_BY_CONVENTION |= {"rotor_py.capture.patches"}
-"""Modules whose functions' names say whether they write. Names elsewhere follow no convention."""
 
 
 def carries_gradient(node: fx.Node) -> bool:
-    """Whether a tensor of the node's value needs a gradient."""
     return any(tensor.requires_grad for tensor in tensors_of(node))
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Return the tensors of the node's value as Dynamo saw them: fake tensors."""
+    """The fake tensors of the node's value."""
     example = example_of(node)
     if isinstance(example, torch.Tensor):  # of most nodes; called very often
         return [example]
@@ -128,22 +106,19 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 
 
 def need_gradients(nodes: Iterable[fx.Node]) -> list[bool]:
-    """Return whether each tensor of the nodes' values, in order, needs a gradient."""
     return [tensor.requires_grad for node in nodes for tensor in tensors_of(node)]
 
 
-def new_bytes(node: fx.Node, sizes: Sizes) -> int:
-    """Return bytes that the node allocates; zero if its value lies in its inputs' memory."""
+def new_bytes(node: fx.Node, sizes: SymbolValues) -> int:
     return sum(map(sizes.bytes_of, _new_tensors(node)))
 
 
 def _new_tensors(node: fx.Node) -> list[torch.Tensor]:
-    known = memories_of(node.all_input_nodes)
+    known = {_memory(tensor) for each in node.all_input_nodes for tensor in tensors_of(each)}
     return [tensor for tensor in tensors_of(node) if _memory(tensor) not in known]
 
 
 def overwrites(node: fx.Node) -> bool:
-    """Whether the node may write into one of its inputs."""
     name = name_of(node)
     if node.target in _NOT_IN_PLACE:
         return False
@@ -157,7 +132,6 @@ def overwrites(node: fx.Node) -> bool:
 
 @cache
 def _place_of_inplace(function: Any) -> int:
-    """Return the position of a function's parameter `inplace`; `sys.maxsize` without one."""
     if getattr(function, "__module__", None) != functional.__name__:
         return sys.maxsize
     names = list(signature(function).parameters)
@@ -172,39 +146,11 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     return out or node.all_input_nodes[: None if name_of(node).startswith("_foreach_") else 1]
 
 
-def writes_into(node: fx.Node, given: Set[int]) -> bool:
-    """Whether the node may write into the memories `given`, except a norm's running statistics."""
-    if node.op == "call_function" and getattr(node.target, "__module__", None) not in _NAMED_BY_CONVENTION:
-        return True
-    return not given.isdisjoint(memories_of(written_by(node)))
-
-
-def memories_of(nodes: Iterable[fx.Node]) -> set[int]:
-    """Return the ids of the storages in which the nodes' tensors lie."""
-    return {_memory(tensor) for node in nodes for tensor in tensors_of(node)}
-
-
-def allocates(node: fx.Node) -> bool:
-    """Whether the node's result certainly lies in new memory."""
-    return (name_of(node) in _ALLOCATING or _drops_out(node)) and bool(_new_tensors(node))
-
-
-def _drops_out(node: fx.Node) -> bool:
-    """Whether the node is a `functional.dropout(value, p, training)` that drops something; else it returns `value`."""
-    if node.target is not functional.dropout:
-        return False
-    given = dict(zip(("value", "p", "training"), node.args, strict=False)) | node.kwargs
-    share, training = given.get("p", 0.5), given.get("training", True)
-    return isinstance(share, float) and share > 0 and training is True
-
-
 def is_random(node: fx.Node) -> bool:
-    """Whether the node may draw random numbers."""
     return any(word in name_of(node) for word in _RANDOM)
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the dotted path of the node's module, as in `named_modules`."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -215,37 +161,47 @@ def module_path(node: fx.Node) -> str:
 
 
 def attribute_of(module: Any, target: Any) -> Any:
-    """Return the attribute of `module` that the dotted path `target` names."""
     for part in str(target).split("."):
         module = getattr(module, part)
     return module
 
 
+# Key in `meta` of a node for a sharded parameter, which is whole while the stage runs.
 GATHERED = "gathered"
-"""Key in `meta` of a node for a sharded parameter, which is whole while the stage runs."""
 
 
 def owned_by(module: Any, node: fx.Node) -> Any:
-    """Return the value of a `get_attr` node; for a sharded parameter, a fake one as it looks when gathered."""
+    """Value of a `get_attr` node; for a sharded parameter, a fake one as it looks when gathered."""
     return node.meta["example_value"] if GATHERED in node.meta else attribute_of(module, node.target)
 
 
 def memory_root(node: fx.Node) -> fx.Node:
-    """Return the node that allocated the memory of this node's value, as far as can be told.
-
-    From a node that allocates nothing, the search goes on with its first input: views and in-place operators look at it
-    or write into it.
-    """
+    """The node that allocated this node's memory: views and in-place operators have that of their first input."""
     while (inputs := node.all_input_nodes) and tensors_of(node) and not _new_tensors(node):
         node = inputs[0]
     return node
 
 
 def name_of(node: fx.Node) -> str:
-    """Return the name of the node's operator, a function or a method."""
     return str(node.target if isinstance(node.target, str) else getattr(node.target, "__name__", node.target))
 
 
 def _memory(tensor: torch.Tensor) -> int:
     # Not the address of the data: all fake tensors have 0 there.
     return int(local(tensor).untyped_storage()._cdata)
+
+
+_FRAME = r"(?m)^(?=  File )"
+_OWN = str(Path(__file__).parent.parent)
+
+
+def lines_of(node: fx.Node) -> list[str]:
+    """The model's frames, outermost first, in which a node was traced."""
+    return [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if _OWN not in frame]
+
+
+def line_of(node: fx.Node) -> str:
+    """The line of the model that a node comes from: path:number, and its text."""
+    frames = lines_of(node)
+    found = re.search(r'File "(.+)", line (\d+)[^\n]*\n\s*([^\n]*)', frames[-1]) if frames else None
+    return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"

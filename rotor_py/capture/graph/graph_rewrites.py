@@ -13,19 +13,23 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from rotor_profiling import torch_compat
-from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, name_of, tensors_of, written_by
-from rotor_py.capture.graph.stage_graph import line_of
+from rotor_py.capture.graph.graph_nodes import (
+    carries_gradient,
+    example_of,
+    line_of,
+    name_of,
+    tensors_of,
+    written_by,
+)
 from rotor_py.errors import UnsupportedModelError
 
 # A model's own `torch.autograd.Function` in a captured graph.
 #
-# Dynamo turns a call into one operator of torch, with forward and backward as graphs. That operator makes a class for
-# each call, which owns the saved tensors. A class is part of a reference cycle, so these stay until the next garbage
-# collection, after the backward, and even under `no_grad`. Here autograd owns them, and frees them in the backward.
+# Dynamo's operator for a call makes a class, which owns the saved tensors until the next garbage collection. Here
+# autograd owns them, and frees them in the backward.
 
 
 def with_saving_functions(graph_module: fx.GraphModule) -> None:
-    """Rewrite a graph in place so that autograd frees the saved tensors of the model's own functions."""
     for node in graph_module.graph.nodes:
         if node.op == "call_function" and name_of(node) == autograd_function_apply.__name__:
             node.target = autograd_function_apply
@@ -33,49 +37,27 @@ def with_saving_functions(graph_module: fx.GraphModule) -> None:
 
 
 def autograd_function_apply(forward: fx.GraphModule, backward: fx.GraphModule, *values: Any, **how: Any) -> Any:
-    """Run `forward` on `values`, with `backward` for the gradients, as torch's operator of this name does.
-
-    `forward` returns its output and the values that `backward` reads after the gradients. `how` has the positions of
-    outputs without gradient (`non_differentiable_idx`) or written over (`dirty_idx`), and of the saved tensors that
-    autograd guards against being written over (`saved_for_backward_idx`).
-    """
-    return _Function.apply(_Call(forward, backward, how), *values)  # type: ignore[no-untyped-call]  # torch's
+    """Run `forward` on `values` as torch's operator of this name does; `backward` reads gradients and saved values."""
+    return SavingFunction.apply(forward, backward, how, *values)  # type: ignore[no-untyped-call]  # torch's
 
 
-class _Call:
-    """One call while it runs, and then the data that its autograd node needs."""
-
-    def __init__(self, forward: fx.GraphModule, backward: fx.GraphModule, how: dict[str, Any]) -> None:
-        self.forward, self.backward = forward, backward
-        self.dirty = how.get("dirty_idx", ())
-        self.without_gradient = how.get("non_differentiable_idx", ())
-        self.guarded = frozenset(how.get("saved_for_backward_idx", ()))
-        self.saved: tuple[Any, ...] = ()
-
-
-class _Function(torch.autograd.Function):
+class SavingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(call: _Call, *values: Any) -> Any:
-        output, saved = call.forward(*values)
-        call.saved = tuple(saved)
-        return output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        call: _Call = inputs[0]
+    def forward(ctx: Any, forward: fx.GraphModule, backward: fx.GraphModule, how: dict[str, Any], *values: Any) -> Any:
+        output, saved = forward(*values)
         outputs = output if isinstance(output, (tuple, list)) else (output,)
-        if call.dirty:
-            ctx.mark_dirty(*(outputs[number] for number in call.dirty))
-        if call.without_gradient:
-            ctx.mark_non_differentiable(*(outputs[number] for number in call.without_gradient))
-        ctx.backward_graph = call.backward
-        ctx.others = [None if isinstance(each, torch.Tensor) else each for each in call.saved]
-        ctx.positions = [number for number, each in enumerate(call.saved) if isinstance(each, torch.Tensor)]
+        if dirty := how.get("dirty_idx"):
+            ctx.mark_dirty(*(outputs[number] for number in dirty))
+        if without_gradient := how.get("non_differentiable_idx"):
+            ctx.mark_non_differentiable(*(outputs[number] for number in without_gradient))
+        ctx.backward_graph = backward
+        ctx.others = [None if isinstance(each, torch.Tensor) else each for each in saved]
+        ctx.positions = [number for number, each in enumerate(saved) if isinstance(each, torch.Tensor)]
         # A tensor kept as `ctx.x = x` may be written over, so it is saved without its version counter. An attribute of
         # `ctx` would live as long as the autograd graph, and not end with the backward.
-        saved = [call.saved[number] if number in call.guarded else call.saved[number].data for number in ctx.positions]
-        ctx.save_for_backward(*saved)
-        call.saved = ()
+        guarded = how.get("saved_for_backward_idx", ())
+        ctx.save_for_backward(*(saved[at] if at in guarded else saved[at].data for at in ctx.positions))
+        return output
 
     @staticmethod
     @once_differentiable  # TorchDynamo traced it so
@@ -84,27 +66,23 @@ class _Function(torch.autograd.Function):
         for number, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
             values[number] = tensor
         found = ctx.backward_graph(*gradients, *values)
-        return None, *(found if isinstance(found, (tuple, list)) else (found,))
+        return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
 
 
 # Turn each region of `torch.vmap` and other transforms in a captured graph into one node.
 #
-# Dynamo traces into such a function: operators switch the transform on and off, and those in between work on wrapped
-# tensors, which have no memory of their own and do not say whether they carry a gradient. So no stage could end there,
-# and no single operator could be moved or inspected. A region as one node takes and returns plain tensors.
+# Its operators work on wrapped tensors, which have no memory of their own and do not say whether they carry a gradient.
+# A region as one node takes and returns plain tensors.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
 _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
+# One function for each kind of region, so that stages with equal regions are equal, and measured once.
 _functions: dict[Hashable, Callable[..., Any]] = {}
-"""One function for each kind of region, so that stages with equal regions are equal, and measured once."""
 
 
 def with_whole_transforms(graph_module: fx.GraphModule) -> None:
-    """Replace each region of function transforms in a graph, in place, by one equivalent node.
-
-    Raises UnsupportedModelError if a region writes into a tensor from outside: the node would hide that.
-    """
+    """Make each region of function transforms one node; it must not write into a tensor from outside."""
     region: list[fx.Node] = []
     depth = 0
     for node in list(graph_module.graph.nodes):
@@ -143,7 +121,7 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
 
 
 def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.Node]) -> Callable[..., Any]:
-    """Return a function that computes a region's outputs from its inputs; the same one for equal regions."""
+    """A function that computes a region's outputs from its inputs; the same one for equal regions."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(inputs)}
     for node in region:
@@ -179,23 +157,19 @@ def _take(values: tuple[Any, ...], number: int) -> Any:
 
 # Recurrent operators of a graph: their random numbers, and the split into single layers.
 #
-# `nn.LSTM(…, num_layers=4)` is one operator, which a plan could only store or drop whole. The CPU runs one layer after
-# the other, so one operator for each layer does the same work in the same order, to the last bit, and a stage may end
-# between them. cuDNN runs all layers at once and wants their weights in one piece of memory, so there they stay
-# together.
+# The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one after the other, so one operator for each does the same,
+# to the last bit, and a stage may end between them. cuDNN runs all layers at once, so there they stay together.
 
 _OPERATORS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 @dataclass(frozen=True, slots=True)
 class _Arguments:
-    """Arguments of a recurrent operator; each may be a node."""
+    """Arguments of a recurrent operator; each may be a node. The state of an LSTM is a pair."""
 
     value: Any
     state: Any
-    """A pair for an LSTM."""
     weights: Any
-    """A list, with equally many for each layer."""
     biases: Any
     layers: Any
     dropout: Any
@@ -209,7 +183,6 @@ class _Arguments:
 
     @property
     def drops(self) -> bool:
-        """Whether there is dropout between its layers."""
         probability = self.dropout
         if isinstance(probability, fx.Node):  # Dynamo makes a number that differs from model to model an input
             probability = probability.meta["example_value"].node.hint
@@ -217,7 +190,7 @@ class _Arguments:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether the node is a recurrent operator with dropout between its layers, which draws random numbers."""
+    """Whether the node is a recurrent operator with dropout between its layers."""
     return node.target in _OPERATORS and _Arguments(*node.args).drops
 
 
@@ -228,10 +201,7 @@ def draws_from_own_state(node: fx.Node) -> bool:
 
 
 def with_layers_apart(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Return the graph with one operator for each recurrent layer, where that changes no number.
-
-    Returns `graph_module` itself if there is nothing to split, else a copy.
-    """
+    """The graph, copied, with one operator for each recurrent layer, where that changes no number."""
     if not any(_is_divisible(node) for node in graph_module.graph.nodes):
         return graph_module
     graph = fx.Graph()
@@ -252,7 +222,6 @@ def _is_divisible(node: fx.Node) -> bool:
 
 
 def _divide(node: fx.Node) -> None:
-    """Replace `node`, an operator for all layers, by one operator for each."""
     made = _Maker(node).layers()
     for user in list(node.users):
         position: Any = user.args[1]
@@ -264,20 +233,16 @@ def _divide(node: fx.Node) -> None:
 
 
 class _Maker:
-    """Makes the operators that replace the recurrent operator `node`, before it in its graph.
-
-    Each gets a fake example value, as from Dynamo.
-    """
+    """Makes the operators that replace a recurrent operator, each with a fake example value, as from Dynamo."""
 
     def __init__(self, node: fx.Node) -> None:
         self._node = node
         self._all = _Arguments(*node.args)
         self._output: fx.Node | None = None
+        # The last states of every layer.
         self._states: list[list[fx.Node]] = []
-        """The last states of every layer."""
 
     def layers(self) -> _Maker:
-        """Make the layers."""
         # Time comes first in all of them, as inside the operator: dropout draws its numbers in the order of memory.
         example, *states = self._node.meta["example_value"]
         value = self._all.value
@@ -294,7 +259,7 @@ class _Maker:
         return self
 
     def result(self, position: int) -> fx.Node:
-        """Return the replacement of the operator's result at this position: the output, or a last state."""
+        """The replacement of the operator's result at this position: the output, or a last state."""
         assert self._output is not None
         if position == 0:
             return self._output

@@ -14,12 +14,14 @@ from rotor_profiling import tensors_in, value_signature
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.stage.stage_signature import HasKind
 from rotor_profiling.timing import several_processes
-from rotor_py.capture.graph.cut_points import CutPoints, name_pieces
-from rotor_py.capture.graph.emitter import Emitter, MarkedStage
-from rotor_py.capture.graph.graph_facts import GraphFacts
-from rotor_py.capture.graph.graph_nodes import Sizes, allocates, memories_of, need_gradients, tensors_of, writes_into
+from rotor_py.capture.graph.graph_facts import CutPoints, GraphFacts, name_pieces
+from rotor_py.capture.graph.graph_nodes import (
+    SymbolValues,
+    need_gradients,
+    tensors_of,
+)
 from rotor_py.capture.graph.saved_values import SavedPart
-from rotor_py.capture.graph.stage_graph import node_of, run_graph
+from rotor_py.capture.graph.stage_graph import Emitter, MarkedStage, node_of, run_graph
 from rotor_py.capture.graph.stage_parts import Known, StageParts
 from rotor_py.distributed.sharding import ShardGroup
 from rotor_py.execute.instructions import Runners
@@ -29,27 +31,19 @@ from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.storage_modes import Keeper
 
-# Run consecutive stages of a graph as one.
-#
-# Where they are all stored whole, nothing has to happen between them. One function then costs as much as the captured
-# graph: no call for each stage, and no look-up of each parameter through `nn.Module`, which is a fifth of the Python
-# time of a small network.
-
-Place = tuple[dict[str, Any], str]
-"""The place of a stage's parameter, buffer or module: a table, and its name there."""
+# One function for consecutive stages that are stored whole has no call for each, and no look-up of each parameter
+# through `nn.Module`: a fifth of the Python time of a small network.
 
 
 class WholeRun:
-    """Runs consecutive stages of a graph as one. None of them may be of a sharded model.
-
-    Each stage is a graph and the positions of the shared values that it reads, as in `GraphStage`.
-    """
+    """Runs consecutive stages of an unsharded graph as one, each with the positions of shared values that it reads."""
 
     def __init__(self, stages: Sequence[tuple[fx.GraphModule, tuple[int, ...]]]) -> None:
         graph = fx.Graph()
         # Lists, not one argument for each value: the caller of a function holds its arguments until it returns.
         self._values, self._owned = graph.placeholder("values"), graph.placeholder("owned")
-        self._places: list[Place] = []
+        # Tables of the stages' parameters, buffers or modules, and their names there.
+        self._places: list[tuple[dict[str, Any], str]] = []
         self._stage_of: dict[fx.Node, int] = {}
         first, read = stages[0]
         live = [self._item(graph, position) for position in range(len(_inputs(first)) - len(read))]
@@ -64,11 +58,7 @@ class WholeRun:
         self._graph = fx.GraphModule(nn.Module(), graph, "WholeRun")
 
     def __call__(self, values: list[Any], name_of: Callable[[int], str]) -> tuple[Any, ...]:
-        """Run the stages on `values`, the live and the shared ones. Empties the list, so each is freed after its last
-        use.
-
-        An error gets a note that names its stage: `name_of` maps a stage's number to its name.
-        """
+        """Run the stages on `values`, the live and the shared ones; empties the list. Errors get their stage's name."""
         # Looked up in every run: a parameter may have been replaced.
         owned = [table[name] for table, name in self._places]
         try:
@@ -118,21 +108,17 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
+# Most runs that a stage remembers. A guess, far above the sequences that a model alternates between; with too few, runs
+# are built again.
 _MOST_RUNS = 16
-"""Most runs that a stage remembers. A guess, far above the sequences that a model alternates between; with too few,
-runs are built again.
-"""
 
 
 class GraphStage(nn.Module, StageOffers, HasKind):
     """A piece of a graph, run node by node.
 
-    Its input and output are tuples of tensors and numbers: first the live values, then the `shared` values that all
-    stages share. The stage reads the shared values at the positions `reads`, and passes all of them on unless it is the
-    `last`. `signature` is equal for pieces that do the same. `sizes` are those of the input that the graph was cut for.
-    `StageOffers` explains `carried`, `handed_on`, `needs_gradient` and `makes_its_own`. In the graph of a sharded
-    model, `begun` are the groups of parameters that the stage uses, of modules that begin before it, and `marked` are
-    its nodes. `known` holds the parts of other stages of the graph.
+    Its input and output are tuples: first the live values, then those that all stages share. It reads the shared values
+    at the positions `reads`, and passes all of them on unless it is the `last`. `begun` are the groups of sharded
+    parameters that it uses, of modules that begin before it; `marked` are its nodes in the graph of a sharded model.
     """
 
     def __init__(
@@ -145,16 +131,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         carried: dict[str, int],
         handed_on: dict[int, int],
         signature: Hashable,
-        sizes: Sizes,
+        sizes: SymbolValues,
         needs_gradient: Sequence[bool],
-        makes_its_own: bool,
-        begun: tuple[ShardGroup, ...] = (),
-        marked: MarkedStage | None = None,
-        known: Known | None = None,
+        begun: tuple[ShardGroup, ...],
+        marked: MarkedStage | None,
+        known: Known,
     ) -> None:
         super().__init__()
         self.needs_gradient = needs_gradient
-        self.makes_its_own = makes_its_own
         self._begun = begun
         self._marked = marked
         self.body = body
@@ -165,17 +149,11 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self.carried = carried
         self.handed_on = handed_on
         self._signature = signature
-        self._sizes = sizes
-        # In a tuple, which modules do not look into: these graphs must not become submodules, since they have no
-        # parameters of their own and run on the body's.
-        parts = {} if known is None else known
-        self._parts = (StageParts(body, len(reads), sizes, signature, parts, own_names=marked is not None),)
+        self._parts = StageParts(body, len(reads), sizes, signature, known, own_names=marked is not None)
         self._around: Around | None = None if marked is None else marked.gathering(body)
-        self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}
-        """This stage as one with following ones."""
+        self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}  # this stage as one with following ones
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the runs: they hold other stages, and a copy makes its own."""
         return {**self.__dict__, "_runs": {}}
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -186,32 +164,27 @@ class GraphStage(nn.Module, StageOffers, HasKind):
             group.gather()
 
     def forward_skipping_output(self) -> Run | None:
-        (parts,) = self._parts
-        graph = parts.bare
+        graph = self._parts.bare
         return None if graph is None else partial(self._run, graph)
 
     def be_stored_like(self, other: GraphStage) -> None:
-        """Take over the partial storage modes of `other`, the same stage for other sizes."""
-        (parts,), (theirs,) = self._parts, other._parts
-        parts.follow(theirs)
+        self._parts.follow(other._parts)
 
     def ways(self) -> tuple[str, ...]:
-        (parts,) = self._parts
-        return tuple(parts.found)
+        return tuple(self._parts.found())
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
         # Where processes wait for each other in a stage, they do not run it equally often to find its saved values.
         if self._marked is not None or several_processes():
             return self.ways()
-        (parts,) = self._parts
         live, shared = self._divide(value)
-        return tuple(parts.found_on((*live, *(shared[position] for position in self.reads))))
+        return tuple(self._parts.found((*live, *(shared[position] for position in self.reads))))
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        (parts,) = self._parts
-        if way not in parts.found:
+        parts = self._parts
+        if way not in parts.found():
             return super().forward_by(way, skip_output=skip_output)
-        return partial(self._run_in_part, parts.found[way], parts.graph(way, skip_output=skip_output))
+        return partial(self._run_in_part, parts.found()[way], parts.graph(way, skip_output=skip_output))
 
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
         stages = tuple(each for each in following if isinstance(each, GraphStage))
@@ -248,7 +221,6 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return result if self.last else (*result, *shared)
 
     def _divide(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Split into live and shared values."""
         count = len(values) - self.shared
         return values[:count], values[count:]
 
@@ -260,7 +232,13 @@ def runners_of(
     keepers: Sequence[Keeper],
 ) -> Runners:
     """Return runners of a graph's stages; `ways` are the names of each stage's options."""
-    return Runners(stages, partial(_runner, stages, preserve_rng_state, ways, keepers))
+
+    def runner(number: int) -> StageRunner:
+        name, stage = stages[number]
+        hands_on = not _end(stage).last
+        return StageRunner(stage, name, preserve_rng_state, hands_on=hands_on, ways=ways[number], keepers=keepers)
+
+    return Runners(stages, runner)
 
 
 def shared_apart(
@@ -275,30 +253,15 @@ def shared_apart(
     return value[:own], value[own:]
 
 
-def _runner(
-    stages: Sequence[tuple[str, nn.Module]],
-    preserve_rng_state: bool,
-    ways: Sequence[Sequence[str]],
-    keepers: Sequence[Keeper],
-    number: int,
-) -> StageRunner:
-    name, stage = stages[number]
-    hands_on = not _end(stage).last
-    return StageRunner(stage, name, preserve_rng_state, hands_on=hands_on, ways=ways[number], keepers=keepers)
-
-
 def _end(stage: nn.Module) -> GraphStage:
-    """Return the last piece of a stage that may be several joined."""
+    """The last piece of a stage that may be several joined."""
     return stage if isinstance(stage, GraphStage) else _end(list(stage.children())[-1])
 
 
 def stages_of(
     facts: GraphFacts, cuts: CutPoints, weights: list[int], names: list[str] | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
-    """Return the named stages, the values that all of them share, and the outputs of the last.
-
-    Without `names`, stages are named after their modules, by the `weights` of the body's nodes.
-    """
+    """The named stages, the values that all of them share, and the outputs of the last."""
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
     names = name_pieces(pieces, dict(zip(facts.body, weights, strict=True))) if names is None else names
@@ -328,7 +291,6 @@ def stages_of(
             signature=tuple(emitter.signature),
             sizes=facts.sizes,
             needs_gradient=need_gradients([*inputs, *shared]),
-            makes_its_own=_makes_its_own(piece, [*inputs, *shared], outputs),
             begun=tuple(emitter.begun),
             known=known,
             marked=None if facts.marks is None else MarkedStage(facts, piece, [*inputs, *used], outputs),
@@ -339,21 +301,15 @@ def stages_of(
 
 
 def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:
-    """Return the `outputs` that are `inputs` unread by the piece: output position to input position."""
+    """The `outputs` that are `inputs` unread by the piece: output position to input position."""
     read = {each for node in piece for each in node.all_input_nodes}
     given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
 
 
-def _makes_its_own(piece: Sequence[fx.Node], given: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> bool:
-    new = memories_of(filter(allocates, piece))
-    handed = memories_of(given)
-    return not new.isdisjoint(memories_of(outputs)) and not any(writes_into(node, handed) for node in piece)
-
-
-def context_of(facts: GraphFacts, wanted: Sequence[fx.Node], nodes: Sequence[fx.Node] | None = None) -> fx.GraphModule:
-    """Return the graph that runs before the chain, from the caller's inputs to `wanted`; or only its `nodes`."""
+def context_of(facts: GraphFacts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
+    """The graph that runs before the chain, from the caller's inputs to `wanted`."""
     emitter = Emitter(facts, facts.given)
-    for node in facts.context if nodes is None else nodes:
+    for node in facts.context:
         emitter.add(node)
     return emitter.finish(wanted)

@@ -1,9 +1,5 @@
-"""Find the values of a graph that autograd saves for the backward, by running the graph.
-
-torch has no table of each operator's saved tensors: they depend on which inputs need a gradient, and on the version of
-torch. So the stage runs with autograd on, and with hooks that see every saved tensor. A measured stage runs on its
-input. Elsewhere there is none, and it runs on fake tensors: that takes some milliseconds for each composite operator,
-longer than most small stages.
+"""Find the values that autograd saves for the backward by running a graph: torch has no table of them. A measured stage
+runs on its input, others on fake tensors, which takes longer than most small stages.
 """
 
 from __future__ import annotations
@@ -21,52 +17,52 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from rotor_profiling import torch_compat
 from rotor_profiling.storage import layout_of, local
-from rotor_profiling.torch_compat import FakeTensor, FakeTensorMode, TorchDispatchMode
+from rotor_profiling.torch_compat import FakeTensor, FakeTensorMode
 from rotor_py.capture.fsdp_markers import is_mark, passed_through
-from rotor_py.capture.graph.graph_nodes import GATHERED, Sizes, example_of, is_random, overwrites, owned_by, tensors_of
-from rotor_py.capture.graph.stage_graph import StageGraph
+from rotor_py.capture.graph.graph_nodes import (
+    GATHERED,
+    SymbolValues,
+    example_of,
+    is_random,
+    overwrites,
+    owned_by,
+    tensors_of,
+)
+from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
 
-# Prices of recomputing the values of a captured stage, and the operators that may be recomputed at all.
-#
-# Prices are in floating point operations: an operator's own, plus, for every byte read or written, as many as fit into
-# that time. They only rank values by price per byte; whole stages are timed later.
+# Prices of recomputing values are in floating point operations: an operator's own, plus, for every byte moved,
+# as many as fit into that time. They only rank values by price per byte; whole stages are timed later.
 
+# Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between; a
+# wrong one ranks values worse.
 _FOR_A_BYTE = 20
-"""Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between;
-a wrong one ranks values worse.
-"""
+# Operations for each number of which exp, tanh or the like is computed: half a nanosecond of a CPU core. A guess.
 _FOR_A_FUNCTION = 50
-"""Operations for each number of which exp, tanh or the like is computed: half a nanosecond of a CPU core. A guess, as
-above.
-"""
+# How much longer attention takes than a product of as many operations. A guess: 1.8 on a core with AVX-512.
 _FOR_ATTENTION = 2
-"""How much longer attention takes than a product of as many operations. A guess: 1.8 on a core with AVX-512."""
 # fmt: off
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "relu_", "clamp_")
-_OPERATORS = (
-    "add", "sub", "rsub", "mul", "multiply", "div", "divide", "true_divide", "truediv", "neg", "negative", "pow",
-    "square", "sqrt", "rsqrt", "reciprocal", "abs", "exp", "expm1", "log", "log1p", "log2", "erf", "tanh", "sigmoid",
-    "sin", "cos", "where", "clamp", "clamp_min", "clamp_max", "maximum", "minimum", "mean", "sum", "var", "amax",
-    "softmax", "log_softmax", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave", "relu",
-    "rms_norm", "layer_norm", "group_norm", "clone", "contiguous", "softplus", "celu", "selu", "masked_fill", "to",
-    "type_as", "float", "half", "bfloat16", *_IN_PLACE,
-)
-_LAYERS = (
-    "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
-    "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid", "softsign", "softmax", "log_softmax", "layer_norm",
-    "rms_norm", "group_norm", "glu", "normalize",
-)
 _SIMPLE = (
     "add", "sub", "rsub", "mul", "multiply", "neg", "negative", "square", "abs", "where", "clamp", "clamp_min",
     "clamp_max", "maximum", "minimum", "cat", "concat", "stack", "reshape", "flatten", "repeat", "repeat_interleave",
     "relu", "clone", "contiguous", "masked_fill", "to", "type_as", "float", "half", "bfloat16", "div", "divide",
     "true_divide", "truediv", *_IN_PLACE,
+)
+_OPERATORS = (
+    *_SIMPLE, "pow", "sqrt", "rsqrt", "reciprocal", "exp", "expm1", "log", "log1p", "log2", "erf", "tanh", "sigmoid",
+    "sin", "cos", "mean", "sum", "var", "amax", "softmax", "log_softmax", "rms_norm", "layer_norm", "group_norm",
+    "softplus", "celu", "selu",
+)
+_LAYERS = (
+    "silu", "gelu", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "softplus", "mish", "hardswish",
+    "hardsigmoid", "hardtanh", "tanh", "sigmoid", "logsigmoid", "softsign", "softmax", "log_softmax", "layer_norm",
+    "rms_norm", "group_norm", "glu", "normalize",
 )
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm")
 _CONVOLUTIONS = tuple(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3))
@@ -74,34 +70,34 @@ _ATTENTION = ("scaled_dot_product_attention",)
 # fmt: on
 
 
-def _named(names: tuple[str, ...], *modules: Any) -> set[Any]:
-    """Return the functions and methods of these names; methods stay names."""
+def named(names: Sequence[str], *modules: Any) -> set[Any]:
+    """The functions and methods of these names; methods stay names."""
     return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
 
 
-CHEAP: set[Any] = _named(_OPERATORS, torch, operator) | _named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
-"""Operators that take no longer than reading and writing their tensors, as functions and as names of methods. Matrix
-products, convolutions and attention take longer. Random operators would have to draw again from the same state.
-"""
-_KINDS: dict[str, set[Any]] = {
-    "attention": _named(_ATTENTION, F, torch_compat.c_nn),
-    "convolutions": _named(_CONVOLUTIONS, torch, F),
-    "products": _named(_PRODUCTS, torch, operator, F, torch_compat.c_nn),
+# Operators that take no longer than reading and writing their tensors. Matrix products, convolutions and attention take
+# longer. Random operators would have to draw again from the same state.
+CHEAP: set[Any] = named(_OPERATORS, torch, operator) | named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
+# Operators that take longer and make the same bits from the same tensors.
+KINDS: dict[str, set[Any]] = {
+    "attention": named(_ATTENTION, F, torch_compat.c_nn),
+    "convolutions": named(_CONVOLUTIONS, torch, F),
+    "products": named(_PRODUCTS, torch, operator, F, torch_compat.c_nn),
 }
-"""Operators that take longer and make the same bits from the same tensors."""
 
 
 def is_cheap(node: fx.Node) -> bool:
-    """Whether a node that allocates memory is quickly recomputed."""
     return node.op in ("call_function", "call_method") and node.target in CHEAP and _makes_one(node)
 
 
 def kind_of(node: fx.Node) -> str | None:
-    """Return the kind of a node that can be recomputed but takes longer; else None."""
+    """The kind of a node that can be recomputed but takes longer; else None."""
     if node.op not in ("call_function", "call_method") or not _makes_one(node) or is_random(node):
         return None
-    found = next((kind for kind, operators in _KINDS.items() if node.target in operators), None)
-    return None if found == "attention" and _drops_out(node) else found
+    found = next((kind for kind, operators in KINDS.items() if node.target in operators), None)
+    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, …)
+    dropout = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    return None if found == "attention" and dropout != 0.0 else found
 
 
 def _makes_one(node: fx.Node) -> bool:
@@ -110,39 +106,30 @@ def _makes_one(node: fx.Node) -> bool:
     return len(tensors) == 1 and tensors[0].is_floating_point() and layout_of(tensors[0]) is None
 
 
-def _drops_out(node: fx.Node) -> bool:
-    # scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, …)
-    return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0) != 0.0)
+_ARITHMETIC: set[Any] = named(_SIMPLE, torch, operator, F)
 
 
-_ARITHMETIC: set[Any] = _named(_SIMPLE, torch, operator, F)
-
-
-def price_of(node: fx.Node, flops: int, sizes: Sizes) -> int:
-    """Return the price of recomputing a node that takes `flops` floating point operations; see above."""
-    written = max(map(sizes.bytes_of, tensors_of(node)), default=0)
-    read = sum(max(map(sizes.bytes_of, tensors_of(each)), default=0) for each in node.all_input_nodes)
+def price_of(node: fx.Node, flops: int, sizes: SymbolValues) -> int:
+    """The price of recomputing a node that takes `flops` floating point operations."""
+    written = largest_bytes(node, sizes)
+    read = sum(largest_bytes(each, sizes) for each in node.all_input_nodes)
     found = flops * (_FOR_ATTENTION if kind_of(node) == "attention" else 1) + _FOR_A_BYTE * (read + written)
     if kind_of(node) is None and node.target not in _ARITHMETIC:
         found += _FOR_A_FUNCTION * (written // max(1, tensors_of(node)[0].element_size()))
     return found
 
 
-class FlopCount(TorchDispatchMode):
-    """Counts the floating point operations run inside."""
+def largest_bytes(node: fx.Node, sizes: SymbolValues) -> int:
+    """Bytes of the largest tensor in a node's value."""
+    return max(map(sizes.bytes_of, tensors_of(node)), default=0)
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
-        self.total = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet in flop_registry:
-            self.total += int(flop_registry[packet](*args, **(kwargs or {}), out_val=made))
-        elif packet is torch_compat.scaled_dot_product_flash_attention_for_cpu:
-            self.total += int(sdpa_flop_count(*(each.shape for each in args[:3])))
-        return made
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+# The kernel of the CPU, which torch's counter does not know.
+_MORE_FLOPS = {torch_compat.scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +151,8 @@ class SavedValues:
     stale: set[fx.Node] = field(default_factory=set)
 
 
-def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] | None = None) -> SavedValues:
-    """Find the tensors that autograd saves of `body`, run on `arguments`, or else on fake tensors.
-
-    `sizes` has the values of the graph's symbols. Raises TypeError for tensors of a subclass or without strides, and
-    for operators that change a tensor without writing to it. Errors of operators that refuse fake tensors pass through.
-    """
+def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None = None) -> SavedValues:
+    """Find the tensors that autograd saves of `body`, run on `arguments` or on fake tensors. May raise TypeError."""
     found = SavedValues(set(), {}, set(), {})
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
@@ -186,13 +169,15 @@ def find_saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[An
                 break
             read = {each: list(_tensors(values[each])) for each in node.all_input_nodes}
             before = [tensor._version for tensors in read.values() for tensor in tensors]
-            with FlopCount() if kind_of(node) else nullcontext() as count:
+            with (
+                FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) if kind_of(node) else nullcontext() as count
+            ):
                 if isinstance(mode, FakeTensorMode):
                     values[node] = _without_memory(body, node, values, mode, sizes)
                 else:
                     values[node] = _on(given, body, node, values)
             if count is not None:
-                found.flops[node] = count.total
+                found.flops[node] = count.get_total_flops()
             after = [tensor for tensors in read.values() for tensor in tensors]
             written = [each for each, version in zip(after, before, strict=True) if each._version != version]
             if not written and node.op.startswith("call") and overwrites(node):
@@ -219,14 +204,14 @@ class _Memories:
 
     def __init__(self, found: SavedValues) -> None:
         self._found = found
+        # The node that allocated a memory, or wrote to it last.
         self._made_by: dict[int, fx.Node] = {}
-        """The node that allocated a memory, or wrote to it last."""
+        # For each node and memory of its tensors, the last of those nodes that it depends on.
         self._seen: dict[fx.Node, dict[int, fx.Node]] = {}
-        """For each node and memory of its tensors, the last of those nodes that it depends on."""
+        # Includes memory that no node has returned yet: operators save their own output, or internal tensors.
         self._saved: set[int] = set()
-        """Includes memory that no node has returned yet: operators save their own output, or internal tensors."""
+        # Keeps numbers of memories from being reused, without holding memory.
         self._known: dict[int, StorageWeakRef] = {}
-        """Keeps numbers of memories from being reused, without holding memory."""
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         # By memory, not by tensor: a saved tensor is often a view of a node's result.
@@ -234,7 +219,6 @@ class _Memories:
         return tensor.detach()  # a result saved with its history would hold its own node for good
 
     def _number(self, tensor: torch.Tensor) -> int:
-        """Return the number that identifies a tensor's memory."""
         storage = local(tensor).untyped_storage()
         number = int(storage._cdata)
         if number not in self._known:
@@ -242,19 +226,16 @@ class _Memories:
         return number
 
     def read(self, node: fx.Node, inputs: Mapping[fx.Node, list[torch.Tensor]]) -> None:
-        """Record that a node has read these inputs' tensors."""
         for each, tensors in inputs.items():
             if any(self._seen[each][memory] is not self._made_by[memory] for memory in map(self._number, tensors)):
                 self._found.stale.add(node)
 
     def write(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a node has written to these tensors' memory."""
         for memory in {*map(self._number, tensors)}:
             self._found.overwritten.add(self._made_by[memory])
             self._made_by[memory] = node
 
     def make(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a node has returned these tensors."""
         seen = self._seen[node] = {}
         for tensor in tensors:
             if tensor.requires_grad:
@@ -267,16 +248,13 @@ class _Memories:
             seen[memory] = self._found.roots[node] = made_by
 
     def end(self) -> None:
-        """Finish. For memory that was saved and written to, the last write counts: autograd refuses a backward that
-        would read another one.
-        """
+        """For memory saved and written to, the last write counts: autograd refuses to read another one."""
         made_by = {self._made_by[memory] for memory in self._saved if memory in self._made_by}
         # An operator that writes and returns nothing has no value to keep or drop: its memory is saved unchanged.
         self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
 
 
 def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    """Compute a node on the call's `arguments`, of which every input takes the next one."""
     if node.op == "placeholder":
         found = next(arguments)
     elif node.op == "get_attr":
@@ -289,9 +267,8 @@ def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: d
 
 
 def _without_memory(
-    body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: Sizes
+    body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: SymbolValues
 ) -> Any:
-    """Compute a node on fake tensors of this `mode`."""
     if node.op == "placeholder":
         return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
     if node.op == "get_attr":
@@ -312,8 +289,8 @@ def _called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
 
 
-def _like(value: Any, sizes: Sizes) -> Any:
-    """Return a tensor of this mode like one of Dynamo's, which has its own mode and symbolic shapes."""
+def _like(value: Any, sizes: SymbolValues) -> Any:
+    """A tensor of this mode like one of Dynamo's, which has its own mode and symbolic shapes."""
     if isinstance(value, DTensor):
         part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
         shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))
@@ -358,7 +335,6 @@ class SavedPart:
 
     @classmethod
     def of_cut(cls, body: fx.GraphModule, values: SavedValues, kept: Set[fx.Node]) -> SavedPart:
-        """Return the part of a stage with graph `body` that keeps the values of these allocating nodes."""
         numbers = {node: number for number, node in enumerate(body.graph.nodes)}
         dropped = values.saved - kept
         calls: dict[int, Call] = {}
@@ -377,11 +353,7 @@ class SavedPart:
         return cls(frozenset(found), places, Recipe(calls, needs))
 
     def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
-        """Return a copy of a graph on `body` whose first input is a `PartialSaving`.
-
-        The copy passes it every value to keep or drop as soon as that exists. The copy has no attributes: it runs on
-        those of `body`, so that parameters exist once.
-        """
+        """Copy a graph on `body` to pass each value to keep or drop to its first input, a `PartialSaving`."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         saving = graph.placeholder("saving")
@@ -392,11 +364,12 @@ class SavedPart:
                 with graph.inserting_after(last if node.op == "placeholder" else copies[node]):
                     how = "drop" if number in self.dropped else "keep"
                     graph.call_method(how, (saving, number, copies[node]))
-        return StageGraph.like(body, graph, "PartialGraphStage")
+        return graph_on(body, graph, "PartialGraphStage")
 
 
 def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value_in(numbers))
+    values_in: Any = {each: Value(number) for each, number in numbers.items()}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values_in.__getitem__)
     # Methods by name: a DTensor's are not those of a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
     if is_mark(node):  # recomputing a value is no forward of the module
@@ -409,17 +382,12 @@ def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Ca
     return Call(function, args, kwargs, reads, wanted)
 
 
-def _value_in(numbers: dict[fx.Node, int]) -> Any:
-    """Return a function that maps a node in the arguments of a `Call` to its placeholder."""
-    return lambda node: Value(numbers[node])
-
-
 def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return getattr(tensor, name)(*args, **kwargs)
 
 
 def _needs(calls: dict[int, Call], kept: set[int], number: int) -> frozenset[int]:
-    """Return the kept values from which value `number` is made."""
+    """The kept values from which value `number` is made."""
     found: set[int] = set()
     pending, seen = [number], set[int]()
     while pending:

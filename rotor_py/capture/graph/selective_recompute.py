@@ -1,8 +1,5 @@
-"""Choose which parts of its saved values a captured stage offers to keep, at rising prices of recomputing the rest.
-
-One part is the smallest from which cheap operators alone make the rest. For the others, all operators that reproduce
-the same bits count, with a price: they lie on the lower convex hull of bytes and prices. Its ends are to store the
-stage whole, and to recompute it from its input.
+"""Choose which parts of its saved values a captured stage offers to keep: those on the lower convex hull of bytes and
+prices of recomputing the rest, and the smallest part from which cheap operators alone make the rest.
 """
 
 from __future__ import annotations
@@ -10,41 +7,52 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
 from torch import fx
 
 from rotor_profiling import torch_compat
-from rotor_py.capture.graph.graph_nodes import Sizes, tensors_of
-from rotor_py.capture.graph.saved_values import SavedPart, SavedValues, find_saved_values, is_cheap, kind_of, price_of
+from rotor_py.capture.graph.graph_nodes import SymbolValues
+from rotor_py.capture.graph.saved_values import (
+    SavedPart,
+    SavedValues,
+    find_saved_values,
+    is_cheap,
+    kind_of,
+    largest_bytes,
+    price_of,
+)
 from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
-# Find parts on the lower convex hull of kept bytes and prices, and the few of them worth offering.
-#
 # A line joins the bytes and prices of two parts; a part below it saves more for its price than a mixture of both. The
 # least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two: all
 # parts on the lower convex hull, by Eisner and Severance (1976).
 
 
-class Point(Protocol):
-    """A part: the bytes that it keeps, and the price of its recomputed values."""
+@dataclass(frozen=True, slots=True)
+class ValueCut:
+    """The allocating nodes whose values are `kept`, and those recomputed (`again`)."""
 
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def price(self) -> int: ...
+    kept: frozenset[fx.Node] = frozenset()
+    again: frozenset[fx.Node] = frozenset()
 
 
-Part = TypeVar("Part", bound=Point)
+@dataclass(frozen=True, slots=True)
+class PricedCut:
+    """A cut, the bytes that it keeps, and the price of its recomputed values."""
+
+    cut: ValueCut
+    nbytes: int
+    price: int
 
 
-def hull_between(before: Part, after: Part, least: Callable[[int, int], Part], depth: int) -> list[Part]:
-    """Return the parts of the hull between two, in order of fewer bytes; divides a line at most `depth` times.
-
-    `least(for_bytes, for_prices)` returns the part of least cost with these costs of a byte and of a unit of price; the
-    lowest price among equals.
+def hull_between(
+    before: PricedCut, after: PricedCut, least: Callable[[int, int], PricedCut], depth: int
+) -> list[PricedCut]:
+    """Parts of the hull between two, in order of fewer bytes; divides a line at most `depth` times. `least` returns the
+    part of least cost at these costs of a byte and of a unit of price; the lowest price among equals.
     """
     bytes_apart, price_apart = before.nbytes - after.nbytes, after.price - before.price
     if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
@@ -56,11 +64,9 @@ def hull_between(before: Part, after: Part, least: Callable[[int, int], Part], d
     return [*first, part, *second]
 
 
-def thinned(parts: Sequence[Part], stays: Part, least_bytes: float, most: int) -> list[Part]:
-    """Keep at most `most` parts between the first and the last, each `least_bytes` or more apart.
-
-    `parts` are in order of fewer bytes. Of those too close or too many, the part that gains least over a mixture of its
-    neighbours goes first, and `stays` never.
+def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, most: int) -> list[PricedCut]:
+    """Keep at most `most` parts, `least_bytes` or more apart; of others, that which gains least goes first, `stays`
+    never.
     """
     whole, *inner, again = parts
     left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]
@@ -77,29 +83,18 @@ def thinned(parts: Sequence[Part], stays: Part, least_bytes: float, most: int) -
         del left[min((at for at in either or places if left[at] is not stays), key=gain)]
 
 
-def _below_line(part: Point, before: Point, after: Point) -> int:
-    """Return how much less a part costs than a mixture of two others with the same bytes, in bytes times prices."""
+def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
+    """How much less a part costs than a mixture of two others with the same bytes, in bytes times prices."""
     saved, apart = before.nbytes - part.nbytes, before.nbytes - after.nbytes
     return saved * (after.price - before.price) - apart * (part.price - before.price)
 
 
-# Find the fewest bytes from which autograd's saved values can be recomputed, at a price.
-#
 # Which values to keep is a minimum cut. Flow goes from values that cannot be recomputed, through those that can, to the
-# saved ones. A cut through the values separates the two; its capacity is the bytes of the values cut, plus the price of
-# everything behind it, which has to be recomputed. The least cut is the least memory from which all saved values can be
-# made. PyTorch's compiler decides in the same way what a backward recomputes (torch._functorch.partitioners).
+# saved ones. A cut's capacity is the bytes of the values cut, plus the price of everything behind it, which has to be
+# recomputed. PyTorch's compiler decides in the same way what a backward recomputes (torch._functorch.partitioners).
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """The allocating nodes whose values are `kept`, and those recomputed (`again`)."""
-
-    kept: frozenset[fx.Node]
-    again: frozenset[fx.Node]
-
-
-def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> Cut:
+def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
     """Return the cut of least cost; of equal ones, the one that recomputes least.
 
     `keeping` is the cost of keeping each node's value, and `again` the cost of recomputing it, for nodes where that is
@@ -126,11 +121,11 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
     # This cut is nearest to the sink, "saved", so as little as possible is recomputed behind it.
     behind = flow.behind_least_cut()
     made_again = frozenset(node for node in own if (node, "made") in behind)
-    return Cut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
+    return ValueCut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
 
 
 def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Return the nodes that allocated the memory that a node reads, also through views and numbers."""
+    """The nodes that allocated the memory that a node reads, also through views and numbers."""
     found, pending, seen = set(), list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()
@@ -148,20 +143,17 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
 
 _log = logging.getLogger("rotor_py")
 
+# The storage mode that keeps the least from which cheap operators recompute the rest.
 IN_PART = "in part"
-"""The storage mode that keeps the least from which cheap operators recompute the rest."""
+# Least share of the saved bytes by which parts must differ. A guess: closer ones are not worth measuring.
 _WORTHWHILE = 0.1
-"""Least share of the saved bytes by which parts must differ. A guess: closer ones are not worth measuring, and slow
-down the solver.
-"""
+# Highest price of cheap operators for a byte that is not kept. A guess: most cost 50 to 100; recomputing the statistics
+# of rows, which are hardly any bytes, costs thousands.
 _FOR_A_BYTE = 1000
-"""Highest price of cheap operators for a byte that is not kept. A guess: most cost 50 to 100; recomputing the
-statistics of rows, which are hardly any bytes, costs thousands.
-"""
+# Most parts of a stage. A guess: each of them is timed.
 _MOST = 5
-"""Most parts of a stage. A guess: each of them is timed."""
+# How often a line is divided: at most fifteen cuts for a stage.
 _DEEP = 4
-"""How often a line is divided: at most fifteen cuts for a stage."""
 _MODES = (
     torch_compat.enter_autocast,
     torch_compat.exit_autocast,
@@ -169,17 +161,8 @@ _MODES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A cut, the bytes that it keeps, and the price of its recomputed values."""
-
-    cut: Cut
-    nbytes: int
-    price: int
-
-
 def find_saved_parts(
-    body: fx.GraphModule, shared: int, sizes: Sizes, arguments: Sequence[Any] | None = None
+    body: fx.GraphModule, shared: int, sizes: SymbolValues, arguments: Sequence[Any] | None = None
 ) -> dict[str, SavedPart]:
     """Return the parts that `body` can keep, by the name of the storage mode, in order of fewer bytes.
 
@@ -197,31 +180,30 @@ def find_saved_parts(
     free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
     # A saved output is in memory for the next stage, whether kept or not.
     free |= values.saved & {values.roots.get(node) for node in body.graph.output_node().all_input_nodes}
-    choice = _Choice(values, {node: 0 if node in free else _size(node, sizes) for node in nodes}, sizes)
+    choice = _Choice(values, {node: 0 if node in free else largest_bytes(node, sizes) for node in nodes}, sizes)
     return {name: SavedPart.of_cut(body, values, part.cut.kept) for name, part in choice.named().items()}
 
 
 def same_parts(
     body: fx.GraphModule,
-    sizes: Sizes,
+    sizes: SymbolValues,
     parts: Mapping[str, SavedPart],
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """Return the `parts` of a graph with the same operators, for other sizes; empty if they cannot be found.
-
-    `nodes` maps the numbers of its nodes to the equivalent nodes of `body`. With `arguments`, runs `body` on these.
-    """
+    """The `parts` of a graph with the same operators, for other sizes; `nodes` are those of `body` by its numbers."""
     values = _saved_values(body, sizes, arguments)
 
-    def part(example: SavedPart, values: SavedValues) -> SavedPart:
+    if values is None:
+        return {}
+    found = {}
+    for name, example in parts.items():
         # A number is available in any case.
         dropped, kept = (
             {nodes[number] for number in numbers if number in nodes} for numbers in (example.dropped, example.kept)
         )
-        return SavedPart.of_cut(body, values, kept | (values.saved - dropped))
-
-    return {} if values is None else {name: part(each, values) for name, each in parts.items()}
+        found[name] = SavedPart.of_cut(body, values, kept | (values.saved - dropped))
+    return found
 
 
 def _may_make_again(body: fx.GraphModule) -> bool:
@@ -230,7 +212,7 @@ def _may_make_again(body: fx.GraphModule) -> bool:
     return any(node not in handed_on and (is_cheap(node) or kind_of(node) is not None) for node in body.graph.nodes)
 
 
-def _saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] | None) -> SavedValues | None:
+def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None) -> SavedValues | None:
     # A value made under a mode would be recomputed without it.
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
@@ -253,33 +235,32 @@ def _saved_values(body: fx.GraphModule, sizes: Sizes, arguments: Sequence[Any] |
 class _Choice:
     """The parts that a stage's `values` allow; `keeping` are the bytes of each value."""
 
-    def __init__(self, values: SavedValues, keeping: Mapping[fx.Node, int], sizes: Sizes) -> None:
+    def __init__(self, values: SavedValues, keeping: Mapping[fx.Node, int], sizes: SymbolValues) -> None:
         self._values = values
         self._keeping = keeping
         own = [node for node, root in values.roots.items() if root is node and node not in values.stale]
-        self._cheap = [node for node in own if is_cheap(node)]
         self._prices = {
             node: price_of(node, values.flops.get(node, 0), sizes)
             for node in own
             if is_cheap(node) or kind_of(node) is not None
         }
-        self._first = self._part(self._least(_FOR_A_BYTE, 1, {node: self._prices[node] for node in self._cheap}))
+        # The fewest bytes from which cheap operators make the rest, offered in any case.
+        self._first = self._least(_FOR_A_BYTE, 1, {node: self._prices[node] for node in own if is_cheap(node)})
 
-    def named(self) -> dict[str, _Part]:
-        """Return the parts to offer, by name."""
-        whole = self._without_cut(sum(self._keeping[node] for node in self._values.saved), 0)
+    def named(self) -> dict[str, PricedCut]:
+        whole = PricedCut(ValueCut(), sum(self._keeping[node] for node in self._values.saved), 0)
         inputs = sum(nbytes for node, nbytes in self._keeping.items() if node.op == "placeholder")
-        run_again = self._without_cut(inputs, self._price_of_all())
-        hull = hull_between(whole, run_again, self._cheapest, _DEEP)
+        run_again = PricedCut(ValueCut(), inputs, self._price_of_all())
+        hull = hull_between(whole, run_again, partial(self._least, prices=self._prices), _DEEP)
         parts = sorted({part.nbytes: part for part in (*hull, self._first)}.values(), key=lambda part: -part.nbytes)
-        found: dict[str, _Part] = {}
+        found: dict[str, PricedCut] = {}
         last = whole
         for part in thinned([whole, *parts, run_again], self._first, _WORTHWHILE * whole.nbytes, _MOST):
             found[self._name(part, last, found)] = part
             last = part
         return found
 
-    def _name(self, part: _Part, before: _Part, taken: Mapping[str, object]) -> str:
+    def _name(self, part: PricedCut, before: PricedCut, taken: Mapping[str, object]) -> str:
         """Name a part by the kind of values that it recomputes beyond the part before it."""
         kinds = {kind_of(node) for node in part.cut.again - before.cut.again} - {None}
         most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
@@ -288,22 +269,15 @@ class _Choice:
         name = f"{IN_PART}, {most or 'arithmetic'} again"
         return next(each for each in (name, *(f"{name} {number}" for number in range(2, 9))) if each not in taken)
 
-    def _cheapest(self, for_bytes: int, for_prices: int) -> _Part:
-        return self._part(self._least(for_bytes, for_prices, self._prices))
-
-    def _least(self, for_bytes: int, for_prices: int, prices: Mapping[fx.Node, int]) -> Cut:
+    def _least(self, for_bytes: int, for_prices: int, prices: Mapping[fx.Node, int]) -> PricedCut:
         keeping = {node: for_bytes * nbytes for node, nbytes in self._keeping.items()}
-        return least_cut(self._values, keeping, {node: for_prices * price for node, price in prices.items()})
-
-    def _part(self, cut: Cut) -> _Part:
+        cut = least_cut(self._values, keeping, {node: for_prices * price for node, price in prices.items()})
         # Recomputed values without a reader are behind no cut.
-        return _Part(cut, sum(map(self._keeping.__getitem__, cut.kept)), sum(map(self._prices.__getitem__, cut.again)))
-
-    def _without_cut(self, nbytes: int, price: int) -> _Part:
-        return _Part(Cut(frozenset(), frozenset()), nbytes, price)
+        nbytes, price = sum(self._keeping[node] for node in cut.kept), sum(self._prices[node] for node in cut.again)
+        return PricedCut(cut, nbytes, price)
 
     def _price_of_all(self) -> int:
-        """Return the price of everything before a backward, if the stage is recomputed and skips its output."""
+        """The price of everything before a backward, if the stage is recomputed and skips its output."""
         pending, seen = list(self._values.saved), set[fx.Node]()
         while pending:
             node = pending.pop()
@@ -311,7 +285,3 @@ class _Choice:
                 seen.add(node)
                 pending.extend(memory_read(node, self._values.roots))
         return sum(self._prices.get(node, 0) for node in seen)
-
-
-def _size(node: fx.Node, sizes: Sizes) -> int:
-    return max(map(sizes.bytes_of, tensors_of(node)), default=0)

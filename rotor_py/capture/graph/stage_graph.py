@@ -1,24 +1,36 @@
-"""The graph of a stage: its code, shared by equal stages, and its runs with the user's own errors."""
+"""Copy nodes of a captured graph into stage graphs, and run these so that errors name the model's line."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Sequence
-from pathlib import Path
+import itertools
+import operator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from rotor_profiling import isolated, torch_compat
-from rotor_profiling.stage.stage_signature import Unlike
+from rotor_profiling import isolated, torch_compat, value_signature
+from rotor_profiling.stage.stage_signature import HasKind, Unlike
+from rotor_py.capture.fsdp_markers import MARKS, Table
+from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
+from rotor_py.capture.graph.graph_nodes import (
+    GATHERED,
+    attribute_of,
+    lines_of,
+    memory_root,
+    need_gradients,
+    new_bytes,
+    tensors_of,
+    written_by,
+)
+from rotor_py.distributed.sharding import GatheredToRead, ShardGroup
 from rotor_py.stage.error_context import add_note
-
-# Run a graph's code so that an error names the model's line, and leaves no mode on.
-
-_FRAME = r"(?m)^(?=  File )"
-_OWN = Path(__file__).parent.parent
+from rotor_py.stage.partial_storage import Around, Reading
+from rotor_py.stage.protocol import StageOffers, Wrap
 
 
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
@@ -37,18 +49,8 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
         raise
 
 
-def line_of(node: fx.Node) -> str:
-    """Return the line of the model that a node comes from: path:number, and its text."""
-    frames = [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if str(_OWN) not in frame]
-    found = re.search(r'File "(.+)", line (\d+)[^\n]*\n\s*([^\n]*)', frames[-1]) if frames else None
-    return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"
-
-
 def raise_own_error(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raise the model's own error for this input, if it raises one. The model stays unchanged.
-
-    If an operator refuses its input, TorchDynamo's own error is hundreds of lines on how it came to trace it.
-    """
+    """Raise the model's own error for this input, if any: TorchDynamo's is hundreds of lines on its tracing."""
     with isolated(model, device), torch.no_grad():
         try:
             model.forward(*args, **kwargs)
@@ -66,13 +68,12 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
     node = node_of(graph, error)
-    frames = re.split(_FRAME, node.meta.get("stack_trace") or "") if node is not None else []
-    if theirs := "".join(frame for frame in frames if str(_OWN) not in frame).rstrip():
+    if node is not None and (theirs := "".join(lines_of(node)).rstrip()):
         add_note(error, f"the operator {node} comes from\n{theirs}")
 
 
 def node_of(graph: fx.GraphModule, error: BaseException) -> fx.Node | None:
-    """Return the node of a graph at which `error` was raised; None if it came from elsewhere."""
+    """The node of a graph at which `error` was raised; None if it came from elsewhere."""
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return None
@@ -82,107 +83,237 @@ def node_of(graph: fx.GraphModule, error: BaseException) -> fx.Node | None:
 
 
 def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that is in the graph's generated code."""
     code = graph.forward.__code__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
     return trace
 
 
-# Generate the code of stage graphs lazily, once for all that do the same.
-#
-# Generating and compiling the code of one small graph takes as long as several runs. A model has a few kinds of stages,
-# each many times, and most storage modes are never used.
-
-_SHARED = ("_code", "_lineno_map", "_prologue_start")
-"""Attributes that `fx.GraphModule` sets for its code."""
-
-
-class Codes(dict[Hashable, tuple[Any, dict[str, Any]]]):
-    """The functions of graphs that have run, each with its code's attributes."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Codes:
-        return Codes()
+def graph_on(body: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
+    """Return a graph that runs on the attributes of `body`, so that parameters exist once."""
+    found = fx.GraphModule(body, graph, name)
+    for attributes in (found._parameters, found._buffers, found._modules):
+        attributes.clear()
+    return found
 
 
-class StageGraph(fx.GraphModule):
-    """A graph that shares its code through `codes`. One made `like` another has no attributes, and runs on the other's.
+_ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
-    Code finds attributes by name: two graphs that do the same must use the same names.
+
+class Emitter:
+    """Copies nodes of a captured graph into a new one, in the modes (autocast, gradients) that each was in.
+
+    `inputs` become the new graph's placeholders. Other values read by the nodes (parameters, buffers, bodies of
+    operators) become its attributes. Two emitters have an equal `signature` if their nodes do the same.
     """
 
-    codes: Codes | None = None  # a copy, which `fx` makes in its own way, shares with none
-    _made = False
+    def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node]) -> None:
+        self.facts = facts
+        self.graph = fx.Graph()
+        self.attributes: dict[str, Any] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+        for node in inputs:
+            self.copies[node] = self.graph.placeholder(node.name)
+            self.copies[node].meta = dict(node.meta)
+        self.signature: list[Hashable] = []
+        self.begun: dict[ShardGroup, None] = {}
+        self._entered: set[ShardGroup] = set()
+        self._tables: dict[str, Table] = {}
+        self._numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(self.copies)}
+        self._open: list[tuple[fx.Node, fx.Node]] = []
+        self._gradients_off: fx.Node | None = None
 
-    def __init__(self, root: nn.Module | dict[str, Any], graph: fx.Graph, name: str, codes: Codes | None) -> None:
-        self.codes = codes
-        super().__init__(root, graph, name)
+    def add(self, node: fx.Node) -> None:
+        """Copy a node. The nodes that it reads have to be inputs, or copied before."""
+        self._switch(self.facts.modes[node])
+        self.copies[node] = self.graph.node_copy(node, self._copied)
+        if node.op in ("get_attr", "call_module"):
+            self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
+        # Only functions and methods are comparable; any other node makes the piece unlike all others.
+        target = node.target if node.op in ("call_function", "call_method") else Unlike.any_but(node)
+        args = node.args
+        if node.target in MARKS:
+            self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
+            args = args[1:]  # not its place in the model: like modules at different places do the same
+            if self.facts.marks is not None:
+                self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
+        self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
+        self._numbers[node] = len(self._numbers)
 
-    @classmethod
-    def like(cls, body: fx.GraphModule, graph: fx.Graph, name: str) -> StageGraph:
-        """Return a graph that runs on the attributes of `body`, so that parameters exist once. Its code is made at
-        once.
-        """
-        found = cls(body, graph, name, body.codes if isinstance(body, StageGraph) else None)
-        for attributes in (found._parameters, found._buffers, found._modules):
-            attributes.clear()
-        found.make_code()  # requested where it is to be run, and run where it is timed
-        return found
+    def add_module(self, name: str, module: nn.Module, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> None:
+        """Call `module` in place of nodes: maps a tuple of their inputs `reads` to a tuple of their results `makes`."""
+        self._switch(Modes())  # the module enters its nodes' modes itself
+        self.attributes[name] = module
+        made = self.graph.call_module(name, (tuple(map(self._copied, reads)),))
+        for position, node in enumerate(makes):
+            self.copies[node] = self.graph.call_function(operator.getitem, (made, position))
 
-    def recompile(self) -> Any:
-        """Forget the code, and make it anew at the next run."""
-        kind = type(self)  # `fx` makes one class for each graph, and keeps the code there
+    def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
+        """The new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
+        self._switch(Modes())  # leaves every open autocast region
+        made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
+        self.graph.output(made)
+        self.signature.append(("output", self._plain(tuple(outputs))))
+        module = fx.GraphModule(self.attributes, self.graph, "GraphStage")
+        for holder, table in self._tables.items():
+            getattr(module, holder).__dict__["_parameters"] = table
+        return module
 
-        def forward(owner: nn.Module, *arguments: Any) -> Any:
-            self.make_code()
-            return kind.forward(owner, *arguments)
+    def _copied(self, node: fx.Node) -> fx.Node:
+        if node not in self.copies:  # a parameter, a buffer, or the body of an operator
+            # By number: stages that do the same share graphs, which find attributes by name. The graphs of a sharded
+            # model are cut further, and their pieces share tables by the names of nodes.
+            name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
+            if node in self.facts.sharded:
+                # Not the parameter itself, but its place in the module's table: gathering puts another one there.
+                (self._tables[name], key), group = self.facts.sharded[node]
+                if group not in self._entered:
+                    self.begun[group] = None
+                name = f"{name}.{key}"
+                self.signature.append(("held as", key))
+            self.attributes[name] = self.facts.modules.get(node, self.facts.owned.get(node))
+            self.copies[node] = self.graph.get_attr(name)
+            self.copies[node].meta = dict(node.meta)
+            if node in self.facts.sharded:
+                self.copies[node].meta[GATHERED] = True
+        return self.copies[node]
 
-        kind.forward = forward
-        self._made = False
+    def _switch(self, modes: Modes) -> None:
+        kept = 0  # regions that both have in common, from the outermost on
+        while kept < min(len(self._open), len(modes.autocast)) and self._open[kept][0] is modes.autocast[kept]:
+            kept += 1
+        while len(self._open) > kept:
+            self.graph.call_function(_EXIT, (self._open.pop()[1],))
+        for node in modes.autocast[kept:]:
+            self._open.append((node, self.graph.call_function(_ENTER, node.args, node.kwargs)))
+            self.signature.append(("autocast", node.args))
+        if modes.gradients and self._gradients_off is not None:
+            self.graph.call_function(torch_compat.set_grad_enabled, (self._gradients_off,))
+            self._gradients_off = None
+        elif not modes.gradients and self._gradients_off is None:
+            # Restored afterwards, not switched on: the piece may itself run under `no_grad`.
+            self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
+            self.graph.call_function(torch_compat.set_grad_enabled, (False,))
+            self.signature.append("no gradients")
 
-    def make_code(self) -> None:
-        """Make the code, or take it from another graph that does the same."""
-        if self._made:
-            return
-        codes = Codes() if self.codes is None else self.codes
-        key = _what_it_does(self.graph)
-        if key in codes:
-            type(self).forward, noted = codes[key]
-            self.__dict__.update(noted)
-        else:
-            super().recompile()
-            codes[key] = type(self).forward, {name: getattr(self, name, None) for name in _SHARED}
-        self._made = True  # last: another thread may run the graph meanwhile, and makes its code as well
-
-    @property
-    def code(self) -> str:
-        self.make_code()
-        return super().code
-
-    def __reduce__(self) -> Any:  # the inherited one writes down the code
-        return fx.GraphModule(self, self.graph).__reduce__()
-
-
-def _what_it_does(graph: fx.Graph) -> Hashable:
-    """Return a key equal for graphs with the same code but for the names of values."""
-    numbers: dict[fx.Node, int] = {}
-    found = []
-    for number, node in enumerate(graph.nodes):
-        numbers[node] = number
-        target = None if node.op in ("placeholder", "output") else node.target
-        found.append((node.op, target, _plain(node.args, numbers), _plain(node.kwargs, numbers)))
-    return tuple(found)
+    def _plain(self, value: Any) -> Hashable:
+        """An argument for the signature, with nodes by number: their names differ between pieces."""
+        if isinstance(value, fx.Node):
+            if value not in self._numbers:
+                self._numbers[value] = len(self._numbers)
+            return "node", self._numbers[value]
+        if isinstance(value, tuple | list):
+            return tuple(map(self._plain, value))
+        if isinstance(value, dict):
+            return tuple((key, self._plain(each)) for key, each in value.items())
+        if isinstance(value, slice):
+            return "slice", self._plain((value.start, value.stop, value.step))
+        if isinstance(value, float):  # 0.0 equals -0.0
+            return repr(value)
+        return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike.any_but(value)
 
 
-def _plain(value: Any, numbers: dict[fx.Node, int]) -> Hashable:
-    if isinstance(value, fx.Node):
-        return "node", numbers[value]
-    if isinstance(value, tuple | list):
-        return type(value), tuple(_plain(each, numbers) for each in value)
-    if isinstance(value, dict):
-        return dict, tuple((key, _plain(each, numbers)) for key, each in value.items())
-    if isinstance(value, slice):
-        return slice, _plain((value.start, value.stop, value.step), numbers)
-    if isinstance(value, float | complex):  # 0.0 equals -0.0
-        return type(value), repr(value)
-    return (type(value), value) if isinstance(value, Hashable) else Unlike.any_but(value)
+# A stage of a sharded model is split between marks: compiled code would not see that one gathers or frees parameters.
+# Nothing is gathered or freed between two marks: a piece finds whole parameters.
+
+
+class UnmarkedPiece(nn.Module, StageOffers, HasKind):
+    """Nodes of a stage without marks: maps a tuple of values to a tuple of values."""
+
+    def __init__(self, body: fx.GraphModule, signature: Hashable, needs_gradient: Sequence[bool]) -> None:
+        super().__init__()
+        self.body = body
+        self.needs_gradient = needs_gradient
+        self._signature = signature
+
+    def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        made: tuple[Any, ...] = run_graph(self.body, values)
+        return made
+
+    def kind(self, value: Any) -> Hashable:
+        return self._signature, value_signature(value)
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedStage:
+    """A stage's nodes as in the model's graph, marks included, with the stage's inputs and outputs."""
+
+    facts: GraphFacts
+    nodes: Sequence[fx.Node]
+    inputs: Sequence[fx.Node]
+    outputs: Sequence[fx.Node]
+
+    def in_pieces(self, body: fx.GraphModule, wrap: Wrap) -> fx.GraphModule:
+        """Return the stage's graph with `wrap(piece)` in place of every piece; `body` is the graph without pieces."""
+        emitter = Emitter(self.facts, self.inputs)
+        end = 0
+        for number, (is_mark, group) in enumerate(itertools.groupby(self.nodes, lambda node: node.target in MARKS)):
+            nodes = list(group)
+            end += len(nodes)
+            reads, makes = self._reads(nodes), self._makes(nodes, end)
+            if is_mark or not self._worth_compiling(nodes, makes):
+                for node in nodes:
+                    emitter.add(node)
+            else:
+                emitter.add_module(f"piece_{number}", wrap(self._piece(nodes, reads, makes, body)), reads, makes)
+        return _on_the_tables_of(body, emitter.finish(self.outputs))
+
+    def gathering(self, body: fx.GraphModule) -> Around:
+        """A context that gathers parameters, by their node numbers in `body`: FSDP has gathered those of one module."""
+        sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
+        groups: dict[fx.Node, ShardGroup] = {}
+        for node in body.graph.nodes:
+            if node.op == "get_attr" and str(node.target) in sharded:
+                groups[node] = sharded[str(node.target)]
+            elif len(node.all_input_nodes) == 1 and not new_bytes(node, self.facts.sizes):  # it may be a view of one
+                (read,) = node.all_input_nodes
+                if read in groups:
+                    groups[node] = groups[read]
+        by_number = {number: groups[node] for number, node in enumerate(body.graph.nodes) if node in groups}
+
+        @contextmanager
+        def around() -> Iterator[Reading | None]:
+            marks = self.facts.marks
+            if marks is None or marks.measuring:
+                yield None
+                return
+            with GatheredToRead() as gathered:
+
+                def reading(numbers: Collection[int]) -> None:
+                    if wanted := dict.fromkeys(by_number[each] for each in numbers if each in by_number):
+                        gathered.need(wanted.keys())
+
+                yield reading
+
+        return around
+
+    def _piece(
+        self, nodes: list[fx.Node], reads: list[fx.Node], makes: list[fx.Node], body: fx.GraphModule
+    ) -> nn.Module:
+        emitter = Emitter(self.facts, reads)
+        for node in nodes:
+            emitter.add(node)
+        found = _on_the_tables_of(body, emitter.finish(makes))
+        return UnmarkedPiece(found, tuple(emitter.signature), need_gradients(reads))
+
+    def _reads(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        """The nodes' inputs from outside, except the model's own tensors."""
+        own = {*nodes, *self.facts.owned, *self.facts.modules}
+        return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own))
+
+    def _makes(self, nodes: list[fx.Node], end: int) -> list[fx.Node]:
+        later = {*self.outputs, *(each for node in self.nodes[end:] for each in node.all_input_nodes)}
+        return [node for node in nodes if node in later]
+
+    def _worth_compiling(self, nodes: list[fx.Node], makes: list[fx.Node]) -> bool:
+        """Whether the nodes compute anything, and write into their own memory only: compiled code would copy others."""
+        own = {*nodes, *self.facts.owned}
+        if any(memory_root(each) not in own for node in nodes for each in written_by(node)):
+            return False
+        return any(map(tensors_of, makes)) and any(new_bytes(node, self.facts.sizes) for node in nodes)
+
+
+def _on_the_tables_of(body: fx.GraphModule, graph: fx.GraphModule) -> fx.GraphModule:
+    """Share the parameter and buffer tables of `body`, so that replacing one there replaces it in `graph`."""
+    graph.__dict__["_parameters"], graph.__dict__["_buffers"] = body._parameters, body._buffers
+    return graph

@@ -14,69 +14,24 @@ from torch import fx
 from torch.nn import functional as F
 
 from rotor_profiling.storage import local, tensors_in
-from rotor_py.capture.graph.graph_nodes import Sizes, example_of, overwrites, owned_by, tensors_of
-from rotor_py.capture.graph.saved_values import SavedPart
+from rotor_py.capture.graph.graph_nodes import SymbolValues, example_of, overwrites, owned_by, tensors_of
+from rotor_py.capture.graph.saved_values import KINDS, SavedPart, named
 from rotor_py.capture.graph.selective_recompute import find_saved_parts, same_parts
-from rotor_py.capture.graph.stage_graph import StageGraph
+from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.stage.skipped_output import skip_output
 
-# Skip operators at a stage's end in runs that need no output.
-#
 # A stage recomputed for its backward makes its output again, without a reader. If the last operator is a matrix
-# product, as in a transformer's block, its backward needs its inputs and not its value, so it can be skipped. Operators
-# before it cannot: autograd saves their results.
+# product, its backward needs its inputs and not its value, so it can be skipped. Operators before it cannot.
 
 # Listed, not found from autograd's saved values: those are unknown before the stage runs.
-_PRODUCTS: set[Any] = {
-    F.linear,
-    operator.matmul,
-    torch.matmul,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    torch.conv1d,
-    torch.conv2d,
-    torch.conv3d,
-    torch.conv_transpose1d,
-    torch.conv_transpose2d,
-    torch.conv_transpose3d,
-    "matmul",
-    "mm",
-    "bmm",
-}
+_PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
 _SUMS: set[Any] = {operator.add, torch.add, "add"}
-_FOLLOWING: set[Any] = {
-    F.dropout,
-    torch.reshape,
-    torch.transpose,
-    torch.permute,
-    torch.flatten,
-    torch.unflatten,
-    torch.squeeze,
-    torch.unsqueeze,
-    "view",
-    "reshape",
-    "transpose",
-    "permute",
-    "flatten",
-    "unflatten",
-    "squeeze",
-    "unsqueeze",
-    "contiguous",
-    "to",
-    "float",
-    "half",
-    "bfloat16",
-}
-"""Operators that may follow a product: their backward does not read their input values."""
+# Operators that may follow a product: their backward does not read their input values.
+_RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
+_FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
-    """Return `body` for runs with a skipped output; None if there is nothing worth skipping.
-
-    It has no attributes of its own: it runs on those of `body`, so that parameters exist once.
-    """
     skipped = _skippable(body.graph)
     if not any(node.target in _PRODUCTS for node in skipped):  # sums and views take hardly any time
         return None
@@ -85,36 +40,30 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     graph.output(graph.graph_copy(body.graph, copies))
     for node in skipped:
         if node.target not in _FOLLOWING:  # those run on the value's substitute, and cost little or nothing
-            _let_skip(copies[node])
-    return StageGraph.like(body, graph, "GraphStageWithoutOutput")
+            copy, target = copies[node], node.target
+            function: Any = getattr(torch.Tensor, target) if isinstance(target, str) else target
+            copy.op, copy.target = "call_function", _skipping(function)
+    return graph_on(body, graph, "GraphStageWithoutOutput")
 
 
 def _skippable(graph: fx.Graph) -> list[fx.Node]:
-    """Return the operators whose value only the stage's output depends on, and no backward."""
+    """The operators whose value only the stage's output depends on, and no backward."""
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
         # A product's backward needs the product's inputs, so these are not skipped.
         unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
         called = node.op in ("call_function", "call_method")
-        if called and known and unused and _is_tensor(node) and not overwrites(node):
+        made = example_of(node)
+        is_tensor = isinstance(made, torch.Tensor) and made.is_floating_point()
+        if called and known and unused and is_tensor and not overwrites(node):
             found[node] = None
     return list(found)
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    found = example_of(node)
-    return isinstance(found, torch.Tensor) and found.is_floating_point()
-
-
-def _let_skip(node: fx.Node) -> None:
-    target: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-    node.op, node.target = "call_function", _skipping(target)
-
-
 @cache
 def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator `target` for runs with a skipped output, named because the graph becomes code."""
+    """The operator `target` for runs with a skipped output, named because the graph becomes code."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return skip_output(target, *args, **kwargs)
@@ -125,7 +74,7 @@ def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(slots=True)
 class OfKind:
-    """Data shared by stages of a kind: their parts, once requested, and their graphs.
+    """Data shared by stages of a kind, which do the same with the same sizes: their parts, once requested, and graphs.
 
     `graphs` are keyed by storage mode (None: stored whole) and by whether they skip the output.
     """
@@ -135,25 +84,19 @@ class OfKind:
 
 
 Known = dict[Hashable, OfKind]
-"""Shared data of one graph's stages, by kind: stages that do the same with the same sizes."""
-
-
-_WITH_GRAPHS = ("_graphs", "_of_kind")
 
 
 class StageParts:
-    """The parts of the stage whose graph is `body`, and the graphs that keep them.
+    """The parts of the stage whose graph is `body`, whose last `shared` inputs all stages share.
 
-    Its last `shared` inputs are shared by all stages. `signature` is equal for stages that do the same, and `known` has
-    the results for earlier ones. With `own_names`, the body's attributes have names of their own, and graphs are not
-    shared.
+    With `own_names`, the body's attributes have names of their own, so its graphs are not shared in `known`.
     """
 
     def __init__(
         self,
         body: fx.GraphModule,
         shared: int,
-        sizes: Sizes,
+        sizes: SymbolValues,
         signature: Hashable,
         known: Known,
         *,
@@ -166,11 +109,12 @@ class StageParts:
         self._known = known
         self._own_names = own_names
         self._example: StageParts | None = None
-        self._arguments: Sequence[Any] | None = None
+        self._found: dict[str, SavedPart] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Drop the graphs, which have no attributes and cannot be copied; a copy makes its own."""
-        return {**{name: each for name, each in self.__dict__.items() if name not in _WITH_GRAPHS}, "_known": {}}
+        """The graphs have no attributes and cannot be copied; a copy makes its own."""
+        kept = {name: each for name, each in self.__dict__.items() if name not in ("_graphs", "_of_kind")}
+        return {**kept, "_known": {}}
 
     @cached_property
     def _of_kind(self) -> OfKind:
@@ -188,47 +132,38 @@ class StageParts:
         return self._graphs[None, True]
 
     def follow(self, other: StageParts) -> None:
-        """Take over the parts of `other`, the same stage for other sizes, which its plan names.
-
-        Call this before the parts are requested.
-        """
+        """Take over the parts of `other`, the same stage for other sizes, before any are requested."""
         self._example = other
 
-    def found_on(self, arguments: Sequence[Any]) -> dict[str, SavedPart]:
-        """Return `found`, on first request by a run on `arguments`."""
-        self._arguments = arguments if all(map(_is_plain, tensors_in(arguments))) else None
-        try:
-            return self.found
-        finally:
-            self._arguments = None
+    def found(self, arguments: Sequence[Any] | None = None) -> dict[str, SavedPart]:
+        """The parts by storage mode, in order of fewer bytes; found by a run on `arguments`, or on fake tensors."""
+        if self._found is None:
+            if self._of_kind.parts is None:
+                plain = arguments is not None and all(map(_is_plain, tensors_in(arguments)))
+                self._of_kind.parts = self._find(arguments if plain else None)
+            self._found = self._of_kind.parts
+        return self._found
 
-    @cached_property
-    def found(self) -> dict[str, SavedPart]:
-        """The parts by storage mode, in order of fewer bytes."""
-        if self._of_kind.parts is None:
-            self._of_kind.parts = self._find()
-        return self._of_kind.parts
-
-    def _find(self) -> dict[str, SavedPart]:
+    def _find(self, arguments: Sequence[Any] | None) -> dict[str, SavedPart]:
         example = self._example
         if example is not None:
-            theirs, own = example._by_number(), self._by_number()
+            # Without sizes: a graph has no symbol for a size of 1.
+            theirs, own = (
+                {number: node for number, node in enumerate(each._body.graph.nodes) if not _is_size(node)}
+                for each in (example, self)
+            )
             if [*map(_operator, theirs.values())] == [*map(_operator, own.values())]:
                 nodes = dict(zip(theirs, own.values(), strict=True))
-                return same_parts(self._body, self._sizes, example.found, nodes, self._arguments)
-        return find_saved_parts(self._body, self._shared, self._sizes, self._arguments)
-
-    def _by_number(self) -> dict[int, fx.Node]:
-        """Return nodes by number, as parts name them, without sizes: a graph has no symbol for a size of 1."""
-        return {number: node for number, node in enumerate(self._body.graph.nodes) if not _is_size(node)}
+                return same_parts(self._body, self._sizes, example.found(), nodes, arguments)
+        return find_saved_parts(self._body, self._shared, self._sizes, arguments)
 
     def graph(self, way: str, *, skip_output: bool) -> fx.GraphModule:
-        """Return the graph that passes a part's values to a `PartialSaving`, its first input."""
+        """The graph that passes a part's values to a `PartialSaving`, its first input."""
         bare = self.bare if skip_output else None
         key: tuple[str | None, bool] = way, bare is not None
         if key not in self._graphs:
             graph = self._body.graph if bare is None else bare.graph
-            self._graphs[key] = self.found[way].instrumented(self._body, graph)
+            self._graphs[key] = self.found()[way].instrumented(self._body, graph)
         found = self._graphs[key]
         assert found is not None
         return found
@@ -248,9 +183,7 @@ class StageParts:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node's value is a number."""
-    example = example_of(node)
-    return isinstance(example, int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return isinstance(example_of(node), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _operator(node: fx.Node) -> tuple[str, str]:
