@@ -176,7 +176,6 @@ def test_what_divides_the_parameters_may_be_the_users_own() -> None:
         ("h100:2", {"shard": lambda *_: None, "precision": torch.bfloat16}, "excluded_together", "precision"),
         *((f"h100:{count}", {}, "not_a_count", f"h100:{count}") for count in ("0", "-1", "", "two", "1.5")),
     ],
-    ids=str,
 )
 def test_options_of_sharding_that_say_nothing_are_refused(
     device: Any, options: dict[str, Any], kind: str, name: str
