@@ -109,6 +109,9 @@ class _Elsewhere:
     def trial(self, function: Callable[..., Any]) -> Trial:
         return Known(pays=False)  # costs the same as without it, except for the offloaded bytes
 
+    def __reduce__(self) -> str:
+        return "ELSEWHERE"  # a copy of a model has this very keeper
+
 
 ELSEWHERE: Keeper = _Elsewhere()
 """Offered to runners where a plan may offload; `measure.stage_ways` has its bytes."""

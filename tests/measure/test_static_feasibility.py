@@ -54,6 +54,11 @@ def test_the_first_step_is_refused_before_a_stage_is_run(fresh: bool, parts: tup
     assert network.budget is None
 
 
+def test_a_model_made_with_its_input_and_limit_is_refused_at_once() -> None:
+    with raises(InfeasibleError, "limit_below_held"):
+        Checkpointable(unused(), torch.randn(16, WIDTH), mem_limit="100kB")
+
+
 UNUSED = """
 import torch
 from torch import nn

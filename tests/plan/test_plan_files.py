@@ -159,7 +159,7 @@ def bad_costs(data: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[s
         (("costs", "stages", 1, "backward_temp_bytes"), -(2**50), "out_of_range", None),
         (("costs", "stages", 1, "forward_seconds"), float("nan"), "bad_field", "forward_seconds"),
         (("costs", "stages", 1, "forward_seconds"), 10**400, "bad_field", "forward_seconds"),
-        (("costs", "stages", 1), {}, "bad_field", "forward_seconds"),
+        (("costs", "stages", 1), {}, "bad_field", "activation_bytes"),
         (("costs", "stages"), [], "wrong_length", "stages"),
         (("costs", "gradient_bytes"), [1], "wrong_length", "gradient_bytes"),
         (("costs", "fixed", "optimizer"), "4", "bad_field", "optimizer"),
