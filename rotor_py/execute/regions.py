@@ -127,6 +127,17 @@ def run(
     return _Chain(runners, stored, again, context).store(items, value)
 
 
+def _wait_before_recompute(value: Any) -> None:
+    """Wait for pending collectives before a region is recomputed: sent tensors stay in memory until then.
+
+    A function of its own: in `_Chain.store`, the last tensor would stay in a local variable, and in memory, until the
+    next region.
+    """
+    for tensor in tensors_in(value):
+        if tensor.requires_grad:
+            tensor.register_hook(wait_for)
+
+
 @dataclass(frozen=True, slots=True)
 class _Chain:
     """The stages in one forward: runners to recompute (`again`), and the forward state of each first run."""
@@ -143,11 +154,7 @@ class _Chain:
             if isinstance(item, Region):
                 first = partial(self._run_first, _stages(item.items))
                 value = _Recomputed(partial(self.store, item.items), value).run(first, value)
-                for tensor in tensors_in(value):
-                    if tensor.requires_grad:
-                        # Wait for pending collectives before the region is recomputed: sent tensors stay in memory
-                        # until then.
-                        tensor.register_hook(wait_for)
+                _wait_before_recompute(value)
             elif item in self.again:
                 value = self._recompute(self.stored[item], self.known[item], value)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +44,16 @@ def test_every_sequence_is_followed_or_refused(kind: Callable[[int, random.Rando
         return
     run([StageRunner(layer, "layer") for layer in model], items, torch.randn(2, 3)).sum().backward()
     assert runs == Counter(each.stage for each in sequence if not isinstance(each, Backward | Loss))
+
+
+def test_the_output_of_a_region_is_freed_once_the_next_stage_has_read_it() -> None:
+    outputs: list[weakref.ref[torch.Tensor]] = []
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.ReLU())  # a ReLU saves its output alone
+    model[1].register_forward_pre_hook(lambda _, args: outputs.append(weakref.ref(args[0])))
+    there: list[bool] = []
+    model[2].register_forward_pre_hook(lambda *_: there.append(outputs[0]() is not None))
+    run([StageRunner(layer, "layer") for layer in model], (Region((0,)), 1, 2), torch.randn(2, 3))
+    assert there == [False]
 
 
 @pytest.mark.parametrize("seed", range(6))
