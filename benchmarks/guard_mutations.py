@@ -116,8 +116,8 @@ MUTATIONS = [
     # Measuring
     mutation(
         "what a stage saves is eight bytes more",
-        "saved = max(0, way.kept - made.carried_bytes)",
-        "saved = max(0, way.kept - made.carried_bytes) + 8",
+        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes)",
+        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes) + 8",
         "chain",
     ),
     mutation(
@@ -128,13 +128,13 @@ MUTATIONS = [
     ),
     mutation(
         "scratch memory is the less of two graphs",
-        "forward_temp_bytes=max(training.rise, own.rise) - saved,",
-        "forward_temp_bytes=min(training.rise, own.rise) - saved,",
+        "forward_temp_bytes=max(forward.rise, attach.rise) - saved,",
+        "forward_temp_bytes=min(forward.rise, attach.rise) - saved,",
         "captured",
     ),
     mutation(
         "outputs are taken to be held by the graph",
-        "output_released_bytes=min(own.freed.output, made.activation_bytes, saved),",
+        "output_released_bytes=min(output_freed, activation, saved),",
         "output_released_bytes=0,",
         "chain",
     ),
