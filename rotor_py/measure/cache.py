@@ -34,7 +34,7 @@ from rotor_py.errors import record_fields
 
 
 @dataclass(frozen=True, slots=True)
-class StageMemory:
+class StageFindings:
     """Measured bytes of a stage: stored whole, then in each of the `ways`.
 
     `decided_bytes`: bytes of its decisions. `moving`: indices of changed buffers. `undecided`: whether it decides
@@ -244,14 +244,14 @@ class MeasurementCache:
                 for file in sorted(files, key=lambda each: each.stat().st_mtime)[: len(files) // 2]:
                     file.unlink(missing_ok=True)
 
-    def find(self, kind: Hashable) -> tuple[StageMemory, Runs] | None:
+    def find(self, kind: Hashable) -> tuple[StageFindings, Runs] | None:
         """Return the bytes and seconds of a stage signature; None if absent or unreadable."""
         try:
             return _read(json.loads(self._file(kind).read_text(encoding="utf-8")))
         except (UnstableKeyError, OSError, KeyError, TypeError, ValueError):  # some raised by a file that was edited
             return None
 
-    def keep(self, kind: Hashable, found: StageMemory, runs: Runs) -> None:
+    def keep(self, kind: Hashable, found: StageFindings, runs: Runs) -> None:
         """Store bytes and seconds of a stage signature, if that is stable across processes and the disk takes it."""
         data = {**asdict(found), "moving": sorted(found.moving), "runs": [asdict(run) for run in runs]}
         try:
@@ -267,7 +267,7 @@ class MeasurementCache:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
 
 
-def _read(data: dict[str, Any]) -> tuple[StageMemory, Runs] | None:
+def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
     found = tuple(
         StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
         for way in data["bytes"]
@@ -283,4 +283,4 @@ def _read(data: dict[str, Any]) -> tuple[StageMemory, Runs] | None:
     if len(found) != 1 + len(names) or all(run.node is None for run in runs):
         return None  # a stage is stored whole, and in each of its ways, and was run
     moving = frozenset(map(int, data["moving"]))
-    return StageMemory(found, int(data["decided_bytes"]), moving, names, bool(data["undecided"])), runs
+    return StageFindings(found, int(data["decided_bytes"]), moving, names, bool(data["undecided"])), runs

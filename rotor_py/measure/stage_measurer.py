@@ -39,7 +39,7 @@ from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.stage.seconds import AsNode, StageRun
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
-from rotor_py.measure.cache import StageMemory, measurement_cache
+from rotor_py.measure.cache import StageFindings, measurement_cache
 from rotor_py.measure.cut import Cut, run_prefix
 from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
 from rotor_py.measure.measurement import Carried, Measurement, Way
@@ -146,7 +146,7 @@ class StageMeasurer:
         self.stepped = options.stepped
         # Only tensors alive throughout: other addresses may be reused.
         self._owned = list(storages(tensors_in(value)))
-        self._known: dict[Hashable, tuple[StageContext, StageMemory]] = {}
+        self._known: dict[Hashable, tuple[StageContext, StageFindings]] = {}
         """By signature, the memory of such stages, and the context of one of them."""
         self._unkept: set[Hashable] = set()
         """Signatures with new findings, not yet stored in the cache."""
@@ -296,7 +296,7 @@ class StageMeasurer:
             tensor.requires_grad_(needed)
         return value
 
-    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> StageMemory:
+    def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> StageFindings:
         """Measure the bytes of a stage, or look them up by signature."""
         _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
@@ -325,7 +325,7 @@ class StageMeasurer:
             remember_undecided(function)
         return memory
 
-    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageMemory:
+    def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageFindings:
         """Return the bytes of a stage, measured now or cached."""
         kept = None if self._cache is None else self._cache.find(kind)
         # An earlier run may have found more modes: the same layer may have been captured in its model.
@@ -346,7 +346,7 @@ class StageMeasurer:
             seconds = dict(zip(("", *offered), run.ways, strict=True))
             self._times.add(kind, StageRun(tuple(seconds[name] for name in ("", *names))))
         self._unkept.add(kind)
-        return StageMemory(
+        return StageFindings(
             (found[0], *(way for _, way in less)),
             decided_bytes(function),
             recall_moving(function),

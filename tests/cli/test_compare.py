@@ -102,3 +102,7 @@ def test_the_table_is_shown_below_the_plan(plan, model_file, store_all_bytes):
     assert "yes" in rows["optimal"]
     assert "no" in rows["store-all"]
     assert rows["store-all"][-1] == "+0.0%"
+
+
+def test_where_no_plan_fits_there_is_nothing_to_compare(plan, model_file):
+    assert plan(model_file(), "--mem-limit", "140kB", "--compare").exit_code == 3

@@ -218,6 +218,21 @@ def test_a_file_that_was_cut_short_is_told_and_no_half_is_given(tier: FileTier) 
     assert tier.held_bytes == 0
 
 
+def test_ctrl_c_in_a_wait_breaks_nothing(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = held_back(tier, monkeypatch)
+    moved = tier.move_out(storage_of(100_000))
+    killer = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        moved.wait_out()
+    killer.join()
+    assert tier.held_bytes > 0
+    go.set()
+    moved.wait_out()
+    assert torch.equal(bytes_of(moved.storage()), bytes_of(storage_of(100_000)))
+    assert tier.held_bytes == 0
+
+
 def test_a_closed_tier_says_so(tier: FileTier) -> None:
     moved = tier.move_out(storage_of(5000))
     moved.wait_out()

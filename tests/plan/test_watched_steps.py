@@ -294,6 +294,14 @@ def test_a_first_step_is_seen_as_those_that_find_an_optimizer_state(caplog: pyte
 # Nothing is left behind, and nobody's way is blocked.
 
 
+def test_several_forwards_before_one_backward_with_a_given_loss_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    planned = planned_for(share=0.5, forwards_in_flight=2, loss=loss, watch=True)
+    for _ in range(2):
+        sum(loss(planned(WORDS)) for _ in range(2)).backward()
+        planned.zero_grad()
+    assert said_in(caplog) == []
+
+
 def listening() -> bool:
     return torch.autograd._profiler_enabled()
 

@@ -126,6 +126,15 @@ def test_the_sign_of_a_relu_is_a_bit_of_each_number() -> None:
         assert stage.saved_bytes - packed == pytest.approx(spared, rel=0.01)
 
 
+def test_packing_lowers_what_pooled_layers_of_a_chain_save() -> None:
+    costs = measured(chain)[0].inspection_values
+    assert costs is not None
+    for name, stage, ways in zip(costs.names, costs.stages, costs.ways_by_stage, strict=True):
+        packed = {way.name: way.cost.saved_bytes for way in ways}
+        if name in ("0.3", "1.3", "2.3"):  # what is pooled, and int64 for each number of it: two of three parts
+            assert packed["packed"] < 0.6 * stage.saved_bytes, name
+
+
 class Transformed(nn.Module):
     """A layer that transforms functions inside, which refuses to be run with hooks."""
 

@@ -441,6 +441,17 @@ def test_a_plan_from_a_file_moves_what_it_moved_before(tmp_path: Path) -> None:
         Checkpointable(chain(), plan=file, fresh_grads=True)
 
 
+def test_a_copy_of_a_model_that_offloads_makes_plans_that_offload(tmp_path: Path) -> None:
+    limit = limit_between(chain(), 0.3)
+    made = planned(chain(), limit, tmp_path)
+    assert made.sequence is not None
+    copied = copy.deepcopy(made)
+    copied.measure(tokens()[:-1])
+    copied.compute_sequence(limit)
+    assert copied.sequence is not None
+    assert copied.sequence.moves is not None
+
+
 @pytest.mark.parametrize(
     ("part", "change", "cause"),
     [
