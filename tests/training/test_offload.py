@@ -73,9 +73,13 @@ def transformer() -> nn.Module:
     return Transformer()
 
 
-def chain() -> nn.Module:
+def chain(dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(50, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 50))
+    return nn.Sequential(nn.Embedding(50, WIDTH), *(Block(dropout) for _ in range(4)), nn.Linear(WIDTH, 50))
+
+
+def without_dropout() -> nn.Module:
+    return chain(0.0)
 
 
 def tokens() -> torch.Tensor:
@@ -96,6 +100,11 @@ def planned(model: nn.Module, limit: int, folder: Path | None, **options: Any) -
     offload = None if folder is None else f"file:{folder}"
     chosen = {"cache": False, "offload": offload, **options}
     return Checkpointable(model, tokens(), mem_limit=limit, loss=loss_of, fresh_grads=True, **chosen)
+
+
+def tier_of(model: Checkpointable) -> Any:
+    """Where what moves waits, which counts its bytes; no user sees it."""
+    return model._planner.model.offload.tier
 
 
 def trained(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
@@ -146,7 +155,7 @@ def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slowe
     assert report.overhead < alone.report().overhead
     nbytes = report.budget.moved_bytes(report.sequence)
     assert nbytes > 0
-    tier = moving._planner.model.offload.tier
+    tier = tier_of(moving)
     before = tier.moved_bytes
     peak = peak_of(moving)
     assert tier.moved_bytes - before == nbytes
@@ -174,11 +183,6 @@ class AllIn:
         return Sequence(sequence, "by hand", moves=plan_moves(chain, sequence, self.link, between))
 
 
-def without_dropout() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(50, WIDTH), *(Block(0.0) for _ in range(4)), nn.Linear(WIDTH, 50))
-
-
 @pytest.mark.parametrize(
     ("make", "way"),
     [
@@ -202,7 +206,7 @@ def test_what_a_part_or_packing_leaves_is_elsewhere(
     sequence = model.compute_sequence(10**9, algo=AllIn(way, budget.link))
     assert sequence.moves is not None
     assert len(sequence.moves.stages) >= 2
-    nbytes, tier = budget.moved_bytes(sequence), model._planner.model.offload.tier
+    nbytes, tier = budget.moved_bytes(sequence), tier_of(model)
     before, peak = tier.moved_bytes, peak_of(model)
     assert tier.moved_bytes - before == nbytes > 0
     assert budget.peak_bytes(sequence) * 0.98 <= peak <= budget.peak_bytes(sequence)
@@ -214,7 +218,7 @@ def test_what_a_part_or_packing_leaves_is_elsewhere(
     model.save_plan(file)
     again = Checkpointable(make(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
     assert same(trained(again, 1), trained(make(), 1))
-    assert again._planner.model.offload.tier.moved_bytes == nbytes
+    assert tier_of(again).moved_bytes == nbytes
 
 
 def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +232,7 @@ def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pyt
     assert roomy.sequence is not None
     assert roomy.sequence.moves is None
     trained(slow)
-    assert slow._planner.model.offload.tier.moved_bytes == 0
+    assert tier_of(slow).moved_bytes == 0
 
 
 def test_the_report_says_what_is_moved_where(tmp_path: Path) -> None:
@@ -266,7 +270,7 @@ def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(
 
 def test_where_several_forwards_have_no_room_each_moves_as_one_does_and_the_report_counts_all(tmp_path: Path) -> None:
     model = planned(chain(), limit_between(chain(), 0.02), tmp_path)
-    tier = model._planner.model.offload.tier
+    tier = tier_of(model)
 
     def step() -> None:
         (loss_of(model(tokens())) + loss_of(model(tokens().flip(0)))).backward()
@@ -284,7 +288,7 @@ def test_where_several_forwards_have_no_room_each_moves_as_one_does_and_the_repo
 
 def test_ctrl_c_in_the_middle_of_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, plain = planned(chain(), limit_between(chain(), 0.1), tmp_path), chain()
-    tier = model._planner.model.offload.tier
+    tier = tier_of(model)
     trained(model, 1)
     trained(plain, 1)
     go, write, main = threading.Event(), os.pwrite, threading.main_thread().ident
@@ -320,7 +324,7 @@ def test_a_disk_that_fails_ends_the_step_with_a_sentence(tmp_path: Path, monkeyp
             with raises(OffloadError, kind):
                 loss_of(model(tokens())).backward()
         model.zero_grad()
-        settle(model._planner.model.offload.tier)
+        settle(tier_of(model))
     assert same(trained(model), trained(plain))
 
 
@@ -340,7 +344,7 @@ def test_a_folder_that_is_removed_takes_nothing_with_it(tmp_path: Path, monkeypa
         assert same(trained(model), trained(plain))
     assert not folder.exists()
     assert same(trained(model), trained(plain))
-    tier = model._planner.model.offload.tier
+    tier = tier_of(model)
     assert tier.moved_bytes > 0
     assert tier.held_bytes == 0
     with raises(ValueError, "no_file"):
@@ -369,7 +373,7 @@ def test_gradients_that_add_up_over_batches_are_exact_inside_the_limit(tmp_path:
     peak = measured_peak(lambda: loss_of(model(value)).backward(), present, CPU)
     predicted = model.report().peak_bytes
     assert 0.97 * predicted <= peak <= predicted <= limit
-    assert model._planner.model.offload.tier.held_bytes == 0
+    assert tier_of(model).held_bytes == 0
 
 
 def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -392,7 +396,7 @@ def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatc
     assert model.sequence.moves is None
     model.sequence = sequence
     assert same(trained(model), trained(chain()))
-    assert model._planner.model.offload.tier.moved_bytes > 0
+    assert tier_of(model).moved_bytes > 0
 
 
 @pytest.mark.parametrize(
@@ -412,6 +416,8 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(options: dict[str, Any], k
     with raises(ValueError, kind, name="offload") as refused:
         Checkpointable(chain(), **{"offload": f"file:{tmp_path}", **options})
     assert "\n" not in str(refused.value)
+    with raises(ValueError, "excluded_together", name="offload"):
+        Checkpointable(chain(), offload=f"file:{tmp_path}").compile()
 
 
 def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +426,9 @@ def test_a_sharded_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         planned(chain(), 10**9, tmp_path)
 
 
-def test_a_plan_from_a_file_moves_what_it_moved_before(tmp_path: Path) -> None:
+def test_a_plan_from_a_file_moves_what_it_moved_before_and_says_so_if_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     limit = limit_between(chain(), 0.3)
     first = planned(chain(), limit, tmp_path)
     file = tmp_path / "plan.json"
@@ -435,10 +443,13 @@ def test_a_plan_from_a_file_moves_what_it_moved_before(tmp_path: Path) -> None:
     loaded.save_plan(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == file.read_text()
     assert peak_of(loaded) <= limit
-    assert loaded._planner.model.offload.tier.moved_bytes > 0
+    assert tier_of(loaded).moved_bytes > 0
     assert same(trained(loaded), trained(chain()))
     with raises(ValueError, "no_tier", name="offload"):
         Checkpointable(chain(), plan=file, fresh_grads=True)
+    planned(chain(), limit_between(chain(), 0.3), None).save_plan(file)
+    Checkpointable(chain(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
+    assert logged(caplog, "moves_nothing")
 
 
 def test_a_copy_of_a_model_that_offloads_makes_plans_that_offload(tmp_path: Path) -> None:
@@ -473,21 +484,6 @@ def test_a_plan_file_whose_moves_are_none_is_refused(part: tuple[str, str], chan
         Checkpointable(chain(), plan=file, offload=f"file:{tmp_path}")
 
 
-def test_a_plan_file_that_moves_nothing_says_so_to_whoever_wants_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    file = tmp_path / "plan.json"
-    planned(chain(), limit_between(chain(), 0.3), None).save_plan(file)
-    Checkpointable(chain(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
-    assert logged(caplog, "moves_nothing")
-
-
-def test_compiling_later_is_refused(tmp_path: Path) -> None:
-    model = planned(chain(), 10**9, tmp_path)
-    with raises(ValueError, "excluded_together", name="offload"):
-        model.compile()
-
-
 def test_mixed_precision_and_steps_in_the_backward_go_together_with_moves(tmp_path: Path) -> None:
     def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         torch.manual_seed(2)
@@ -511,4 +507,4 @@ def test_mixed_precision_and_steps_in_the_backward_go_together_with_moves(tmp_pa
     least, most = model.budget.least_bytes(), model.report().store_all_bytes
     model.compute_sequence(int(least + 0.3 * (most - least)))
     assert same(run(model, optimizer), expected)
-    assert model._planner.model.offload.tier.moved_bytes > 0
+    assert tier_of(model).moved_bytes > 0
