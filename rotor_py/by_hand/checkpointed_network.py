@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -108,8 +108,14 @@ class CheckpointedNetwork(nn.Module):
         count = len(runners)
         enables = map(ForwardEnable, range(count))
         instructions = read_sequence(count, recompute_segments(enables, segments_from(range(count), count)))
-        with _watched(self.segments) as (kept, made):
+        kept, made = _StorageSizes(), _StorageSizes()
+        with ExitStack() as hooks:
+            for segment in set(self.segments):
+                hooks.enter_context(segment.register_forward_pre_hook(lambda _, inputs: kept.add(inputs)))
+            for module in set(self.segments.modules()) - {self.segments}:
+                hooks.enter_context(module.register_forward_hook(lambda _, inputs, output: made.add(output)))
             output = Tape(runners, instructions).forward(x)
+        made |= kept
         self._kept, self._full = kept.nbytes, made.nbytes
         return output
 
@@ -129,44 +135,20 @@ class CheckpointedNetwork(nn.Module):
         return 1 - self._kept / self._full if self._full else 0.0
 
 
-class _StorageSizes:
-    """Bytes of the storages behind tensors, each once.
+class _StorageSizes(dict[int, tuple[object, int]]):
+    """Bytes of the storages behind tensors, each once, freed ones too.
 
-    Does not identify storages by address: a freed one still counts, and its address may be reused.
+    Not by address, which may be reused: an object has a single plain weak reference, whose id is unique while it lives.
     """
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, tuple[object, int]] = {}
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):
-            # An object has a single plain weak reference; while it lives, its id is not reused.
             reference = weakref.ref(tensor.untyped_storage())
-            self._sizes[id(reference)] = reference, storage_bytes([tensor])
+            self[id(reference)] = reference, storage_bytes([tensor])
 
     @property
     def nbytes(self) -> int:
-        return sum(size for _, size in self._sizes.values())
-
-
-@contextmanager
-def _watched(segments: nn.ModuleList) -> Iterator[tuple[_StorageSizes, _StorageSizes]]:
-    kept, made = _StorageSizes(), _StorageSizes()
-
-    def enter(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        kept.add(inputs)
-        made.add(inputs)
-
-    def leave(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        made.add(output)
-
-    handles = [segment.register_forward_pre_hook(enter) for segment in set(segments)]
-    handles += [each.register_forward_hook(leave) for each in segments.modules() if each is not segments]
-    try:
-        yield kept, made
-    finally:
-        for handle in handles:
-            handle.remove()
+        return sum(size for _, size in self.values())
 
 
 class _FunctionSegment(nn.Module):

@@ -27,15 +27,10 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable
 from rotor_solver.segments import recompute_segments, segments_from
 
-_HALVES = (torch.bfloat16, torch.float16)
 _INPUT = -1
 """Index of the network's input, the output of the layer before the first."""
 Forward = Callable[[Any, Any], Any]
 """Callable of a layer and its input that returns the layer's output."""
-
-
-def _call(layer: Any, value: Any) -> Any:
-    return layer(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +58,12 @@ class CheckpointConfig:
                 kind="not_a_bool",
                 name="use_mixed_precision",
             )
-        if self.storage_dtype not in _HALVES:
+        if self.storage_dtype not in (torch.bfloat16, torch.float16):
             raise InvalidValueError(
                 f"storage_dtype is {self.storage_dtype!r}; it has to be torch.bfloat16 or torch.float16",
                 kind="unknown_value",
                 name="storage_dtype",
             )
-
-    @property
-    def kept_dtype(self) -> torch.dtype | None:
-        """Storage dtype of wider activations; None to store them unchanged."""
-        return self.storage_dtype if self.use_mixed_precision else None
 
 
 class ActivationCheckpointer:
@@ -103,13 +93,12 @@ class ActivationCheckpointer:
         Raises CheckpointLimitError (a ValueError) beyond `max_checkpoints`, and ValueError for a negative or
         non-integer index.
         """
-        if not self.is_checkpoint_layer(layer_idx):
-            self._seen[layer_idx] = storage_bytes(tensors_in(activation))
-            return
-        if layer_idx not in self._store and len(self._store) >= self.config.max_checkpoints:
+        stored = self.is_checkpoint_layer(layer_idx)
+        if stored and layer_idx not in self._store and len(self._store) >= self.config.max_checkpoints:
             raise CheckpointLimitError(layer_idx, self.config.max_checkpoints)
         self._seen[layer_idx] = storage_bytes(tensors_in(activation))
-        self._store.keep(layer_idx, activation)
+        if stored:
+            self._store.keep(layer_idx, activation)
 
     def get(self, layer_idx: int) -> Any:
         """The stored output of a layer, in its own dtype and detached; None if it is not stored.
@@ -126,7 +115,8 @@ class ActivationCheckpointer:
 
     def clear(self) -> None:
         """Release everything."""
-        self._store = _KeptOutputs(self.config.kept_dtype)
+        self._half = self.config.storage_dtype if self.config.use_mixed_precision else None
+        self._store = _KeptOutputs(self._half)
         self._input = _KeptOutputs()
         """The network's input, owned by the caller and never rounded."""
         self._seen: dict[int, int] = {}
@@ -165,9 +155,8 @@ class ActivationCheckpointer:
         self._input.keep(_INPUT, input)
         run = [_Layer(layer, forward_fn, self, index) for index, layer in enumerate(layers)]
         owned = [p for layer in run for p in layer.parameters()]
-        trains = torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)])
         value = input
-        if trains and run:
+        if run and torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)]):
             value = self._train(input, run, kept)
         else:
             for each in run:
@@ -210,7 +199,7 @@ class ActivationCheckpointer:
         # would recompute it at once; its input is recorded here as other outputs are.
         shared = [start - 1 for start in starts[1:-1]]
         self._stored_layers -= {*shared}
-        store = ActivationStore(self.config.kept_dtype)
+        store = ActivationStore(self._half)
         runners = [StageRunner(layer, f"layer {layer.index}", open=True) for layer in run]
         enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
         sequence = recompute_segments(enables, segments[:-1])
@@ -218,15 +207,6 @@ class ActivationCheckpointer:
         for index in shared:  # a layer's output is the input of the segment that starts after it
             self._store.adopt(index, store, index + 1)
         return value
-
-    def _note(self, layer_idx: int, value: Any, output: Any, surroundings: Surroundings) -> None:
-        """Record the first run of a layer."""
-        self._surroundings[layer_idx] = surroundings
-        # A view of the input, or the input overwritten in place, is no new memory.
-        old = storages(tensors_in(value))
-        self._seen[layer_idx] = sum(size for at, size in storages(tensors_in(output)).items() if at not in old)
-        if layer_idx in self._stored_layers:
-            self._store.keep(layer_idx, output)
 
 
 class _Layer(nn.Module):
@@ -243,20 +223,24 @@ class _Layer(nn.Module):
         self.index = index
 
     def forward(self, value: Any) -> Any:
-        if self.checkpointer is None:
+        by = self.checkpointer
+        if by is None:
             return self.forward_fn(self.layer, value)
         devices = accelerators(t.device for t in [*tensors_in(value), *self.parameters()])
         with recorded(self.layer, devices, True, f"layer {self.index}") as found:
             output = self.forward_fn(self.layer, value)
-        self.checkpointer._note(self.index, value, output, found[0])
+        by._surroundings[self.index] = found[0]
+        # A view of the input, or the input overwritten in place, is no new memory.
+        old = storages(tensors_in(value))
+        by._seen[self.index] = sum(size for at, size in storages(tensors_in(output)).items() if at not in old)
+        if self.index in by._stored_layers:
+            by._store.keep(self.index, output)
         return output
 
 
 class _KeptOutputs(ActivationStore):
-    """Outputs by layer index, stored without copying.
-
-    In full precision, the next layer shares the memory. An in-place operation would change the start of the backward
-    unnoticed by autograd, which saves no tensor here.
+    """Outputs by layer index, stored without copying: in full precision, the next layer shares the memory, and an
+    in-place operation would change the start of the backward unnoticed by autograd.
     """
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:

@@ -107,22 +107,18 @@ def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
     # Deepest first: a module's level follows from its submodules. The model, "", and its children both lack a dot, so
     # `bool` puts it after them.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
-        children = modules[name].named_children()
-        inner = [(child, found[f"{name}.{key}" if name else key].level) for key, child in children]
-        found[name] = _assigned(name, modules[name], inner)
+        module, kind = modules[name], type(modules[name]).__name__
+        inner = [(each, found[f"{name}.{key}" if name else key].level) for key, each in module.named_children()]
+        if not inner and (_is_list(module) or isinstance(module, nn.Identity)):
+            found[name] = AssignedLevel(0, f"{kind} does nothing")
+        elif not inner:
+            found[name] = AssignedLevel(1, f"{kind} is a single layer")
+        else:
+            found[name] = (_of_list if _is_list(module) else _of_block)(name, module, inner)
+            # The model itself gets no level, unless it is just an encoder.
+            if not name and not (found[name].level == 5 and _is_named(_WHOLE, name, module)):
+                found[name] = AssignedLevel(0, f"{kind} is the whole model")
     return {name: found[name] for name in modules}
-
-
-def _assigned(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
-    kind = type(module).__name__
-    if not inner:
-        empty = _is_list(module) or isinstance(module, nn.Identity)
-        return AssignedLevel(0, f"{kind} does nothing") if empty else AssignedLevel(1, f"{kind} is a single layer")
-    found = _of_list(name, module, inner) if _is_list(module) else _of_block(name, module, inner)
-    # The model itself gets no level, unless it is just an encoder.
-    if not name and not (found.level == 5 and _is_named(_WHOLE, name, module)):
-        return AssignedLevel(0, f"{kind} is the whole model")
-    return found
 
 
 def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -> AssignedLevel:
@@ -152,8 +148,7 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
     if highest >= 4:
         # A numbered stage of a Swin or a ConvNeXt: a downsampling and a group.
-        stage = name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1 and highest == 4
-        if stage:
+        if highest == 4 and name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1:
             return AssignedLevel(4, f"{called}, one of several, holds a group")
         return _holding(module, highest)
     # Before counting its contents: an attention with a Sequential would count as a layer.
@@ -164,7 +159,9 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
     whole = [each for each in blocks if _weights(each) == weights]
     if len(whole) == 1:
         return AssignedLevel(highest, f"{called} is {type(whole[0]).__name__} and what belongs to it")
-    if blocks or _holds_blocks(inner):
+    # Or children that are lists of unlike parts, with blocks among them.
+    lists = [child for child, level in inner if level == 0 and _is_list(child)]
+    if blocks or any(each._modules and not _is_list(each) for child in lists for each in child.modules()):
         kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in blocks))
         return AssignedLevel(3, f"{called} holds blocks: {kinds or 'a list of them'}")
     if weights <= 1:
@@ -175,20 +172,12 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
 
 
 def _holding(module: nn.Module, highest: int) -> AssignedLevel:
-    kind = type(module).__name__
-    if highest == 4:
-        return AssignedLevel(5, f"{kind} holds groups of layers")
-    return AssignedLevel(0, f"{kind} holds whole encoders or decoders")
+    held = (5, "groups of layers") if highest == 4 else (0, "whole encoders or decoders")
+    return AssignedLevel(held[0], f"{type(module).__name__} holds {held[1]}")
 
 
 def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) or type(module).forward is nn.Sequential.forward
-
-
-def _holds_blocks(inner: list[tuple[nn.Module, int]]) -> bool:
-    """Whether a list of unlike parts among the children holds blocks."""
-    lists = [child for child, level in inner if level == 0 and _is_list(child)]
-    return any(len(each._modules) > 0 and not _is_list(each) for child in lists for each in child.modules())
 
 
 def _is_named(pattern: re.Pattern[str], name: str, module: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from torch import nn
 
@@ -78,8 +78,8 @@ class ByHand:
             raise InfeasibleError(
                 f"a training step with {self} needs {format_bytes(peak)} ({peak} bytes), of which {budget.split()}; "
                 f"the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out of memory. Try "
-                f"{limit_text(peak)}, or leave "
-                f"{self} out for the best plan, which needs {format_bytes(budget.least_bytes())} at least.",
+                f"{limit_text(peak)}, or leave {self} out for the best plan, which needs "
+                f"{format_bytes(budget.least_bytes())} at least.",
                 min_bytes=peak,
                 mem_limit=mem_limit,
                 kind="strategy_over_limit",
@@ -144,7 +144,7 @@ class ByLevel:
         for level in range(self.level, 0, -1):
             found = [self._unit(name, level) for name in names]
             if any(unit is not None for unit in found):
-                return self._with_weightless(names, found) if level == 1 else found
+                return self._with_weightless(found) if level == 1 else found
         return [None] * len(names)
 
     def _unit(self, stage: str, level: int) -> str | None:
@@ -158,15 +158,12 @@ class ByLevel:
                 return stage
         return None
 
-    def _with_weightless(self, names: list[str], units: list[str | None]) -> list[str | None]:
+    def _with_weightless(self, units: list[str | None]) -> list[str | None]:
         """Join layers without weights to the layer before them in the same list."""
-        result = list(units)
-        for position in range(1, len(units)):
-            unit, before = units[position], units[position - 1]
-            if unit is None or before is None or unit not in self.weightless:
-                continue
-            if unit.rpartition(".")[0] == before.rpartition(".")[0]:
-                result[position] = result[position - 1]
+        result = units[:1]
+        for before, unit in pairwise(units):
+            follows = unit is not None and before is not None and unit.rpartition(".")[0] == before.rpartition(".")[0]
+            result.append(result[-1] if follows and unit in self.weightless else unit)
         return result
 
 

@@ -74,19 +74,15 @@ def _stage_by_stage(
     and the plain graph by its limit: a faster stage may need more memory. Processes that wait for each other in stages
     measure the same graphs: `agree` returns of each number the largest in any process.
     """
-    kinds, seconds = compiler.kinds, compiler.seconds
+    kinds, seconds = len(compiler.seconds_of), compiler.seconds
     wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]
     # Measuring runs the stages, and the first run compiles.
     plain.measured_as(_with(plain.cut, wrapped), None if progress is None else compiling(progress))
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):
         return []
-    _log.info(
-        "compiled %d kinds of stages in %.1f s",
-        compiler.kinds - kinds,
-        compiler.seconds - seconds,
-        extra=record_fields("compiled", kinds=compiler.kinds - kinds),
-    )
+    kinds, seconds = len(compiler.seconds_of) - kinds, compiler.seconds - seconds
+    _log.info("compiled %d kinds of stages in %.1f s", kinds, seconds, extra=record_fields("compiled", kinds=kinds))
     compiled = _chosen(wrapped, can)
     compiled = with_ways(compiled, compiler)
     every = plain.measured_as(_with(plain.cut, compiled), None if progress is None else compiling(progress))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import abc, deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 
-from rotor_py.compile.graph_chain import Stages
+from rotor_py.compile.graph_chain import Stages, chains
 from rotor_py.compile.joint_graph import JointGraph, usually_saved
 from rotor_py.compile.partition import BackwardWriter, Partition, in_time
 from rotor_py.compile.peak import GraphCosts, Weight
@@ -23,23 +23,18 @@ def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partiti
     loss = operations.index(Loss())
     kept = set(stages.shared)
     for operation in operations[:loss]:
-        match operation:
-            case ForwardEnable(stage, option):
-                kept |= stages.options[stage][option][1]
-                if keep_outputs:
-                    kept.update(stages.inputs[stage + 1])
-            case ForwardCheck(stage):
-                kept.update(stages.inputs[stage])
-            case _:
-                pass
+        if isinstance(operation, ForwardEnable):
+            kept |= stages.options[operation.stage][operation.option][1]
+            kept.update(stages.inputs[operation.stage + 1] if keep_outputs else ())
+        elif isinstance(operation, ForwardCheck):
+            kept.update(stages.inputs[operation.stage])
     writer = BackwardWriter(stages.joint, kept)
     ahead = deque(operations[loss + 1 :])
     root, values = stages.joint.root, set(stages.values)
     for node in stages.joint.backward:
         for each in node.all_input_nodes:
-            value = root.get(each)
+            value = root.get(each, each)
             if value in values and value not in kept and value not in writer.there:
-                assert value is not None
                 _run_until(stages, writer, ahead, stages.stage_of[value])
         writer.write(node)
     return writer.partition()
@@ -53,21 +48,19 @@ def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], 
         operation = ahead.popleft()
         if not isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
             continue
-        number, enabled = operation.stage, isinstance(operation, ForwardEnable)
-        kept = stages.options[number][operation.option][1] if isinstance(operation, ForwardEnable) else frozenset()
-        later = stages.inputs[number + 1]
-        made = {*kept, *later}
+        number = operation.stage
+        made = set(later := stages.inputs[number + 1])
+        if isinstance(operation, ForwardEnable):
+            made |= stages.options[number][operation.option][1]
         for value in sorted(made, key=stages.joint.order.__getitem__):
             writer.make(value)
         writer.forget(node for node in stages.members[number] if node not in made)
         if isinstance(operation, ForwardNograd):
             writer.forget(value for value in stages.inputs[number] if value not in later)
-        if enabled and number == stage:
+        if isinstance(operation, ForwardEnable) and number == stage:
             return
 
 
-# Choose a partition: of many between storing everything and storing as little as possible, the fastest that fits.
-#
 # The candidates do not depend on the budget. So a smaller budget never gives a larger peak: that partition would have
 # been chosen before.
 
@@ -101,12 +94,12 @@ def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = N
     stages = Stages(joint, costs.usual)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     partitions = _mixed(stages, most)
-    for keep_outputs in (True, False):
-        found = frontier(stages.chain(keep_outputs=keep_outputs), slots=_SLOTS).sequences
+    for keep_outputs, chain in chains(stages).items():
+        found = frontier(chain, slots=_SLOTS).sequences
         partitions += [follow(stages, found[each], keep_outputs=keep_outputs) for each in _spread(len(found), most)]
     weighed = [Candidate(partition, costs.weigh(partition)) for partition in partitions]
     if usual is not None:
-        weighed = [replace(each, weight=each.weight.taking_longer(_OURS_LONGER)) for each in weighed]
+        weighed = [Candidate(each.partition, each.weight.taking_longer(_OURS_LONGER)) for each in weighed]
         weighed += [*by_torch(joint, costs, _THEIRS), usual]
     kept: list[Candidate] = []
     for each in sorted(weighed, key=lambda each: (each.weight.peak, each.weight.seconds)):

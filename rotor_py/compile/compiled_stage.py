@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +14,7 @@ from rotor_profiling import tensors_in
 from rotor_profiling.isolate import accelerators, buffer_slots, isolated
 from rotor_profiling.stage.stage_signature import HasKind, stage_signature
 from rotor_profiling.torch_compat import disable_current_modes, tree_flatten, tree_leaves, tree_unflatten
-from rotor_py.compile.stage_code import (
-    WAYS,
-    Config,
-    StageCode,
-    compile_code,
-    owned_slots,
-)
+from rotor_py.compile.stage_code import WAYS, Config, StageCode, compile_code, owned_slots
 from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.stage.forward_state import autocast_now, recall_moving, remember_moving
 from rotor_py.stage.protocol import Run, StageOffers, offers_of
@@ -29,6 +22,12 @@ from rotor_py.stage.side_effects import recall_effects, remember_effects
 
 if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn
+
+_log = logging.getLogger("rotor_py")
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))
+"""Devices whose autocast a stage may depend on."""
+MOST_SHAPES = 8
+"""Most input shapes for which a stage is compiled: TorchDynamo's default for a function."""
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
@@ -65,12 +64,6 @@ def _results(
         return [*(tensor.detach() for tensor in made), *buffers, *gradients]
 
 
-_log = logging.getLogger("rotor_py")
-
-_DEVICES = (torch.device("cpu"), torch.device("cuda"))
-"""Devices whose autocast a stage may depend on."""
-
-
 class StageCompiler:
     """Compiles each kind of stage of a model once, with these options of Inductor."""
 
@@ -79,12 +72,9 @@ class StageCompiler:
         self.seconds = 0.0
         """Seconds spent compiling so far."""
         self.seconds_of: dict[StageCode, float] = {}
+        """Per kind of stages compiled so far."""
         self._codes: dict[Hashable, StageCode | None] = {}
         self._has_tools = True
-
-    @property
-    def kinds(self) -> int:
-        return sum(code is not None for code in self._codes.values())
 
     def code(
         self,
@@ -138,10 +128,6 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
     return stage_signature(stage, value), offers_of(stage).wiring, shared, id(stage) if calls else None, autocast
-
-
-MOST_SHAPES = 8
-"""Most input shapes for which a stage is compiled: TorchDynamo's default for a function."""
 
 
 def partitioned_freely(stage: nn.Module) -> nn.Module:
@@ -250,22 +236,19 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             if same_bits(self.plain, value, self._needs_gradient, usual, code):
                 found.append(way)
             else:
-                _log.info(
-                    "%s is not stored %s: its last digits would be others",
-                    self._name,
-                    way,
-                    extra=record_fields("other_bits", name=self._name),
-                )
+                said = "%s is not stored %s: its last digits would be others"
+                _log.info(said, self._name, way, extra=record_fields("other_bits", name=self._name))
         return tuple(found)
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
         if way not in self._ways:
             return super().forward_by(way, skip_output=skip_output)
-        return partial(self._run_by, way)
 
-    def _run_by(self, way: str, value: Any) -> Any:
-        code = self._code(value, way)
-        return self(value) if code is None else code.run(self.plain, value)
+        def run(value: Any) -> Any:
+            code = self._code(value, way)
+            return self(value) if code is None else code.run(self.plain, value)
+
+        return run
 
     def kind(self, value: Any) -> Hashable:
         return stage_signature(self.plain, value), self._compiler.config, self._partitioner, self._ways
@@ -293,8 +276,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
                     MOST_SHAPES,
                     extra=record_fields("too_many_shapes", name=self._name, shapes=MOST_SHAPES),
                 )
-            full = len(self._codes) >= MOST_SHAPES
-            self._codes[shapes] = dict.fromkeys((None, *self._ways)) if full else {}
+            self._codes[shapes] = {} if len(self._codes) < MOST_SHAPES else dict.fromkeys((None, *self._ways))
         codes = self._codes[shapes]
         if way not in codes:
             assert self._needs_gradient is not None

@@ -63,7 +63,7 @@ class Stages:
         found: dict[fx.Node, set[fx.Node]] = {}
         for node in joint.forward:
             found[node] = set()
-            for each in joint.sources(node):
+            for each in node.all_input_nodes:
                 found[node] |= {each} if each in values else found.get(each, set())
         return found
 
@@ -144,12 +144,12 @@ class Stages:
 
     def _options(self, number: int) -> list[tuple[int, frozenset[fx.Node]]]:
         inside = self.inside[number]
-        targets = frozenset(value for value in inside if value in self.read_backward)
-        found = {targets: 0}
+        targets = self.read_backward.intersection(inside)
+        found = {frozenset(targets): 0}
         for level, (again, everywhere) in enumerate(self._cuts_everywhere, 1):
             alone = self._cut(inside, targets, again)
             # Values recomputed from the stage's input need it.
-            alone |= set(self.inputs[number]) & self._needed(number, alone) - self.read_backward
+            alone |= set(self.inputs[number]) & self.needed(number, alone) - self.read_backward
             for option in (frozenset(alone), everywhere & set(inside)):
                 if self.bytes_of(option) < self.bytes_of(targets):
                     found.setdefault(option, level)
@@ -206,7 +206,7 @@ class Stages:
         behind = flow.behind_least_cut()
         return {value for value in inside if (value, "kept") in behind and (value, "made") not in behind}
 
-    def _needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
+    def needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
         """Return nodes that a stage's backward reads or recomputes given `kept`, and their sources."""
         inside, found = set(self.members[number]), set[fx.Node]()
         pending = [value for value in self.inside[number] if value in self.read_backward]
@@ -216,81 +216,75 @@ class Stages:
                 continue
             found.add(node)
             if node in inside and node not in kept and node not in self.shared:
-                pending.extend(self.joint.root.get(each, each) for each in self.joint.sources(node))
-                pending.extend(self.joint.sources(node))
+                pending.extend(self.joint.root.get(each, each) for each in node.all_input_nodes)
+                pending.extend(node.all_input_nodes)
         return found
-
-    def chain(self, *, keep_outputs: bool) -> Chain:
-        """Return the stages in seconds and bytes; with `keep_outputs`, every option that keeps anything also keeps the
-        output.
-
-        Approximate: the live values inside a stage depend on the stages around it.
-        """
-        stages = []
-        for number, members in enumerate(self.members):
-            forward = self._seconds(members)
-            output = self._output(number)
-            scratch = max((self.costs[node].scratch for node in members), default=0)
-            options = []
-            for level, kept in self.options[number]:
-                again = self._needed(number, kept) & (set(members) - kept - self.shared)
-                options.append(
-                    Option(
-                        forward + sum(self.costs[node].keeping for node in kept),
-                        self._seconds(self.backward[number]) + self._seconds(again),
-                        self.bytes_of(kept | output if keep_outputs else kept),
-                        scratch,
-                        self._temps[level][number],
-                    )
-                )
-            inside = max(map(self.joint.bytes_of, self.inside[number]), default=0)
-            gradient = self._gradients[number]
-            stages.append(Stage(self.bytes_of(output), tuple(options), forward, scratch + inside, gradient=gradient))
-        return Chain(tuple(stages), 0)
 
     def bytes_of(self, values: Iterable[fx.Node]) -> int:
         return sum(map(self.joint.bytes_of, values))
 
-    def _seconds(self, nodes: Iterable[fx.Node]) -> float:
-        return sum(self.costs[node].seconds for node in nodes)
 
-    def _output(self, number: int) -> set[fx.Node]:
-        return {value for value in self.inputs[number + 1] if self.stage_of[value] == number}
+def chains(stages: Stages) -> dict[bool, Chain]:
+    """Return the stages in seconds and bytes, by whether every option that keeps anything also keeps the output.
 
-    @cached_property
-    def backward(self) -> list[list[fx.Node]]:
-        """Per stage, the nodes of its backward: up to the last one that reads a value of the stage."""
-        root, latest = self.joint.root, 0
-        found: list[list[fx.Node]] = [[] for _ in self.members]
-        for node in reversed(self.joint.backward):
-            roots = (root[each] for each in node.all_input_nodes if each in root)
-            latest = max([latest, *(self.stage_of[each] for each in roots if each in self.stage_of)])
-            found[latest].append(node)
-        return [nodes[::-1] for nodes in found]
+    Approximate: the live values inside a stage depend on the stages around it.
+    """
+    joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
+    outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
+    backward, returned = _backward(stages), set(joint.gradients)
+    gradients = [bytes_of(returned.intersection(nodes)) for nodes in backward]
+    temps = _backward_temps(stages, backward, [*map(bytes_of, outputs)], gradients)
 
-    @cached_property
-    def _gradients(self) -> list[int]:
-        returned = set(self.joint.gradients)
-        return [self.bytes_of({node for node in nodes if node in returned}) for nodes in self.backward]
+    def seconds(nodes: Iterable[fx.Node]) -> float:
+        return sum(costs[node].seconds for node in nodes)
 
-    @cached_property
-    def _temps(self) -> list[list[int]]:
-        """Per level and stage, the peak of its backward beyond kept values and surrounding gradients."""
-        stage_of = {node: number for number, nodes in enumerate(self.backward) for node in nodes}
-        found = []
-        for kept in self.parts:
-            partition = in_time(self.joint, kept)
-            curve = weigh(self.joint, self.costs, partition).curve
-            most = [0] * len(self.members)
-            number = 0
-            for run, live in zip(reversed(partition.backward), reversed(curve), strict=True):
-                number = stage_of.get(run.node, number)  # a recomputed node belongs to the next stage's backward
-                most[number] = max(most[number], live)
-            held = self.bytes_of({*self.joint.primals, *self.joint.tangents, *self.shared}) + sum(self._gradients)
-            temps = []
-            for number, inside in enumerate(self.inside):
-                held += self.bytes_of(kept & set(inside)) - self._gradients[number]
-                incoming = self.bytes_of(self._output(number - 1)) if number else 0
-                temps.append(max(-incoming, most[number] - held - self.bytes_of(self._output(number)) - incoming))
-            found.append(temps)
-        return found
+    def stage(number: int, members: list[fx.Node], always: set[fx.Node]) -> Stage:
+        forward, scratch = seconds(members), max((costs[node].scratch for node in members), default=0)
+        options = []
+        for level, kept in stages.options[number]:
+            again = stages.needed(number, kept) & (set(members) - kept - stages.shared)
+            run = forward + sum(costs[node].keeping for node in kept)
+            back = seconds(backward[number]) + seconds(again)
+            options.append(Option(run, back, bytes_of(kept | always), scratch, temps[level][number]))
+        temp = scratch + max(map(joint.bytes_of, stages.inside[number]), default=0)
+        return Stage(bytes_of(outputs[number]), tuple(options), forward, temp, gradient=gradients[number])
+
+    return {
+        keep: Chain(tuple(stage(n, each, outputs[n] if keep else set()) for n, each in enumerate(stages.members)), 0)
+        for keep in (True, False)
+    }
+
+
+def _backward(stages: Stages) -> list[list[fx.Node]]:
+    """Return each stage's nodes of the backward: up to the last one that reads a value of the stage."""
+    root, latest = stages.joint.root, 0
+    found: list[list[fx.Node]] = [[] for _ in stages.members]
+    for node in reversed(stages.joint.backward):
+        roots = (root[each] for each in node.all_input_nodes if each in root)
+        latest = max([latest, *(stages.stage_of[each] for each in roots if each in stages.stage_of)])
+        found[latest].append(node)
+    return [nodes[::-1] for nodes in found]
+
+
+def _backward_temps(
+    stages: Stages, backward: list[list[fx.Node]], outputs: list[int], gradients: list[int]
+) -> list[list[int]]:
+    """Return per level and stage the peak of its backward beyond kept values and surrounding gradients."""
+    joint, stage_of = stages.joint, {node: number for number, nodes in enumerate(backward) for node in nodes}
+    found = []
+    for kept in stages.parts:
+        partition = in_time(joint, kept)
+        curve = weigh(joint, stages.costs, partition).curve
+        most = [0] * len(stages.members)
+        number = 0
+        for run, live in zip(reversed(partition.backward), reversed(curve), strict=True):
+            number = stage_of.get(run.node, number)  # a recomputed node belongs to the next stage's backward
+            most[number] = max(most[number], live)
+        held = stages.bytes_of({*joint.primals, *joint.tangents, *stages.shared}) + sum(gradients)
+        temps = []
+        for number, inside in enumerate(stages.inside):
+            held += stages.bytes_of(kept & set(inside)) - gradients[number]
+            incoming = outputs[number - 1] if number else 0
+            temps.append(max(-incoming, most[number] - held - outputs[number] - incoming))
+        found.append(temps)
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -21,9 +21,6 @@ from rotor_profiling.storage import allocated, tensors_in
 from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
 
-# The joint graph of forward and backward, as AOTAutograd traces it: its allocations, and the nodes that may be
-# recomputed.
-#
 # AOTAutograd gives a partitioner one graph for both directions. Its values are immutable, so a value can be recomputed
 # from other values at any time. Three kinds of nodes never are: random ones would draw anew, collectives and effects
 # would happen twice, and readers of a buffer that the forward overwrites would read the new content.
@@ -45,8 +42,6 @@ class JointGraph:
 
     module: fx.GraphModule
     num_outputs: int
-    stand_ins: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """Per value that cannot be recomputed, a node with the same value that can."""
 
     @cached_property
     def device(self) -> torch.device:
@@ -172,17 +167,9 @@ class JointGraph:
     def replayable(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
         for node in self.forward:
-            if node in self.stand_ins:
-                found.add(node)
-            elif node.target is operator.getitem:
-                if node.args[0] in found:
-                    found.add(node)
-            elif self._is_function(node):
+            if node.args[0] in found if node.target is operator.getitem else self._is_function(node):
                 found.add(node)
         return found
-
-    def sources(self, node: fx.Node) -> list[fx.Node]:
-        return [self.stand_ins[node]] if node in self.stand_ins else node.all_input_nodes
 
     def _is_function(self, node: fx.Node) -> bool:
         if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE:

@@ -20,16 +20,18 @@ from rotor_profiling import storage_bytes, tensors_in, torch_compat
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.step import watch_step
 from rotor_profiling.torch_compat import CompileContext, TracingContext, compile_context, functorch_config, tracing
-from rotor_py.compile.partitioner import BudgetPartitioner
-from rotor_py.compile.saved_inputs import saving_inputs
+from rotor_py.compile.partitioner import BudgetPartitioner, saving_inputs
 from rotor_py.errors import DescribedWarning, InvalidValueError, record_fields
 from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes, limit_text, parse_bytes
 
-# Measure the peak of one training step of a graph, from its forward to the end of its backward.
-#
-# The caller's memory in between does not count: the backward's peak is the memory left by the forward, the incoming
-# gradients, and the backward's own.
+_log = logging.getLogger("rotor_py")
+_FUSION = 4
+"""Operators in one kernel, after wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
+5.7 MB, where 5.9 were predicted. Inductor's own limit is 64.
+"""
+
+Call = Callable[..., Any]
 
 
 class _GraphStepToken:
@@ -39,7 +41,11 @@ class _GraphStepToken:
 
 
 class GraphWatch:
-    """Watches a step that begins now; `held_bytes` are those of the graph's inputs, parameters included."""
+    """Measures the peak of a graph's training step that begins now, from its forward to the end of its backward.
+
+    `held_bytes` are those of the graph's inputs, parameters included. The caller's memory between forward and backward
+    does not count: the backward's peak is the memory left by the forward, the incoming gradients, and its own.
+    """
 
     def __init__(self, device: torch.device, held_bytes: int) -> None:
         self.peak: int | None = None
@@ -77,9 +83,9 @@ class GraphWatch:
         assert self._watch is not None
         self._gradients.append(gradient)
         if owned:
-            # A watch cannot be stopped while the engine works. The callback is freed with the pass, and so is the
-            # token.
-            torch_compat.queue_callback(partial(_keep, owned.pop()))
+            # A watch cannot be stopped while the engine works. The callback, which does nothing, is freed with the
+            # pass, and so is the token that it holds.
+            torch_compat.queue_callback(partial(id, owned.pop()))
             self._watch.mark("backward")
 
     def _over(self) -> None:
@@ -89,12 +95,7 @@ class GraphWatch:
         if phases is None or "backward" not in phases:
             return
         forward, backward = phases[""], phases["backward"]
-        rise = max(forward.rise, forward.kept + gradients + backward.rise)
-        self.peak = self._held_bytes + rise
-
-
-def _keep(token: _GraphStepToken) -> None:
-    """Do nothing at the end of a pass; until shortly after, the engine holds `token`."""
+        self.peak = self._held_bytes + max(forward.rise, forward.kept + gradients + backward.rise)
 
 
 # Keep Inductor's code within a memory budget: measure its first training step, and recompile once if necessary.
@@ -103,15 +104,6 @@ def _keep(token: _GraphStepToken) -> None:
 # code's peak is known only after a run. If the first step exceeds the budget, the graph is recompiled before the next
 # one: with smaller fusions, since wide ones hold the values of several layers at once, and from a partition that leaves
 # room for the missing bytes. The code with the least peak is kept.
-
-
-_log = logging.getLogger("rotor_py")
-_FUSION = 4
-"""Operators in one kernel, after wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
-5.7 MB, where 5.9 were predicted. Inductor's own limit is 64.
-"""
-
-Call = Callable[..., Any]
 
 
 class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
@@ -179,13 +171,16 @@ class WatchedGraph:
     def _account_for(self, peak: int, device: torch.device) -> None:
         limit = limit_bytes(self._partitioner.limit, device)
         self._watch = None
+        said = (
+            f"Inductor's code of a graph takes {format_bytes(peak)} ({peak} bytes) in a training step, and its memory "
+            f"budget is {format_bytes(limit)} ({limit} bytes)"
+        )
         if peak > limit and self._first is None:
             _log.info(
-                "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
-                "bytes): it is compiled again to take less",
-                format_bytes(peak), peak, format_bytes(limit), limit,
+                "%s: it is compiled again to take less",
+                said,
                 extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit),
-            )  # fmt: skip
+            )
             # The bytes missing beyond the partition's own peak. That is unknown if torch had the graphs in its cache:
             # then the limit counts.
             weight = self._partitioner.weight
@@ -198,11 +193,11 @@ class WatchedGraph:
             if self._first[0] <= peak:
                 peak, self._call = self._first
             _log.warning(
-                "Inductor's code of a graph takes %s (%d bytes) in a training step, and its memory budget is %s (%d "
-                "bytes), also compiled to take less: take a budget of %s or more, or a smaller batch",
-                format_bytes(peak), peak, format_bytes(limit), limit, limit_text(peak),
+                "%s, also compiled to take less: take a budget of %s or more, or a smaller batch",
+                said,
+                limit_text(peak),
                 extra=record_fields("graph_over_budget", peak_bytes=peak, mem_limit=limit),
-            )  # fmt: skip
+            )
         self._compile = self._first = None  # they hold code and graphs
 
 
@@ -244,11 +239,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 
     def __enter__(self) -> memory_budget:
         self._tokens.append(_current.set(self))
-        _hook.acquire()
+        _count_block(1)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        _hook.release()
+        _count_block(-1)
         _current.reset(self._tokens.pop())
         if kind is None and not self.compiled:
             warnings.warn(
@@ -316,31 +311,24 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 _current: ContextVar[memory_budget | None] = ContextVar("memory_budget", default=None)
 
 
-class _Hook:
-    """Replaces `torch.compile` while any thread is inside a block; calls from other threads pass through."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._plain: Any = None
-
-    def acquire(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._plain, torch.compile = torch.compile, self._compile
-            self._inside += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                torch.compile = self._plain
-
-    def _compile(self, model: Any = None, **settings: Any) -> Any:
-        budget = _current.get()
-        if budget is not None and not settings.get("disable"):
-            settings = budget.bound(settings)
-        return self._plain(model, **settings)
+_blocks = 0
+"""Number of blocks that threads are inside now; while there are any, `torch.compile` is replaced."""
+_lock = threading.Lock()
+_plain_compile: Any = torch.compile
 
 
-_hook = _Hook()
+def _compile(model: Any = None, **settings: Any) -> Any:
+    budget = _current.get()  # None in threads outside
+    if budget is not None and not settings.get("disable"):
+        settings = budget.bound(settings)
+    return _plain_compile(model, **settings)
+
+
+def _count_block(change: int) -> None:
+    global _blocks, _plain_compile
+    with _lock:
+        if _blocks == 0:
+            _plain_compile, torch.compile = torch.compile, _compile
+        _blocks += change
+        if _blocks == 0:
+            torch.compile = _plain_compile

@@ -19,11 +19,6 @@ from rotor_profiling.torch_compat import (
 )
 from rotor_py.compile.joint_graph import JointGraph, ancestors, is_number
 
-# A partitioned graph: the operators of its forward and of its backward, in order, and the values between.
-#
-# A `Partition` can be weighed (`peak.py`) and made into two graphs (`extract`). It says which of the joint graph's
-# nodes the backward recomputes, when, and from which inputs.
-
 
 @dataclass(eq=False, slots=True)
 class Run:
@@ -35,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """`forward` runs, `saved` is kept from it (inputs included), then `backward` runs."""
+    """`forward` runs, `saved` is kept from it (inputs included), then `backward` runs, recomputed nodes among it."""
 
     forward: tuple[fx.Node, ...]
     saved: frozenset[fx.Node]
@@ -60,7 +55,10 @@ class BackwardWriter:
 
     def __post_init__(self) -> None:
         self.forward = set(self.joint.forward)
-        self.siblings = _siblings(self.joint)
+        self.siblings: dict[fx.Node, list[fx.Node]] = {}
+        for node in (*self.joint.forward, *self.joint.backward):
+            if node.target is operator.getitem and not is_number(node):
+                self.siblings.setdefault(node.all_input_nodes[0], []).append(node)
 
     def write(self, node: fx.Node) -> None:
         if node in self.there or node in self.kept:  # unpacked already, or made by the forward
@@ -73,9 +71,9 @@ class BackwardWriter:
         pending, needed = [node], set()
         while pending:
             each = pending.pop()
-            if each not in needed and not self._is_there(each):
+            if each not in needed and each not in self.there and not self._from_outside(each):
                 needed.add(each)
-                pending.extend(self.joint.sources(each))
+                pending.extend(each.all_input_nodes)
         for each in sorted(needed, key=self.joint.order.__getitem__):
             if each not in self.there:
                 self._run(each)
@@ -91,7 +89,7 @@ class BackwardWriter:
         needed.update(run for run in self.runs if run.node not in self.forward and not run.node.users)
         backward = []
         for run in reversed(self.runs):
-            if run in needed or (run.node.op == "call_function" and _acts(run.node, self.forward)):
+            if run in needed or (run.node not in self.forward and run.node.is_impure()):
                 backward.append(run)
                 needed.update(each for each in run.reads.values() if isinstance(each, Run))
         tangents = set(joint.tangents)
@@ -102,22 +100,13 @@ class BackwardWriter:
         forward = joint.in_turn(node for node in (*joint.forward, *joint.early) if node in needed_forward)
         return Partition(tuple(forward), frozenset(saved), tuple(reversed(backward)))
 
-    def _is_there(self, node: fx.Node) -> bool:
-        return node in self.there or self._from_outside(node)
-
     def _from_outside(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node in self.kept:
             return True
-        if node not in self.forward:
-            return False
-        return node not in self.joint.replayable or is_number(node)
+        return node in self.forward and (node not in self.joint.replayable or is_number(node))
 
     def _run(self, node: fx.Node) -> None:
-        if node in self.joint.stand_ins:
-            self.there[node] = self.there[self.joint.stand_ins[node]]
-            return
-        reads = {each: self.there.get(each, each) for each in node.all_input_nodes}
-        run = Run(node, reads)
+        run = Run(node, {each: self.there.get(each, each) for each in node.all_input_nodes})
         self.runs.append(run)
         self.there[node] = run
         # A tuple keeps all of its tensors alive: it is unpacked at once.
@@ -137,18 +126,6 @@ def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Partition:
     return writer.partition()
 
 
-def _siblings(joint: JointGraph) -> dict[fx.Node, list[fx.Node]]:
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in (*joint.forward, *joint.backward):
-        if node.target is operator.getitem and not is_number(node):
-            found.setdefault(node.all_input_nodes[0], []).append(node)
-    return found
-
-
-def _acts(node: fx.Node, forward: set[fx.Node]) -> bool:
-    return node not in forward and node.is_impure()
-
-
 def extract(
     joint: JointGraph, partition: Partition, static_inputs: list[int] | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -166,17 +143,19 @@ def extract(
         if run.node in runs:
             copies[run].meta["partitioner_tag"] = "is_backward"
             copies[run].meta.pop("recompute", None)
-    end = next(iter(joint.module.graph.find_nodes(op="output")))
-    returned = joint.module.graph.output_node().args[0]
-    assert isinstance(returned, list | tuple)
-    outputs = [_mapped(each, copies) for each in returned[: joint.num_outputs]]
-    ends = [last.get(each, each) if isinstance(each, fx.Node) else None for each in returned[joint.num_outputs :]]
-    gradients = [_mapped(each, copies) for each in ends]
-    written = graph.output((*outputs, *gradients))
-    written.meta = dict(end.meta)
+    end = joint.module.graph.output_node()
+    returned: Any = end.args[0]
+    outputs = [copies.get(each) for each in returned[: joint.num_outputs]]
+    gradients = [copies.get(last.get(each, each)) for each in returned[joint.num_outputs :]]
+    graph.output((*outputs, *gradients)).meta = dict(end.meta)
     module = fx.GraphModule(joint.module, graph)
 
-    saved = [copies[node] for node in sorted(partition.saved, key=joint.order.__getitem__) if _passed_on(node)]
+    saved = [
+        copies[node]
+        for node in sorted(partition.saved, key=joint.order.__getitem__)
+        # Others reach the backward in other ways.
+        if not (node.op == "get_attr" or is_bwd_seed_offset(node) or partitioners._is_backward_state(node))
+    ]
     numbers = [node for node in saved if is_number(node)]
     options: dict[str, Any] = {}
     # torch 2.11 finds the nodes that are no tensors among the others itself.
@@ -200,13 +179,3 @@ def extract(
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
-
-
-def _mapped(value: object, copies: dict[fx.Node | Run, fx.Node]) -> fx.Node | None:
-    return copies[value] if isinstance(value, fx.Node | Run) else None
-
-
-def _passed_on(node: fx.Node) -> bool:
-    """Whether a value is passed from the forward to the backward. Some reach the backward in other ways."""
-    special = is_bwd_seed_offset(node) or partitioners._is_backward_state(node)
-    return node.op != "get_attr" and not special

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from rotor_profiling.torch_compat import CompileContext, CustomPartitionerFn, fx_graph_cse, partitioners
+from rotor_profiling.torch_compat import (
+    CompileContext,
+    CustomGraphPass,
+    CustomPartitionerFn,
+    fx_graph_cse,
+    partitioners,
+)
 from rotor_profiling.torch_compat import functorch_config as config
 from rotor_py.compile.candidates import by_torch, candidates, torch_partitions
 from rotor_py.compile.joint_graph import JointGraph, guard_sizes
@@ -25,55 +30,42 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver import Chain
 
-# Recompute dropout's output from its mask, so that one byte per element is kept instead of four.
-#
-# Recomputing dropout itself would draw anew. The CPU's operator multiplies by the mask, and then by the scale; the two
-# operators added here do the same, bit for bit. Not on other devices: CUDA's kernel rounds once. Inductor decomposes
-# dropout itself.
-
-
-aten = torch.ops.aten
-
-
-def add_stand_ins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Add nodes that make each dropout's output from its input and mask; return these stand-ins by output."""
-    found: dict[fx.Node, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=aten.native_dropout.default):
-        source, probability, training = node.args
-        parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-        if training is False or not {0, 1} <= parts.keys() or source.meta["val"].device.type != "cpu":
-            continue
-        output, mask = parts[0], parts[1]
-        output.prepend(mask)
-        scale = 0.0 if probability == 1 else 1 / (1 - probability)
-        with graph.inserting_before(output):
-            masked = _multiply(graph, source, mask, node)
-            found[output] = _multiply(graph, masked, scale, node)
-    return found
-
-
-def _multiply(graph: fx.Graph, left: fx.Node, right: fx.Node | float, beside: fx.Node) -> fx.Node:
-    made = graph.call_function(aten.mul.Tensor, (left, right))
-    made.meta = {
-        key: value for key, value in beside.meta.items() if key not in ("val", "tensor_meta", "eager_input_vals")
-    }
-    value = left.meta["val"]
-    with value.fake_mode:
-        made.meta["val"] = aten.mul.Tensor(value, right.meta["val"] if isinstance(right, fx.Node) else right)
-    return made
-
-
 _log = logging.getLogger("rotor_py")
-
-
 _UNCERTAIN = 1.2
 """Factor by which the least partition's estimated peak may exceed the limit and still be tried: Inductor's fusion and
 layouts are not known before. A guess: the graph overstated by up to a tenth where measured.
 """
 
 
+class _Partitioner(CustomPartitionerFn):
+    """Partitions joint graphs of AOTAutograd as `choose` says."""
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        outputs: int = kwargs["num_fwd_outputs"]
+        static: list[int] | None = kwargs.get("static_lifetime_input_indices")
+        # The passes of PyTorch's own partitioner before it chooses.
+        gm.graph.eliminate_dead_code()
+        if config.cse:
+            gm.graph = fx_graph_cse(gm.graph)
+        if not config.unsafe_allow_optimization_of_collectives:
+            partitioners.force_save_collectives(gm)
+        partitioners.force_save_effectful_ops(gm)
+        partitioners.force_save_bw_mutation_src(gm)
+        joint = JointGraph(gm, outputs)
+        if not joint.backward:
+            return partitioners.default_partition(
+                gm, joint_inputs, num_fwd_outputs=outputs, static_lifetime_input_indices=static
+            )
+        return extract(joint, self.choose(joint), static)
+
+    def choose(self, joint: JointGraph) -> Partition:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class BudgetPartitioner(CustomPartitionerFn):
+class BudgetPartitioner(_Partitioner):
     """Partitions joint graphs so that each stays within `limit`. Partitioners of equal limits are equal."""
 
     limit: int | str
@@ -113,12 +105,7 @@ class BudgetPartitioner(CustomPartitionerFn):
     def __reduce__(self) -> tuple[Any, ...]:
         return BudgetPartitioner, (self.limit, self.fused, self.estimated, self.loss, {}, self.reserve)
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return _partitioned(gm, joint_inputs, kwargs, self._choose, dropout_recomputed=True)
-
-    def _choose(self, joint: JointGraph) -> Partition:
+    def choose(self, joint: JointGraph) -> Partition:
         guard_sizes(joint.inputs)
         limit = limit_bytes(self.limit, joint.device)
         room = limit - self.reserve
@@ -153,19 +140,16 @@ class BudgetPartitioner(CustomPartitionerFn):
             extra=record_fields("partitioned", peak_bytes=weight.peak, mem_limit=limit),
         )
         compiling = CompileContext.current_compile_id()
-        frame = None if compiling is None else compiling.frame_id
-        self.chosen[-1 if frame is None else frame] = weight
+        self.chosen[-1 if compiling is None or compiling.frame_id is None else compiling.frame_id] = weight
         together = sum(each.peak for each in self.chosen.values())
         if len(self.chosen) > 1 and together > limit:
             _log.warning(
                 "the model is compiled as %d graphs; each stays within its memory budget of %s, but one is held while "
                 "another runs, and together they may take up to %s; take out the graph breaks, or a smaller budget",
-                len(self.chosen),
+                graphs := len(self.chosen),
                 format_bytes(limit),
                 format_bytes(together),
-                extra=record_fields(
-                    "graphs_over_budget", graphs=len(self.chosen), peak_bytes=together, mem_limit=limit
-                ),
+                extra=record_fields("graphs_over_budget", graphs=graphs, peak_bytes=together, mem_limit=limit),
             )
 
     def uuid(self) -> Any:
@@ -182,32 +166,6 @@ def whole_partitioner(limit: int, step: Chain) -> BudgetPartitioner:
     return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp)
 
 
-def _partitioned(
-    module: fx.GraphModule,
-    joint_inputs: Sequence[object],
-    given: dict[str, Any],
-    choose: Callable[[JointGraph], Partition],
-    *,
-    dropout_recomputed: bool = False,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    num_outputs: int = given["num_fwd_outputs"]
-    static_inputs: list[int] | None = given.get("static_lifetime_input_indices")
-    # The passes of PyTorch's own partitioner before it chooses.
-    module.graph.eliminate_dead_code()
-    if config.cse:
-        module.graph = fx_graph_cse(module.graph)
-    if not config.unsafe_allow_optimization_of_collectives:
-        partitioners.force_save_collectives(module)
-    partitioners.force_save_effectful_ops(module)
-    partitioners.force_save_bw_mutation_src(module)
-    joint = JointGraph(module, num_outputs, add_stand_ins(module.graph) if dropout_recomputed else {})
-    if not joint.backward:
-        return partitioners.default_partition(
-            module, joint_inputs, num_fwd_outputs=num_outputs, static_lifetime_input_indices=static_inputs
-        )
-    return extract(joint, choose(joint), static_inputs)
-
-
 @cache
 def code_digest() -> str:
     """Return a digest of this folder's code: other code may partition differently under equal budgets."""
@@ -217,22 +175,62 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-# Partitions of compiled stages by the budgets of PyTorch's partitioner.
-#
-# The kept values are those of PyTorch's own partitioner. The graphs are ours: with a budget, PyTorch's draw a dropout's
-# random numbers anew in the backward (seen in torch 2.13), and ours draw nothing twice.
-
-
 @dataclass(frozen=True)
-class SharePartitioner(CustomPartitionerFn):
-    """Partitions a graph by a budget of PyTorch's partitioner, a share of what it saves without one."""
+class SharePartitioner(_Partitioner):
+    """Partitions a graph by a budget of PyTorch's partitioner, a share of what it saves without one.
+
+    The kept values are PyTorch's, the graphs ours: with a budget, PyTorch's draw a dropout's random numbers anew in the
+    backward (seen in torch 2.13).
+    """
 
     share: float
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return _partitioned(gm, joint_inputs, kwargs, lambda joint: torch_partitions(joint, [self.share])[0])
+    def choose(self, joint: JointGraph) -> Partition:
+        return torch_partitions(joint, [self.share])[0]
 
     def uuid(self) -> str:
         return f"rotor_py.compile.stage_code {self.share} {code_digest()}"
+
+
+# In a graph with convolutions, Inductor uses channels-last layouts for images and for weights. It does so for saved
+# values as well, inputs included, and would save a copy of every weight. No partition of the graph shows that; of a
+# U-Net, it was 8 MB of 27 MB. But outputs visible to the user keep their layout. So saved inputs are declared visible,
+# and the backward converts each when it reads it, which takes no longer.
+
+
+_PASSES = "post_grad_custom_post_pass"
+_SEEN = "user_visible_output_idxs"
+
+
+def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these options of Inductor with a pass that saves inputs as given.
+
+    Passes from the options, or else from Inductor's configuration, run before it.
+    """
+    from rotor_profiling.torch_compat import inductor_config as config
+
+    passes = options.get(_PASSES, getattr(config, _PASSES))
+    if passes is None:
+        return {**options, _PASSES: SavedInputs()}
+    others = passes if isinstance(passes, list | tuple) else [passes]
+    return {**options, _PASSES: [*(each for each in others if not isinstance(each, SavedInputs)), SavedInputs()]}
+
+
+class SavedInputs(CustomGraphPass):
+    """Declares the layout of all returned inputs, and views of inputs, as visible to the user."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        end = graph.output_node()
+        (returned,) = end.args
+        assert isinstance(returned, list | tuple)
+        given = {storage for node in graph.find_nodes(op="placeholder") for storage in _storages(node)}
+        seen = {position for position, each in enumerate(returned) if not given.isdisjoint(_storages(each))}
+        end.meta[_SEEN] = sorted(seen.union(end.meta.get(_SEEN, ())))
+
+    def uuid(self) -> str:
+        return "rotor_py.compiled.saved_inputs 1"
+
+
+def _storages(node: object) -> set[int]:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return {value.untyped_storage()._cdata} if isinstance(value, torch.Tensor) else set()

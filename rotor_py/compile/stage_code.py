@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn
 
 
-# The compiled code of one kind of stage: one forward and one backward, made by AOTAutograd and Inductor.
-#
 # Note [The numbers of compiled stages]
 #
 # Inductor fuses operators, and fused operators round differently from eager ones. A planned step promises the numbers
@@ -47,7 +45,7 @@ if TYPE_CHECKING:
 #  4. The backward donates none of its memory (`donated_buffer`): a retained graph goes backward twice.
 #  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that a stage and its
 #     neighbours fit together, compiled or not. Inputs are saved as given, too, and not as copies in another layout
-#     (`saved_inputs.py`).
+#     (`saving_inputs`).
 #
 # The numbers therefore depend on which stages are compiled, which may differ between plans. They do not depend on which
 # values are stored.
@@ -61,11 +59,8 @@ class NotCompilableError(Exception):
     """The stage cannot be compiled; the text says why."""
 
 
-class _Output(NamedTuple):
-    """Source of a leaf of a stage's output: made by the code or given to it, each by position, or a constant."""
-
-    source: Literal["made", "given", "constant"]
-    value: Any
+_Output = tuple[Literal["made", "given", "constant"], Any]
+"""Source of a leaf of a stage's output: made by the code or given to it, each by position, or a constant."""
 
 
 class StageCode:
@@ -92,9 +87,7 @@ class StageCode:
         else:  # AOTAutograd would make a graph all the same
             made = [each.detach() for each in self._call(*(tensor.detach() for tensor in arguments))]
         sources: dict[str, Any] = {"made": made, "given": arguments}
-        leaves = [
-            each.value if each.source == "constant" else sources[each.source][each.value] for each in self._outputs
-        ]
+        leaves = [value if source == "constant" else sources[source][value] for source, value in self._outputs]
         return tree_unflatten(leaves, self._spec)
 
 
@@ -167,12 +160,12 @@ class _TensorFunction(nn.Module):
         for position, leaf in enumerate(returned):
             given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
             if given is not None:
-                self.outputs.append(_Output("given", given))
+                self.outputs.append(("given", given))
             elif isinstance(leaf, torch.Tensor):
-                self.outputs.append(_Output("made", len(self._made)))
+                self.outputs.append(("made", len(self._made)))
                 self._made.append(position)
             else:
-                self.outputs.append(_Output("constant", leaf))
+                self.outputs.append(("constant", leaf))
         if not self._made:
             raise NotCompilableError("it makes no tensor")
 
@@ -210,7 +203,7 @@ def _compile(
         functorch_config,
         tracing,
     )
-    from rotor_py.compile.saved_inputs import saving_inputs
+    from rotor_py.compile.partitioner import saving_inputs
 
     # Fake tensors in a mode with shapes: without that, Inductor does not use its cache on disk.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -257,39 +250,29 @@ def config_of(given: Compile) -> Config | None:
             kind="unknown_value",
             name="compile",
         )
+    from rotor_profiling.torch_compat import inductor_config  # here, since most plans do without Inductor
+
     mode = given if isinstance(given, str) else None
     options = dict(given) if isinstance(given, Mapping) else None
+    what = f"compile={given!r}"
     try:
         # As torch.compile reads a mode and options, with its checks.
         found: dict[str, Any] = torch_compat.TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
-        raise InvalidValueError(f"compile={given!r}: {error}", kind="unknown_value", name="compile") from error
-    return without_cuda_graphs(found, f"compile={given!r}")
-
-
-def without_cuda_graphs(options: Mapping[str, Any], what: str) -> Config:
-    """Return these options of Inductor. Raises ValueError if they record CUDA graphs; `what` names their source."""
-    from rotor_profiling.torch_compat import inductor_config as config  # here, since most plans do without Inductor
-
-    if "triton.cudagraphs" not in options and config.triton.cudagraphs:
+        raise InvalidValueError(f"{what}: {error}", kind="unknown_value", name="compile") from error
+    if "triton.cudagraphs" not in found and inductor_config.triton.cudagraphs:
         what = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
-    if options.get("triton.cudagraphs", config.triton.cudagraphs):
+    if found.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
         raise InvalidValueError(
             f"{what} records CUDA graphs, which keep their memory for good, while a plan frees it and uses it again; "
             'take the mode "max-autotune-no-cudagraphs", or the default',
             kind="cuda_graphs",
             name=what,
         )
-    return tuple(sorted(options.items()))
-
-
-# Storage modes of a compiled stage: other partitions of its graph, by the budgets of PyTorch's partitioner.
-#
-# Without a budget, it keeps values that are expensive to make, and recomputes cheap ones in existing kernels. With one,
-# it keeps that share of them, and the compiled backward also recomputes operators such as matrix products.
+    return tuple(sorted(found.items()))
 
 
 WAYS = {f"within a budget of {budget:.0%}": budget for budget in (0.6, 0.3, 0.1)}
-"""Storage modes, and the share that each keeps of the bytes kept without a budget. A guess: a stage is small, and
-further ones often give the same partition.
+"""Storage modes of a compiled stage, and the share that each keeps of what PyTorch's partitioner keeps without one; the
+backward also recomputes operators such as matrix products. A guess: further ones often give the same partition.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from rotor_profiling.torch_classes import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 
-# Join overlapping process groups, as training may span several mesh dimensions.
-#
 # With tensor and data parallelism in two dimensions, a process shares each group with other processes. All have to
 # follow one plan: none may wait in a collective that another enters later.
 
@@ -58,29 +55,6 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
     return made
 
 
-class GroupBytes(NamedTuple):
-    whole: int
-    """Whole parameters, in their gathered dtype."""
-    kept: int
-    """This process's part after a forward, if parameters are then sharded over fewer processes than between steps."""
-    gradients: int
-    """Whole gradients of the backward."""
-    sent: int
-    """Whole gradients in their reduce dtype, and in their accumulated form if steps accumulate."""
-
-
-def _group_bytes(group: ShardGroup) -> GroupBytes:
-    parameters = group.parameters
-    trained = [each for each in parameters if each.sharded.requires_grad]
-    whole = sum(each.size.numel() * each.dtype.itemsize for each in parameters)
-    return GroupBytes(
-        whole,
-        whole // group.spread_after_forward if group.spread_after_forward else 0,
-        sum(each.size.numel() * each.dtype.itemsize for each in trained),
-        sum(each.size.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained),
-    )
-
-
 def gathered_bytes(model: nn.Module) -> int:
     """Upper bound of the bytes of gathered parameters and their gradients at any moment of a step.
 
@@ -88,30 +62,36 @@ def gathered_bytes(model: nn.Module) -> int:
     piece before they are copied out, and so do gradients while they are sent.
     """
     groups = groups_of(model)
-    sizes = {group: _group_bytes(group) for group in groups}
+    # Whole parameters and gradients, in their gathered dtype; gradients in their reduce dtype, as accumulated.
+    whole, gradients, reduced = dict[ShardGroup, int](), dict[ShardGroup, int](), dict[ShardGroup, int]()
+    for group in groups:
+        parameters = group.parameters
+        trained = [each for each in parameters if each.sharded.requires_grad]
+        whole[group] = sum(each.size.numel() * each.dtype.itemsize for each in parameters)
+        gradients[group] = sum(each.size.numel() * each.dtype.itemsize for each in trained)
+        reduced[group] = sum(each.size.numel() * (group.reduce_dtype or each.dtype).itemsize for each in trained)
     throughout, passing, received, made = 0, [0, 0, 0], [0, 0], [0]  # zeros, so that there are always enough entries
     sent: dict[ShardGroup, int] = {}
     for group in groups:
-        own = sizes[group]
         outer = [other for other in groups if other.contains(group)]
         # FSDP keeps the outermost group gathered to the end of the step.
         first = outer[0] if outer else group
         inner = [each for each in (*outer, group) if each is not first]  # all gathered at once
-        sent[first] = max(sent.get(first, 0), sum(sizes[each].sent for each in (*outer, group)))
-        made.append(sum(sizes[each].gradients for each in inner))
+        sent[first] = max(sent.get(first, 0), sum(reduced[each] for each in (*outer, group)))
+        made.append(sum(gradients[each] for each in inner))
         if group.keeps_gradients:
-            throughout += own.sent
+            throughout += reduced[group]
         if group is first:
-            throughout += own.whole + own.gradients
+            throughout += whole[group] + gradients[group]
         elif group.reshards:
-            throughout += own.kept
-            passing.append(sum(sizes[each].whole for each in inner))
+            # After a forward, parameters may be sharded over fewer processes than between steps.
+            throughout += whole[group] // group.spread_after_forward if group.spread_after_forward else 0
+            passing.append(sum(whole[each] for each in inner))
         else:
-            throughout += own.whole
-            received.append(own.whole)
+            throughout += whole[group]
+            received.append(whole[group])
     # At worst one group is in use, the next is prefetched, and one is gathered for a recomputation. The largest counts
-    # twice:
-    # while it is gathered, it exists as received bytes and as parameters.
+    # twice: while it is gathered, it exists as received bytes and as parameters.
     one, two, three = sorted(passing)[:-4:-1]
     return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())
 

@@ -1,12 +1,11 @@
 """Read the parameter groups of FSDP2 (`fully_shard`) and gather them.
 
-PyTorch has no public way to query them: this file alone reads FSDP's private attributes, under the names of all
-supported versions of torch.
+This file alone reads FSDP's private attributes, under the names of all supported versions of torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -71,10 +70,8 @@ class ShardedParameter:
             return memory
         from torch.distributed.tensor import DTensor
 
-        meta, layout = self.layout.tensor_meta, self.layout
-        return DTensor.from_local(
-            memory, layout.mesh, layout.placements, run_check=False, shape=meta.shape, stride=meta.stride
-        )
+        mesh, placements, meta = self.layout.mesh, self.layout.placements, self.layout.tensor_meta
+        return DTensor.from_local(memory, mesh, placements, run_check=False, shape=meta.shape, stride=meta.stride)
 
 
 class ShardGroup:
@@ -120,9 +117,7 @@ class ShardGroup:
 
     @property
     def unsupported(self) -> str | None:
-        """Reason that `ShardedParameter` does not describe the gathered parameters, as the end of a sentence; else
-        None.
-        """
+        """Why `ShardedParameter` does not describe the gathered parameters, as the end of a sentence; else None."""
         for part in self._parts:
             for each in part.fsdp_params:
                 if hasattr(each.sharded_param._local_tensor, "fsdp_pre_all_gather"):
@@ -201,8 +196,7 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
     if not dist.is_initialized():
         return []
     modules: list[Any] = [module for module in model.modules() if is_fsdp_module(module)]
-    states = {id(state): state for state in (module._get_fsdp_state() for module in modules)}
-    return [ShardGroup(state) for state in states.values()]
+    return [ShardGroup(state) for state in dict.fromkeys(module._get_fsdp_state() for module in modules)]
 
 
 Sharding = Mapping[int, ShardedParameter]
@@ -279,14 +273,12 @@ def gathers_in_another_dtype(model: nn.Module) -> bool:
 
 def as_entered(model: nn.Module, arguments: Any) -> Any:
     """Cast the arguments of a call of `model` as FSDP's pre-forward hook does."""
-    own = _own_group(model)
-    return arguments if own is None else cast(arguments, own.input_dtype)
+    return cast(arguments, next((each.input_dtype for each in groups_of(model) if model in each.modules), None))
 
 
 def as_left(model: nn.Module, output: Any) -> Any:
     """Cast the output of a call of `model` as FSDP's post-forward hook does."""
-    own = _own_group(model)
-    return output if own is None else cast(output, own.output_dtype)
+    return cast(output, next((each.output_dtype for each in groups_of(model) if model in each.modules), None))
 
 
 @contextmanager
@@ -320,10 +312,6 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
             table.update(kept)
 
 
-def _own_group(model: nn.Module) -> ShardGroup | None:
-    return next((group for group in groups_of(model) if model in group.modules), None)
-
-
 @contextmanager
 def gathered_again(function: Any) -> Iterator[None]:
     """Gather a stage's parameters for its recomputation in the backward, and free them afterwards.
@@ -344,32 +332,26 @@ def gathered_again(function: Any) -> Iterator[None]:
             group.let_go()
 
 
-class GatheredToRead:
-    """Gather sharded parameters that a backward recomputes values from, as a context.
+@contextmanager
+def gathered_to_read() -> Iterator[Callable[[Collection[ShardGroup]], None]]:
+    """Gather sharded parameters that a backward recomputes values from, whose operators may belong to another group.
 
-    The operator that reads a value may belong to another group than those that make it. All processes come here in the
-    same order.
+    Yields a function that gathers the parameters of some groups and frees those of others: memory may not hold both.
+    All processes come here in the same order.
     """
+    here: list[ShardGroup] = []
 
-    def __init__(self) -> None:
-        self._here: list[ShardGroup] = []
-
-    def __enter__(self) -> GatheredToRead:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._let_go_of_all_but(())
-
-    def need(self, groups: Collection[ShardGroup]) -> None:
-        """Gather the parameters of these groups and free those of others, as memory may not hold both."""
-        self._let_go_of_all_but(groups)
+    def need(groups: Collection[ShardGroup]) -> None:
+        for group in here:
+            if group not in groups:
+                group.let_go()
+        here[:] = [group for group in here if group in groups]
         for group in groups:
             if not group.is_whole:
                 group.gather()
-                self._here.append(group)
+                here.append(group)
 
-    def _let_go_of_all_but(self, groups: Collection[ShardGroup]) -> None:
-        for group in self._here:
-            if group not in groups:
-                group.let_go()
-        self._here = [group for group in self._here if group in groups]
+    try:
+        yield need
+    finally:
+        need(())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -27,37 +29,29 @@ class MemoryLimit:
     def __init__(self, accelerator: Accelerator, mem_limit: float | str | None, settings: dict[str, Any]) -> None:
         self._models = InPlace(mem_limit, settings)
         self._accelerator = accelerator
-        self._prepare, self._prepare_model = accelerator.prepare, accelerator.prepare_model
         self._end_training = accelerator.end_training
         self.planned: Checkpointable | None = None
         """The planned model, for `report()` and `summary()`, once one has been prepared."""
         # Patch `prepare` as well: FSDP2 and DeepSpeed bypass `prepare_model`.
-        accelerator.prepare, accelerator.prepare_model = self._planned_first, self._planned_model
+        for name in ("prepare", "prepare_model"):
+            setattr(accelerator, name, partial(self._planned_first, getattr(accelerator, name)))
         accelerator.end_training = self._end
 
-    def _planned_first(self, *args: Any, **kwargs: Any) -> Any:
-        for each in args:
-            if isinstance(each, nn.Module):
-                self._plan(each)
-        return self._prepare(*args, **kwargs)
-
-    def _planned_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self._plan(model)
-        return self._prepare_model(model, *args, **kwargs)
-
-    def _plan(self, model: nn.Module) -> None:
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            return
-        if self.planned is None:
-            self.planned = self._models.plan(model)
-        elif self.planned.model is not model:
-            _log.warning(
-                "the limit is that of %s, which was prepared first; %s is trained beside it without a plan, and its "
-                "memory is not part of the limit; for a plan, wrap it: Checkpointable(model, mem_limit=...)",
-                type(self.planned.model).__name__,
-                type(model).__name__,
-                extra=record_fields("second_model"),
-            )
+    def _planned_first(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for model in (*args, *kwargs.values()):
+            if not isinstance(model, nn.Module) or not any(each.requires_grad for each in model.parameters()):
+                continue
+            if self.planned is None:
+                self.planned = self._models.plan(model)
+            elif self.planned.model is not model:
+                _log.warning(
+                    "the limit is that of %s, which was prepared first; %s is trained beside it without a plan, and "
+                    "its memory is not part of the limit; for a plan, wrap it: Checkpointable(model, mem_limit=...)",
+                    type(self.planned.model).__name__,
+                    type(model).__name__,
+                    extra=record_fields("second_model"),
+                )
+        return prepare(*args, **kwargs)
 
     def _end(self) -> None:
         self.end()

@@ -2,8 +2,7 @@
 
 The model is the module that the program calls in training mode, with gradients and with trainable parameters. It is
 measured at that call, so that autocast and modes are those of the step; the plain step, which may not fit, is never
-taken. The rest of the step is observed as in any watched training: an outside loss, several forwards, and the
-optimizer.
+taken.
 """
 
 from __future__ import annotations
@@ -63,8 +62,7 @@ class FirstTrainingStep:
         found: called once, with a `FirstStep`.
         mem_limit: the peak of a whole step, as for `Checkpointable`.
         settings: other arguments of `Checkpointable`. Gradients are assumed to be freed between steps until some exist
-            when
-            a forward begins.
+            when a forward begins.
         limited: whether to plan within the limit at all.
         closely: whether to read a limit off the curve of all plans, as for `Checkpointable.measure`.
 
@@ -82,9 +80,8 @@ class FirstTrainingStep:
     ) -> None:
         self._found = found
         self._mem_limit, self._settings = mem_limit, {"fresh_grads": True, **settings}
-        Checkpointable(
-            nn.Identity(), mem_limit=mem_limit, **self._settings
-        )  # validate the arguments before the program runs
+        # Validate the arguments before the program runs.
+        Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)
         self._limited, self._closely = limited, closely
         self._planned: FollowedModel | None = None
         self._plain: dict[nn.Module, int] = {}
@@ -127,11 +124,8 @@ class FirstTrainingStep:
             raise self._refused
         elif self._planned is not None:
             name = type(self._planned.model).__name__
-            raise NoTrainingStepError(
-                f"it called {name}, and ended without a call of backward() that reached it",
-                kind="no_backward",
-                name=name,
-            )
+            said = f"it called {name}, and ended without a call of backward() that reached it"
+            raise NoTrainingStepError(said, kind="no_backward", name=name)
         else:
             raise NoTrainingStepError(
                 "it ended without a call of backward(): no model with parameters to train was called in training mode "
@@ -145,7 +139,8 @@ class FirstTrainingStep:
             self._planned.forward.take_away()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        self._end_again()
+        if self._ended is not None:  # the program has caught it, and must not train
+            raise self._ended
         if self._over or not (module.training and torch.is_grad_enabled()):
             return run()
         planned = self._planned
@@ -208,7 +203,8 @@ class FirstTrainingStep:
         return self._planned
 
     def _about_to_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._end_again()
+        if self._ended is not None:
+            raise self._ended
         planned = self._planned
         # In a backward, other gradients are still to come: the step is over at the model's next call.
         if self._over or planned is None or torch_compat.current_graph_task_id() != -1:
@@ -226,11 +222,6 @@ class FirstTrainingStep:
         planned.forward.take_away()
         self._plain = {planned.model: planned.size}
         self._planned = None
-
-    def _end_again(self) -> None:
-        """Raise the ending error again if the program has caught it, so that it does not train."""
-        if self._ended is not None:
-            raise self._ended
 
     def _show(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._over = True

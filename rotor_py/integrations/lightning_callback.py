@@ -26,9 +26,8 @@ class MemoryLimit(Callback):
     Args:
         mem_limit: the peak of a whole training step, as for `Checkpointable`.
         network: the name of the module that `training_step` calls, such as "model" or "model.encoder", as
-            `get_submodule`
-            takes it; "" is the LightningModule itself, for a `training_step` that calls `self(batch)`. None: the child
-            with the most parameters.
+            `get_submodule` takes it; "" is the LightningModule itself, for a `training_step` that calls `self(batch)`.
+            None: the child with the most parameters.
         settings: other arguments of `Checkpointable`: mainly `loss`, since `training_step` computes it.
 
     Raises UnsupportedModelError, when `fit` begins, if no name is given and no child has more than half of the

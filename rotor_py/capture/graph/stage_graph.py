@@ -27,7 +27,7 @@ from rotor_py.capture.graph.graph_nodes import (
     tensors_of,
     written_by,
 )
-from rotor_py.distributed.sharding import GatheredToRead, ShardGroup
+from rotor_py.distributed.sharding import ShardGroup, gathered_to_read
 from rotor_py.stage.error_context import add_note
 from rotor_py.stage.partial_storage import Around, Reading
 from rotor_py.stage.protocol import StageOffers, Wrap
@@ -277,11 +277,11 @@ class MarkedStage:
             if marks is None or marks.measuring:
                 yield None
                 return
-            with GatheredToRead() as gathered:
+            with gathered_to_read() as need:
 
                 def reading(numbers: Collection[int]) -> None:
                     if wanted := dict.fromkeys(by_number[each] for each in numbers if each in by_number):
-                        gathered.need(wanted.keys())
+                        need(wanted.keys())
 
                 yield reading
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from rotor_profiling.storage import storage_bytes
 from rotor_py import memory_budget
-from rotor_py.compile.saved_inputs import SavedInputs, saving_inputs
+from rotor_py.compile.partitioner import SavedInputs, saving_inputs
 from rotor_py.compile.stage_code import compile_code
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
