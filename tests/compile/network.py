@@ -14,10 +14,11 @@ from torch import fx, nn
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
+from rotor_py.compile import compiled_stage
 from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.operator_costs import Cost
-from rotor_py.compile.stage_code import Compile
-from rotor_solver import Sequence, store_all
+from rotor_py.compile.stage_code import Compile, NotCompilableError
+from rotor_solver import Persistent, Sequence, store_all
 
 WIDTH = 32
 
@@ -123,6 +124,22 @@ def _equally_long(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node
     return {node: replace(cost, seconds=1e-6, keeping=0.0) for node, cost in costs.items()}
 
 
+class Compilations:
+    """Counts what is compiled, and lets it fail for the stages whose number is in `failing`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failing: range = range(0)) -> None:
+        self.count = 0
+        self._failing = failing
+        self._compile = compiled_stage.compile_code
+        monkeypatch.setattr(compiled_stage, "compile_code", self)
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.count += 1
+        if self.count - 1 in self._failing:
+            raise NotCompilableError("this machine has no compiler\nand more about that")
+        return self._compile(*arguments)
+
+
 def share_of(free: Checkpointable, share: float) -> int:
     """A limit that leaves this share of the activations' memory."""
     assert free.budget is not None
@@ -152,6 +169,13 @@ def measured(found: Checkpointable, value: torch.Tensor, loss: Callable[[torch.T
         return measured_peak(step, [*model.parameters(), *model.buffers(), value], torch.device("cpu"))
     finally:
         model.load_state_dict(before)
+
+
+def middle(found: Checkpointable) -> Sequence:
+    """A sequence that computes some stages again, and is not the one that needs least."""
+    assert found.budget is not None
+    least, most = found.budget.least_bytes(), found.budget.peak_bytes(store_all(found.budget.chain))
+    return found.budget.solve((least + most) // 2, Persistent())
 
 
 def run_compiled(found: Checkpointable) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -32,13 +33,13 @@ Pair = tuple[tuple[Checkpointable, Sequence], tuple[Checkpointable, Sequence]]
 """A model and its sequence, which recomputes, and the same that stores everything."""
 
 
-def stages(**given: int) -> Pair:
-    found = network(**given)
+def stages(found: Checkpointable) -> Pair:
     assert found.chain is not None
     return (found, recompute_all(found.chain)), (found, store_all(found.chain))
 
 
-def whole_graphs() -> Pair:
+@cache
+def whole_graphs(_: Checkpointable) -> Pair:
     free = whole("1GB")
     tight = whole(share_of(free, 0.9))
     assert free.sequence is not None
@@ -51,26 +52,21 @@ def planned_batch(found: Checkpointable) -> torch.Tensor:
     return batch(ROWS if len(found.names) == 1 else 64)
 
 
-@pytest.fixture(scope="module", params=[stages, pytest.param(whole_graphs, marks=pytest.mark.slow)])
-def pair(request: pytest.FixtureRequest) -> Pair:
-    made: Callable[[], Pair] = request.param
-    return made()
+@pytest.fixture(params=[stages, pytest.param(whole_graphs, marks=pytest.mark.slow)])
+def pair(request: pytest.FixtureRequest, compiled: Checkpointable) -> Pair:
+    made: Callable[[Checkpointable], Pair] = request.param
+    return made(compiled)
 
 
-def test_recomputation_changes_no_bit(pair: Pair) -> None:
+def test_recomputation_changes_no_bit_nor_does_it_in_a_second_backward(pair: Pair) -> None:
     (found, again), (free, stored) = pair
     expected = results(free, stored, planned_batch(found))
     assert same(results(found, again, planned_batch(found)), expected)
     counts = [each for each in expected if each.dtype == torch.int64]
     assert counts
     assert all(each == 1 for each in counts)  # of batch norms
-
-
-def test_a_retained_graph_goes_backward_twice(pair: Pair) -> None:
-    (found, again), (free, stored) = pair
-    assert same(
-        results(found, again, planned_batch(found), passes=2), results(free, stored, planned_batch(found), passes=2)
-    )
+    twice = [results(*planned, planned_batch(found), passes=2) for planned in pair]
+    assert same(*twice)
 
 
 def test_two_forwards_in_flight(pair: Pair) -> None:
@@ -116,12 +112,10 @@ def test_verifying_compares_with_the_compiled_step_and_tells_the_distance_to_eag
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [lambda: stages(blocks=2), whole_graphs])
-def test_autocast(kind: Callable[[], Pair]) -> None:
+def test_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        planned, stored = kind()
-        value = planned_batch(planned[0])
-        assert same(results(*planned, value), results(*stored, value))
+        planned, stored = stages(network(blocks=2))
+        assert same(results(*planned, batch()), results(*stored, batch()))
 
 
 def test_numbers_are_those_of_eager_mode_but_for_rounding() -> None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from rotor_profiling import measured_peak
-from rotor_py import Checkpointable
 from rotor_py.compile.stage_code import StageCode
-from rotor_solver import Persistent, Sequence, store_all
-from tests.compile.network import batch, loss, network, peak, results, same
+from rotor_solver import store_all
+from tests.compile.network import batch, measured, middle, network, peak, results, same
 from tests.execute.starved import out_of_memory
 
 
@@ -36,37 +33,22 @@ class Starved:
         self.at, self.runs, self.errors = at, 0, 0
 
 
-def middle(found: Checkpointable) -> Sequence:
-    """A sequence that computes some stages again, and is not the one that needs least."""
-    assert found.budget is not None
-    least, most = found.budget.least_bytes(), found.budget.peak_bytes(store_all(found.budget.chain))
-    return found.budget.solve((least + most) // 2, Persistent())
-
-
 @pytest.mark.slow
-def test_numbers_are_those_of_the_compiled_step_wherever_it_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_the_compiled_step_wherever_it_runs_out_and_its_peak_is_as_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = network(blocks=3, on_oom="replan")
     assert found.chain is not None
-    starved = Starved(monkeypatch)
+    sequence = middle(found)
     expected = results(found, store_all(found.chain), batch())
-    for sequence in (store_all(found.chain), middle(found)):
-        starved.begin(0)
-        assert same(results(found, sequence, batch()), expected)
-        runs = starved.runs
-        for at in range(1, runs + 1):
-            starved.begin(at)
-            assert same(results(found, sequence, batch()), expected), at
-            assert starved.errors == 1
-            assert found.sequence is not sequence
-    assert runs > len(found.names)  # what was run again ran out, too
-
-
-def test_the_step_takes_what_is_predicted() -> None:
-    found, value = network(blocks=3, on_oom="replan"), batch()
-    found.watch, found.sequence = False, middle(found)
-    peaks = []
-    for _ in range(2):
-        found.zero_grad()
-        present = [*found.parameters(), *found.buffers(), value]
-        peaks.append(measured_peak(lambda: loss(found(value)).backward(), present, torch.device("cpu")))
-    assert 0.9 * peak(found) <= peaks[-1] <= peak(found)
+    found.sequence = sequence
+    assert 0.9 * peak(found) <= measured(found, batch()) <= peak(found)
+    starved = Starved(monkeypatch)
+    assert same(results(found, sequence, batch()), expected)
+    runs = starved.runs
+    assert runs > len(found.names)  # what was run again runs out, too
+    for at in range(1, runs + 1):
+        starved.begin(at)
+        assert same(results(found, sequence, batch()), expected), at
+        assert starved.errors == 1
+        assert found.sequence is not sequence

@@ -10,15 +10,8 @@ from rotor_py.compile.stage_code import Compile
 from tests.compile import sharded
 from tests.distributed.processes import Processes
 
-EAGER_DRAWS = {"fallback_random": True}
-CASES = [
-    pytest.param("skips in parts", "plain", 0.5, True, marks=pytest.mark.slow),
-    pytest.param("skips", "kept", 0.5, EAGER_DRAWS, marks=pytest.mark.slow),
-    pytest.param("twice", "plain", 0.5, EAGER_DRAWS, marks=pytest.mark.slow),
-    pytest.param("heavy skips", "plain", 0.1, EAGER_DRAWS, marks=pytest.mark.slow),
-    pytest.param("skips together", "mixed, full out", 0.3, True, marks=pytest.mark.slow),
-    pytest.param("tied llama", "mixed", 0.4, True, marks=pytest.mark.slow),
-]
+pytestmark = pytest.mark.slow
+CASES = [("skips in parts", "plain", 0.5, True), ("skips together", "mixed, full out", 0.3, {"fallback_random": True})]
 """Model, options of `fully_shard`, the limit between the least and storing everything, and options of Inductor."""
 
 
@@ -42,14 +35,6 @@ def test_numbers_are_those_of_the_compiled_step_that_stores_everything(
         assert found.measured <= found.predicted <= found.limit
 
 
-@pytest.mark.slow  # it compiles everything twice
-def test_a_smaller_batch_is_compiled_in_the_middle_of_a_step(processes: Processes) -> None:
-    for different, compiled in processes.run(sharded.smaller_batch):
-        assert different == []
-        assert compiled > 0
-
-
-@pytest.mark.slow
 def test_stages_that_one_process_cannot_compile_run_plain_in_all(processes: Processes) -> None:
     found, other = processes.run(sharded.failing_in_one)
     assert found == other

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 
-def test_a_trainer_that_compiles_trains_by_the_plan_uncompiled_and_is_told(
+def test_a_trainer_that_compiles_trains_uncompiled_and_is_told_unless_the_model_asks_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain, found = llama(), Checkpointable(llama(), mem_limit="1GB", granularity=3)
@@ -27,9 +27,6 @@ def test_a_trainer_that_compiles_trains_by_the_plan_uncompiled_and_is_told(
     assert found.sequence is not None
     assert len(logged(caplog, "compile_ignored", name="torch.compile")) == 1
     assert_same_weights(found, plain)
-
-
-def test_a_trainer_trains_with_compiled_stages_if_the_model_asks_for_them(tmp_path: Path) -> None:
-    found = Checkpointable(llama(), mem_limit="1GB", granularity=3, compile=True)
-    trainer(found, tmp_path, examples()).train()
-    assert len(found._planner.in_use.ways) > 1
+    asked = Checkpointable(llama(), mem_limit="1GB", granularity=3, compile=True)
+    trainer(asked, tmp_path, examples()).train()
+    assert len(asked._planner.in_use.ways) > 1

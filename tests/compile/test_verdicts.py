@@ -32,19 +32,6 @@ def test_at_a_peak_the_plan_that_takes_no_more_is_compared() -> None:
     assert words(verdicts([WHOLE, budget, more])) == ["yes", "**no plan**"]
 
 
-def test_two_plans_for_one_limit_are_compared_though_one_takes_a_little_more() -> None:
-    plain, ours = Timed("planned", "planned", 79, (1.0,) * 4, limit=80), timed("ours", "ours", 80, *[0.9] * 4)
-    assert verdicts([WHOLE, plain, ours])[1].ours is ours
-    assert verdicts([WHOLE, plain, timed("ours", "ours", 81)])[1].ours is None
-
-
-def test_the_plan_that_was_made_for_a_peak_is_compared_though_another_takes_more_of_it() -> None:
-    budget = timed("budget 0.7", "budget", 80)
-    made, other = Timed("made", "ours", 75, (1.0,) * 4, limit=80), Timed("other", "ours", 76, (1.1,) * 4, limit=77)
-    assert verdicts([WHOLE, budget, made, other])[1].ours is made
-    assert verdicts([WHOLE, budget, other])[1].ours is other
-
-
 def test_plans_that_run_uncompiled_are_compared_and_nothing_else() -> None:
     others = [timed("planned", "planned", 90), timed("every block", "checkpointed", 90), timed("plain", "eager", 90)]
     found = verdicts([WHOLE, *others, timed("ours", "ours", 90, *[0.9] * 4)])
@@ -56,13 +43,6 @@ def test_a_little_slower_now_and_then_is_noise_and_always_is_not() -> None:
     now_and_then, always = (0.98, 1.01, 1.02, 1.03), (1.05,) * 4
     assert words(verdicts([WHOLE, budget, timed("ours", "ours", 80, *now_and_then)])[1:]) == ["within noise"]
     assert words(verdicts([WHOLE, budget, timed("ours", "ours", 80, *always)])[1:]) == ["**no**"]
-
-
-def test_ratios_are_those_of_turns() -> None:
-    slow_then_fast = timed("ours", "ours", 80, 2.0, 1.0, 1.0, 4.0)
-    whole = timed("torch.compile", "compiled", 100, 2.0, 1.0, 1.0, 4.0)
-    (found,) = verdicts([whole, slow_then_fast])
-    assert (found.low, found.ratio, found.high) == (1.0, 1.0, 1.0)
 
 
 def test_the_table_is_that_of_the_file() -> None:

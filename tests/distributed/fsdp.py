@@ -2,104 +2,236 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import inspect
+import logging
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _to_kwargs
 
-from rotor_profiling import tensors_in
-from rotor_py import Checkpointable
-from rotor_solver import store_all
-from tests.distributed.processes import here, kept, least_peak, mesh, present_bytes, random_state
+from rotor_profiling.storage import local
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.capture import fsdp_markers
+from rotor_py.distributed.sharding import ShardGroup, groups_of
+from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
+from tests.distributed.processes import device, here, kept, mesh, present_bytes
+from tests.distributed.steps import between, same_as_plain
 from tests.distributed.ways import free_to_store_in_part
 
-BATCH, WIDTH = 512, 32
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
-def blocks() -> nn.Sequential:
-    torch.manual_seed(0)
-
-    def block() -> nn.Module:
-        wide = 4 * WIDTH
-        return nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Dropout(0.1), nn.Linear(wide, WIDTH))
-
-    return nn.Sequential(*(block() for _ in range(6)), nn.Linear(WIDTH, 4)).train()
-
-
-def sharded(**options: Any) -> nn.Sequential:
-    model = blocks()
-    for block in list(model)[:-1]:
-        fully_shard(block, mesh=mesh(), **options)
-    return fully_shard(model, mesh=mesh(), **options)
-
-
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
-def batches(rank: int) -> list[torch.Tensor]:
-    generator = torch.Generator("cpu").manual_seed(rank)
-    return [torch.randn(BATCH, WIDTH, generator=generator, device="cpu") for _ in range(3)]
-
-
-def trained(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
-    """All numbers of three steps of Adam."""
-    torch.manual_seed(rank)
-    optimizer = torch.optim.Adam(model.parameters())
-    numbers = {}
-    for step, batch in enumerate(batches(rank)):
-        optimizer.zero_grad()
-        value = loss(model(here(batch)))
-        value.backward()
-        numbers[f"loss {step}"] = kept(value)
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter.grad, DTensor), name
-            numbers[f"gradient {step} {name}"] = kept(parameter.grad.to_local())
-        optimizer.step()
-    numbers |= {name: kept(p.to_local()) for name, p in model.named_parameters()}
-    numbers["random"] = random_state()
-    return numbers
-
-
-def limit_between(planned: Checkpointable, rank: int, share: float) -> int:
-    """So much of the way from the least possible to storing everything."""
-    planned.measure(here(batches(rank)[0]))
-    assert planned.budget is not None
-    planned.compute_sequence("1GB")
-    assert planned.budget is not None
-    least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
-    return least + int(share * (most - least))
-
-
-def packed(rank: int) -> tuple[str, list[str], int, int, int]:
-    """As `same_as_plain`, with a plan that packs what stages save."""
-    with free_to_store_in_part():
-        return same_as_plain(rank, {})
-
-
-def same_as_plain(
-    rank: int, options: dict[str, Any], make: Callable[..., nn.Module] = sharded, share: float = 0.5
+def same(
+    rank: int, kind: str, options: str = "plain", accumulated: int = 1, share: float = 0.5
 ) -> tuple[str, list[str], int, int, int]:
-    """The sequence, the names of numbers that differ; limit, prediction and measured peak of one more step."""
-    expected = trained(rank, make(**options))
-    model = make(**options)
-    names = list(model.state_dict())
-    planned = Checkpointable(model, loss=loss)
-    limit = limit_between(planned, rank, share)
-    dist.barrier()
-    planned.compute_sequence(limit)
-    found = trained(rank, planned)
-    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-    assert list(planned.state_dict()) == names
-    batch = here(batches(rank)[0])
-    present_bytes()  # the optimizer's state is counted below, and is to be gone
-    present = [*(p.to_local() for p in model.parameters()), *(p.grad.to_local() for p in model.parameters()), batch]
-    assert planned.sequence is not None
-    assert planned.budget is not None
-    predicted, gone = planned.budget.peak_bytes(planned.sequence), planned.budget.fixed.optimizer
-    measured = least_peak(lambda: loss(planned(batch)).backward(), tensors_in(present), predicted - gone) + gone
-    return str(planned.sequence), different, limit, predicted, measured
+    """As `same_as_plain` for a model of `fully_shard`."""
+    make, given = partial(made, kind, options), batches(kind, rank, 3 * accumulated)
+    return same_as_plain(make, given, loss, share, accumulated, seed=rank)
+
+
+def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any, ...]:
+    """As `same`, with stages stored in part; and how often parameters were gathered to make values again."""
+    gathered, gather = 0, ShardGroup.gather
+
+    def counted(group: ShardGroup) -> None:
+        nonlocal gathered
+        gathered += inspect.stack()[1].function == "need"
+        gather(group)
+
+    try:
+        ShardGroup.gather = counted
+        with free_to_store_in_part():
+            return (*same(rank, kind, options, 1, share), gathered)
+    finally:
+        ShardGroup.gather = gather
+
+
+def planned_in_part(rank: int, kind: str, share: float, **options: Any) -> Checkpointable:
+    """A model that may be stored in part, within a limit."""
+    with free_to_store_in_part():
+        found = Checkpointable(made(kind, "plain"), here(batches(kind, rank, 1)[0]), loss=loss, **options)
+        found.compute_sequence(between(found, share))
+    return found
+
+
+def way_names(planned: Checkpointable) -> list[str]:
+    """The ways to store each stage, as one text."""
+    assert planned.inspection_values is not None
+    return [" ".join(names) for names in planned.inspection_values.way_names]
+
+
+def same_step(networks: list[nn.Module], seed: int = 1, **batch: torch.Tensor) -> None:
+    """Assert that a step has the same loss and gradients for both."""
+    found = []
+    for network in networks:
+        torch.manual_seed(seed)
+        network.zero_grad()
+        value = loss(network(**batch))
+        value.backward()
+        gradients = [p.grad for p in network.parameters()]
+        found.append([kept(value), *(each if each is None else kept(local(each)) for each in gradients)])
+    assert all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def rounded(rank: int) -> tuple[str, bool, float]:
+    """With `keep="bf16"`: ways of the stages, whether the loss is the same, the largest error of a gradient."""
+    batch, found = here(batches("skips", rank, 1)[0]), []
+    for keep in (None, "bf16"):
+        planned = planned_in_part(rank, "skips", 0.1, keep=keep)
+        torch.manual_seed(rank)
+        value = loss(planned(**batch))
+        value.backward()
+        found.append((kept(value), [kept(p.grad.to_local()) for p in planned.parameters() if p.grad is not None]))
+    assert "^" in str(planned.sequence)
+    (one, gradients), (other, others) = found
+    apart = max(float((a - b).norm() / a.norm()) for a, b in zip(gradients, others, strict=True))
+    return " ".join(way_names(planned)), torch.equal(one, other), apart
+
+
+def around_a_step(rank: int, folder: str) -> None:
+    """A first step that plans, a smaller batch, other plans, a model with a plan from a file, and eval mode."""
+    batch, plain = here(batches("skips", rank, 1)[0]), made("skips", "mixed")
+    own = sum(p.to_local().nbytes for p in plain.parameters())  # parameters and gradients; of `plain` as well on CUDA
+    before = present_bytes() + (device().type == "cuda") * own
+    planned = Checkpointable(made("skips", "mixed"), mem_limit=985_000 + 2 * own + before, loss=loss)
+    for value in (batch["value"], batch["value"][:3]):
+        same_step([plain, planned], value=value)
+        assert "CF_" in str(planned.sequence)
+        assert planned.inspection_values is not None
+        assert len(planned.inspection_values.carried) == 1  # the skip connection
+    for trained in (False, True):  # another plan has to be made for each
+        for network in (plain, planned):
+            network.blocks[2].wide.requires_grad_(trained)
+        same_step([plain, planned], **batch)
+    planned.save_plan(Path(folder) / f"{rank}.json")
+    another = Checkpointable(made("skips", "mixed"), plan=Path(folder) / f"{rank}.json")
+    same_step([plain, another], **batch)
+    assert another.sequence == planned.sequence
+    assert torch.equal(plain.eval()(**batch), planned.eval()(**batch))
+
+
+def hooks_that_come_later(rank: int, folder: str) -> list[str]:
+    """What is warned of a layer that gets a hook when it is stored in part; a plan from a file goes on in part."""
+    plain, batch = made("layers", "plain"), here(batches("layers", rank, 1)[0])
+    planned, path = planned_in_part(rank, "layers", 0.6), Path(folder) / f"{rank}.json"
+    assert "^" in str(planned.sequence)
+    planned.save_plan(path)
+    loaded = Checkpointable(made("layers", "plain"), plan=path)
+    for network in (planned, loaded):
+        same_step([plain, network], input=batch["input"][:100])
+    assert loaded.sequence == planned.sequence
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # to note
+    logging.getLogger("rotor_py").addHandler(handler)
+    for network in (plain, planned.model):
+        network[3].wide.register_forward_hook(lambda module, args, output: output * 2)
+    same_step([plain, planned], **batch)
+    logging.getLogger("rotor_py").removeHandler(handler)
+    return said
+
+
+def stored_in_part(rank: int, kind: str) -> tuple[list[bool], int]:
+    """Which layers of a chain may be stored in part; whole parameters that are left when all have been measured."""
+    batch = here(batches(kind, rank, 1)[0])
+    with free_to_store_in_part():
+        planned = Checkpointable(made(kind, "plain"), batch, loss=loss)
+    gc.collect()
+    parameters = [each for each in gc.get_objects() if type(each) is nn.Parameter]
+    # FSDP has made none of its own yet: no step was taken.
+    whole = sum(each.shape == (4 * WIDTH, WIDTH) and each.untyped_storage().nbytes() > 4 for each in parameters)
+    same_step([made(kind, "plain"), planned], **batch)
+    return ["in part" in each for each in way_names(planned)], whole
+
+
+def whole_at_once(rank: int, kind: str, every: int) -> tuple[int, int, str]:
+    """How many groups are whole at most while a region is run again; how many groups there are; the sequence."""
+    batch, plain = here(batches(kind, rank, 1)[0]), made(kind, "plain")
+    planned = Checkpointable(model := made(kind, "plain"), batch, every_n_layers=every)
+    counts, gather = [], ShardGroup.gather
+
+    def counted(group: ShardGroup) -> None:
+        gather(group)
+        counts.append(sum(each.is_whole for each in groups_of(model)))
+
+    try:
+        ShardGroup.gather = counted
+        same_step([plain, planned], **batch)
+    finally:
+        ShardGroup.gather = gather
+    return max(counts), len(groups_of(model)), str(planned.sequence)
+
+
+class Broken(nn.Linear):
+    """Makes TorchDynamo break the graph."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(value) + value
+
+
+@dataclass
+class Wrapped:
+    value: torch.Tensor
+
+
+class Wrapping(nn.Linear):
+    """Returns what TorchDynamo cannot look into."""
+
+    def forward(self, value: torch.Tensor) -> Any:
+        return Wrapped(super().forward(value))
+
+
+class Still(nn.Linear):
+    """Nothing in it has a gradient."""
+
+    @torch.no_grad()
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value) + value
+
+
+class Outer(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = self.layer(value)
+        return value + (made.value if isinstance(made, Wrapped) else made)
+
+
+def refusal(rank: int, kind: str) -> str:
+    """What is said of a model that cannot be trained from a plan, at its first step."""
+    model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
+    fully_shard(model.layer, mesh=mesh())
+    fully_shard(model, mesh=mesh())
+    present = fsdp_markers.TORCH
+    try:
+        if kind == "old torch":
+            fsdp_markers.TORCH = (2, 5)
+        Checkpointable(model)(torch.randn(LENGTH, WIDTH))
+    except UnsupportedModelError as error:
+        return str(error)
+    finally:
+        fsdp_markers.TORCH = present
+    return "nothing"
+
+
+def begun_with_nothing(rank: int) -> tuple[Any, ...]:
+    """What a group returns where no input needs a gradient, with a hook that moves inputs as FSDP's does on CUDA."""
+    group = groups_of(made("chain", "plain"))[0]
+    (hook,) = group._before
+
+    def moving(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        moved_args, moved_kwargs = _to_kwargs(args, kwargs, device(), False)
+        return moved_args[0], moved_kwargs[0]
+
+    group.modules[0]._forward_pre_hooks[hook] = moving
+    return group.enter(0, ())

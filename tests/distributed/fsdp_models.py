@@ -1,7 +1,8 @@
-"""Models that are no chain, and ways to apply `fully_shard` to them."""
+"""Models, and ways to apply `fully_shard` to them."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,9 +80,49 @@ def llama(**options: Any) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+class Written(Block):
+    """GPT-2's feed-forward layer, with the activation written out."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # without a scale
+        made = self.wide(self.norm(value))
+        made = 0.5 * made * (1.0 + torch.tanh(0.8 * (made + 0.044715 * made.pow(3.0))))
+        return value + nn.functional.dropout(self.narrow(made), 0.1, self.training)
+
+
+class Odd(Written):
+    """A block, and something that no graph has."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # as above
+        return super().forward(value) * float(value.detach()[0, 0] < 1e9)
+
+
+class Otherwise(Written):
+    """A block that saves less where it is captured."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override] # as above
+        if not torch.compiler.is_compiling():
+            self.norm(value).exp()
+        return super().forward(value)
+
+
+def chain(*first: type[Block]) -> nn.Sequential:
+    kinds = [*first, *[Written] * (4 - len(first))]
+    return nn.Sequential(*(kind() for kind in kinds), nn.Linear(WIDTH, 4))
+
+
+def plain_chain() -> nn.Sequential:
+    wide = 4 * WIDTH
+    layers = (nn.Linear(WIDTH, wide), nn.GELU(), nn.Dropout(0.1), nn.Linear(wide, WIDTH))
+    return nn.Sequential(*(nn.Sequential(*copy.deepcopy(layers)) for _ in range(6)), nn.Linear(WIDTH, 4))
+
+
 def sharded_alone(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
     """Each layer by itself, and what is left with the model: as most people do it."""
-    for each in getattr(model, "blocks", None) or model.model.layers:
+    if isinstance(model, nn.Sequential):
+        layers = list(model)[:-1]
+    else:
+        layers = getattr(model, "blocks", None) or model.model.layers
+    for each in layers:
         fully_shard(each, **layer)
     return fully_shard(model, **{**layer, **whole})
 
@@ -95,6 +136,18 @@ def sharded_together(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -
     return fully_shard(model, **{**layer, **whole})
 
 
+def layers_together(model: Any, layer: dict[str, Any], _: dict[str, Any]) -> nn.Module:
+    """The first layer of a chain alone, two together, and some with the model."""
+    fully_shard(model[0], **layer)
+    fully_shard([model[2], model[3]], **layer)
+    return fully_shard(model, **layer)
+
+
+def part_of_a_layer(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
+    fully_shard(model[2].wide, **layer)
+    return sharded_alone(model, layer, whole)
+
+
 def sharded_in_parts(model: Any, layer: dict[str, Any], _: dict[str, Any]) -> nn.Module:
     """Groups inside of groups, and none for the whole model."""
     for each in model.blocks:
@@ -106,6 +159,10 @@ def sharded_in_parts(model: Any, layer: dict[str, Any], _: dict[str, Any]) -> nn
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., nn.Module]]] = {
+    "chain": (plain_chain, sharded_alone),
+    "layers": (chain, sharded_alone),
+    "layers together": (chain, layers_together),
+    "odd layers": (partial(chain, Odd, Otherwise), part_of_a_layer),
     "llama": (llama, sharded_alone),
     "tied llama": (partial(llama, tie_word_embeddings=True), sharded_alone),
     "skips": (Skips, sharded_alone),
@@ -141,6 +198,8 @@ def batches(kind: str, rank: int, count: int) -> list[dict[str, Any]]:
     if "llama" in kind:
         ids = [torch.randint(64, (BATCH, LENGTH), **drawn) for _ in range(count)]
         return [{"input_ids": each, "labels": each} for each in ids]
+    if "chain" in kind or "layers" in kind:
+        return [{"input": torch.randn(BATCH * LENGTH, WIDTH, **drawn)} for _ in range(count)]
     size = 1 if "heavy" in kind else BATCH
     return [{"value": torch.randn(size, LENGTH, WIDTH, **drawn)} for _ in range(count)]
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
-from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
 from rotor_solver import store_all
@@ -94,19 +94,12 @@ class Pipeline:
     """The stages of one process, and their schedule. A `share` plans each, so much of the way to storing everything."""
 
     def __init__(
-        self,
-        rank: int,
-        name: str,
-        kind: str,
-        share: float | None,
-        options: dict[str, Any],
-        count: int | None = None,
+        self, rank: int, name: str, kind: str, share: float | None, options: dict[str, Any], count: int | None = None
     ) -> None:
         self.rank, self.name = rank, name
         self.microbatches = microbatches(name) if count is None else count
         own = indices(name, rank)
         self.models = [made(kind, index) for index in own]
-        self.limits: list[int] = []
         if share is not None:
             self.models = [self._planned(model, index, share) for model, index in zip(self.models, own, strict=True)]
         number = dist.get_world_size() * (1 if name in SINGLE else 2)
@@ -119,13 +112,18 @@ class Pipeline:
         )
         self.first, self.last = 0 in own, number - 1 in own
 
+    def follow(self, planned: list[Any]) -> None:
+        """Have these models run in place of the stages' own."""
+        for stage, model in zip(self.stages, planned, strict=True):
+            stage.submod = model
+        self.models = planned
+
     def _planned(self, model: nn.Module, index: int, share: float) -> Checkpointable:
         planned = Checkpointable(model)
         planned.measure(torch.randn(SAMPLES, WIDTH, requires_grad=index > 0))
         assert planned.budget is not None
         least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
-        self.limits.append(least + int(share * (most - least)))
-        planned.compute_sequence(self.limits[-1])
+        planned.compute_sequence(least + int(share * (most - least)))
         return planned
 
     def batch(self, step: int) -> list[torch.Tensor]:
@@ -159,15 +157,18 @@ def trained(pipeline: Pipeline) -> dict[str, torch.Tensor]:
     return numbers | {name: kept(p) for name, p in parameters} | {"random": random_state()}
 
 
+def different(pipeline: Pipeline, expected: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+    """The sequences of a planned pipeline, and the names of its numbers that differ."""
+    found = trained(pipeline)
+    assert found.keys() == expected.keys()
+    wrong = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    return [str(model.sequence) for model in pipeline.models], wrong
+
+
 def same_as_plain(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[list[str], list[str]]:
     """The sequences, and the names of numbers that differ from plain pipelining."""
     expected = trained(Pipeline(rank, name, kind, None, {}))
-    pipeline = Pipeline(rank, name, kind, share, {"dw_builder": whole_backward} if whole else {})
-    sequences = [str(model.sequence) for model in pipeline.models]
-    found = trained(pipeline)
-    assert found.keys() == expected.keys()
-    different = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-    return sequences, different
+    return different(Pipeline(rank, name, kind, share, {"dw_builder": whole_backward} if whole else {}), expected)
 
 
 def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) -> tuple[list[str], list[str]]:
@@ -178,47 +179,10 @@ def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) ->
     pipeline = Pipeline(rank, name, "chain", None, options)
     # On one device, each model is beside the others and what they hold.
     limit += present_bytes() + (device().type == "cuda") * 10**5 * (len(pipeline.models) - 1)
-    planned = [
-        Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in enumerate(pipeline.models)
-    ]
-    for stage, model in zip(pipeline.stages, planned, strict=True):
-        stage.submod = model
-    pipeline.models = planned
-    found = trained(pipeline)
-    return (
-        [str(model.sequence) for model in planned],
-        [name for name, value in expected.items() if not torch.equal(value, found[name])],
+    pipeline.follow(
+        [Checkpointable(model, mem_limit=limit + (index > 0) * 10**5) for index, model in enumerate(pipeline.models)]
     )
-
-
-@dataclass
-class Peak:
-    """Bytes of one rank: the measured peak of a step, and what was planned, by stage.
-
-    `beside` is what no plan knows of: whole batch and target, and what the rank has to receive in.
-    """
-
-    measured: int
-    beside: int
-    limits: list[int]
-    predicted: list[int]
-    in_flight: list[int]
-
-
-def peak(rank: int, name: str, kind: str, share: float, whole: bool = False) -> Peak:
-    pipeline = Pipeline(rank, name, kind, share, {"dw_builder": whole_backward} if whole else {})
-    given = pipeline.batch(0)
-    for _ in range(2):
-        pipeline.step(given)
-    parameters = [p for model in pipeline.models for p in model.parameters()]
-    beside = [buffer for stage in pipeline.stages for buffer in received(stage)]
-    beside += given[:1] * pipeline.first + given[1:] * pipeline.last
-    present = [*parameters, *(p.grad for p in parameters), *beside]
-    dist.barrier()
-    measured = least_peak(lambda: pipeline.step(given), tensors_in(present))
-    predicted = [model.plan().peak_bytes for model in pipeline.models]
-    in_flight = list(microbatches_in_flight(pipeline.schedule).values())
-    return Peak(measured, sum(tensor.nbytes for tensor in beside), pipeline.limits, predicted, in_flight)
+    return different(pipeline, expected)
 
 
 def planned_for_flight(rank: int, name: str, kind: str, share: float, whole: bool) -> tuple[Pipeline, int, int]:
@@ -247,9 +211,7 @@ def planned_for_flight(rank: int, name: str, kind: str, share: float, whole: boo
         allowed += model.mem_limit + buffers  # type: ignore[operator] # bytes
         predicted += model.budget.peak_bytes(sequence) + buffers
         planned.append(model)
-    for stage, model in zip(pipeline.stages, planned, strict=True):
-        stage.submod = model
-    pipeline.models = planned
+    pipeline.follow(planned)
     return pipeline, allowed, predicted
 
 
@@ -268,28 +230,30 @@ def peak_in_flight(pipeline: Pipeline, enough: int = 0) -> int:
 
 def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
     """The measured peak of a rank with plans for what is in flight, the bytes it was given, and what was logged."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     pipeline, allowed, _ = planned_for_flight(rank, name, kind, share, whole)
-    logging.getLogger("rotor_py").addHandler(handler)
-    measured = peak_in_flight(pipeline, allowed)
-    logging.getLogger("rotor_py").removeHandler(handler)
+    with logs() as said:
+        measured = peak_in_flight(pipeline, allowed)
     return measured, allowed, said
 
 
 def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
     """What is logged of a step by models that are planned for one forward at a time."""
+    pipeline = Pipeline(rank, name, "chain", 0.3, {"dw_builder": whole_backward} if whole else {})
+    with logs() as said:
+        pipeline.step(pipeline.batch(0))
+    return said
+
+
+@contextmanager
+def logs() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    pipeline = Pipeline(rank, name, "chain", 0.3, {"dw_builder": whole_backward} if whole else {})
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # to note
     logging.getLogger("rotor_py").addHandler(handler)
     try:
-        pipeline.step(pipeline.batch(0))
+        yield said
     finally:
         logging.getLogger("rotor_py").removeHandler(handler)
-    return said
 
 
 def received(stage: PipelineStage) -> list[torch.Tensor]:

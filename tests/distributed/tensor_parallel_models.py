@@ -47,18 +47,6 @@ def columns_and_rows(model: Any, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
-    """Between the blocks, each process has a part of the sequence."""
-    for block in list(model)[:-1]:
-        plan = {
-            "norm": SequenceParallel(),  # returns a DTensor
-            "wide": ColwiseParallel(input_layouts=Shard(1)),
-            "narrow": RowwiseParallel(output_layouts=Shard(1)),
-        }
-        parallelize_module(block, mesh, plan)
-    return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1))})
-
-
 def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
     """All that goes from layer to layer is a DTensor, the output too."""
     for block in list(model)[:-1]:
@@ -180,7 +168,6 @@ def heads_and_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.Module]]] = {
     "chain": (chain, columns_and_rows),
-    "sequence": (chain, sequence),
     "all shared": (chain, all_shared),
     "uneven": (Skipped, uneven_parts),
     "llama": (llama, heads),
@@ -209,7 +196,7 @@ def batches(kind: str, count: int) -> list[dict[str, Any]]:
         ids = [torch.randint(64, (BATCH, LENGTH), **drawn) for _ in range(count)]
         return [{"input_ids": each, "labels": each} for each in ids]
     found = [torch.randn(BATCH, LENGTH, WIDTH, **drawn) for _ in range(count)]
-    if kind in ("sequence", "all shared"):
+    if kind == "all shared":
         found = [each.chunk(dist.get_world_size(), 1)[dist.get_rank()] for each in found]
     return [{"input": each} for each in found]
 

@@ -46,7 +46,7 @@ def chosen(rank: int, aim: str, more: list[int], batch: int) -> tuple[int, str, 
     return found.batch, str(found.network.sequence), found.measured_peak_bytes, limit, same
 
 
-@pytest.mark.parametrize("aim", ["max", "best"])
+@pytest.mark.parametrize("aim", ["max", pytest.param("best", marks=pytest.mark.slow)])
 def test_all_processes_take_the_batch_that_fits_the_smallest_limit(processes: Processes, aim: str) -> None:
     count = len(processes.processes)
     found = processes.run(chosen, aim, [*range(0, (count - 1) * 100_000, 100_000), 50][::-1], 40)

@@ -72,13 +72,12 @@ def peak(rank: int, schedule: str, share: float) -> tuple[int, int, int, str]:
     return least_peak(step, present, min(predicted, limit) + beside) - beside, predicted, limit, text
 
 
-@pytest.mark.parametrize("share", [0.75, 1.0])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_measured_peak_of_every_rank_is_inside_the_limit(processes: Processes, schedule: str, share: float) -> None:
-    found = processes.run(peak, schedule, share)
+def test_the_measured_peak_of_every_rank_is_inside_the_limit(processes: Processes, schedule: str) -> None:
+    found = processes.run(peak, schedule, 0.75)
     for rank, (measured, predicted, limit, _) in enumerate(found):
         assert measured <= 1.001 * predicted <= 1.001 * limit
         assert measured <= limit
         if rank + 1 < len(found) or schedule == "1f1b":
             assert 0.9 * predicted <= measured  # the last rank of gpipe may hold less of its losses
-    assert any("CF_" in sequence for *_, sequence in found) == (share < 1)
+    assert any("CF_" in sequence for *_, sequence in found)

@@ -9,27 +9,26 @@ from tests.distributed import tensor_parallel
 from tests.distributed.processes import Processes, assert_same_inside
 
 OLDER = torch.__version__ < "2.13"
-LARGE = [
-    pytest.param(kind, share, marks=pytest.mark.slow)
-    for kind, share in (("llama, sequence", 0.3), ("sequence", 0.1), ("all shared", 0.4))
-]
-"""They repeat what the others show, on a model of a library."""
-ALONE = [("chain", 0.2), pytest.param("uneven", 0.2, marks=pytest.mark.slow), *LARGE]
-"""Model, and the limit between the least and storing everything."""
-WITH_FSDP = [("chain", 0.2), ("llama, sequence", 0.5)]
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("kind", "share"), ALONE)
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        ("chain", 0.2),
+        pytest.param("uneven", 0.2, marks=slow),  # captured, and parts of several sizes
+        pytest.param("all shared", 0.4, marks=slow),  # DTensors from layer to layer, each with a part of the sequence
+    ],
+)
 def test_numbers_are_those_of_plain_training_inside_the_limit(processes: Processes, kind: str, share: float) -> None:
     found = processes.run(tensor_parallel.same_as_plain, kind, "tensor", share)
     assert_same_inside(found)
     assert "CF_" in found[0][0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "share"), WITH_FSDP)
-def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes, kind: str, share: float) -> None:
-    found = four_processes.run(tensor_parallel.same_as_plain, kind, "both", share)
+@slow
+def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes) -> None:
+    found = four_processes.run(tensor_parallel.same_as_plain, "llama, sequence", "both", 0.5)
     assert_same_inside(found)
     assert "CF_" in found[0][0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rotor_py import Checkpointable
 from rotor_py.integrations.in_place import InPlace
 from rotor_solver import store_all
-from tests.distributed.processes import device, here, kept, least_peak, present_bytes, random_state
+from tests.distributed import steps
+from tests.distributed.processes import device, here, least_peak, present_bytes
+from tests.distributed.steps import Numbers
 
 F = nn.functional
 
@@ -34,8 +35,8 @@ class Residual(nn.Module):
         self.embed = nn.Linear(64, 64)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(5))
 
-    def forward(self, value: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
-        value = self.embed(value)
+    def forward(self, input: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        value = self.embed(input)
         for block in self.blocks:
             value = value + F.dropout(block(value), 0.1, self.training) * scale
         return F.linear(value, self.embed.weight)
@@ -73,10 +74,10 @@ def _precision() -> torch.dtype:
     return torch.float64 if several else torch.float32
 
 
-def batches(rank: int, count: int) -> list[torch.Tensor]:
+def batches(rank: int, count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator("cpu").manual_seed(1000 + rank)
     shape = {"generator": generator, "dtype": _precision(), "device": "cpu"}
-    return [torch.randn(BATCH, 64, **shape) for _ in range(count)]
+    return [{"input": torch.randn(BATCH, 64, **shape)} for _ in range(count)]
 
 
 def halfway(rank: int, kind: str) -> int:
@@ -118,35 +119,13 @@ def planned_part(model: nn.Module) -> Checkpointable:
 
 def trained(
     rank: int, kind: str, order: str, limit: int | None, accumulated: int = 1, **options: Any
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+) -> tuple[nn.Module, Numbers]:
     """The model after three steps of SGD, and all numbers there are."""
-    torch.manual_seed(rank)
     before = present_bytes()
+    torch.manual_seed(rank)
     model = wrapped(made(kind), order, None if limit is None else limit + before, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    numbers: dict[str, torch.Tensor] = {}
-    given = batches(rank, 3 * accumulated)
-    for step in range(3):
-        optimizer.zero_grad()
-        for number in range(accumulated):
-            last = number == accumulated - 1
-            with nullcontext() if last else no_sync(model):
-                value = loss(model(here(given[step * accumulated + number])))
-                value.backward()
-            numbers[f"loss {step} {number}"] = kept(value)
-        for name, parameter in model.named_parameters():
-            assert (parameter.grad is None) == ("unused" in name), name
-            if parameter.grad is None:
-                continue
-            numbers[f"gradient {step} {name.replace('module.', '')}"] = kept(parameter.grad)
-        optimizer.step()
-    numbers |= {name.replace("module.", ""): kept(value) for name, value in model.state_dict().items()}
-    numbers["random"] = random_state()
-    return model, numbers
-
-
-def no_sync(model: nn.Module) -> Any:
-    return model.no_sync()  # type: ignore[operator] # a Checkpointable has what its model has
+    return model, steps.trained(model, optimizer, batches(rank, 3 * accumulated), loss, accumulated, seed=rank)
 
 
 def same_as_plain(
@@ -159,11 +138,9 @@ def same_as_plain(
     """
     expected = trained(rank, kind, "plain", None, accumulated, **(options or {}))[1]
     model, found = trained(rank, kind, order, limit, accumulated, **(options or {}))
-    assert found.keys() == expected.keys()
     exact = torch.distributed.get_world_size() <= 2
     same = torch.equal if exact else partial(torch.allclose, rtol=1e-12, atol=1e-12)
-    different = [name for name, value in expected.items() if not same(value, found[name])]
-    return str(planned_part(model).sequence), different
+    return str(planned_part(model).sequence), steps.different(found, expected, same)
 
 
 def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int, int]:
@@ -179,18 +156,13 @@ def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int
     assert planned.budget is not None
     assert planned.sequence is not None
     model.zero_grad(set_to_none=False)
-    present = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), batch]
-
-    def step() -> None:
-        output = model(batch)
-        loss(output).backward()
-
+    present = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *batch.values()]
     # The optimizer is gone, and buckets are not among the tensors of DistributedDataParallel.
     held = planned.budget.fixed.optimizer
     if device().type == "cpu":
         held += planned.budget.fixed.communication
     predicted = planned.budget.peak_bytes(planned.sequence)
-    measured = least_peak(step, present, limits[rank] - held) + held
+    measured = least_peak(lambda: steps.backward(model, [batch], loss), present, limits[rank] - held) + held
     return str(planned.sequence), predicted - before, measured - before
 
 
@@ -206,8 +178,9 @@ def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
     """Steps with and without a gradient for the input, in turn: both sequences, the stages that were measured in
     training, and the numbers of the steps that differ from plain training.
     """
-    planned, measured, given = Checkpointable(made(kind), loss=loss), [], here(batches(rank, 4))
-    for batch, gradient in zip(given, (True, False), strict=False):
+    planned, measured = Checkpointable(made(kind), loss=loss), list[str]()
+    inputs = [here(each["input"]) for each in batches(rank, 4)]
+    for batch, gradient in zip(inputs, (True, False), strict=False):
         planned.measure(batch.detach().requires_grad_(gradient))
         assert planned.budget is not None
         planned.mem_limit = max(planned.mem_limit or 0, planned.budget.least_bytes())
@@ -215,7 +188,7 @@ def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
     planned.progress = lambda done, count, name: measured.append(name)
     networks = [DistributedDataParallel(network) for network in (planned, made(kind))]
     sequences, different = [], []
-    for step, batch in enumerate(given):
+    for step, batch in enumerate(inputs):
         found = []
         for network in networks:
             torch.manual_seed(rank)
@@ -251,11 +224,11 @@ def order_of_events(rank: int, kind: str) -> list[str]:
     send.__annotations__.clear()  # it is looked at, and must not be a text
     model.register_comm_hook(None, send)  # type: ignore[operator] # a method of DistributedDataParallel
     batch = here(batches(rank, 1)[0])
-    loss(model(batch)).backward()  # buckets are made anew after the first
+    loss(model(**batch)).backward()  # buckets are made anew after the first
     planned = planned_part(model)
     for name, function in zip(planned.names, planned.functions, strict=True):
         function.register_forward_hook(lambda *_, name=name: events.append(name))
-    output = model(batch)
+    output = model(**batch)
     events.clear()
     loss(output).backward()
     return events

@@ -23,7 +23,7 @@ from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import Communication, blocks_of, shard_parameters, world_of
 from rotor_solver import store_all
-from tests.distributed import fsdp_layers
+from tests.distributed import fsdp_models
 from tests.distributed.processes import NOT_WHOLE, Processes
 from tests.estimation import sharded_steps
 from tests.estimation.sharded_steps import ON_THE_CPU, ROWS, WIDTH, Blocks
@@ -198,7 +198,7 @@ def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> No
 @pytest.mark.slow
 def test_layers_of_a_chain_have_parts_unless_they_save_something_else_when_they_are_captured() -> None:
     report = estimate(
-        lambda: fsdp_layers.chain(fsdp_layers.Otherwise), torch.randn(512, fsdp_layers.WIDTH), "h100:2", loss=torch.mean
+        lambda: fsdp_models.chain(fsdp_models.Otherwise), torch.randn(512, fsdp_models.WIDTH), "h100:2", loss=torch.mean
     )
     in_part = [any("in part" in option.name for option in stage.options) for stage in report.budget.chain.stages]
     assert in_part == [False, True, True, True, False]

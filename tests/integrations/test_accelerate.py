@@ -82,11 +82,10 @@ def planned_loop(by: str, limit: int, **options: str) -> Loop:
     return Loop(Checkpointable(network(), mem_limit=limit, loss=entropy), **options)
 
 
-BY = pytest.mark.parametrize("by", ["wrapped", "hook"])
-
-
-@BY
-@pytest.mark.parametrize("options", [{}, pytest.param({"mixed_precision": "bf16"}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("by", "options"),
+    [("wrapped", {}), ("hook", {}), pytest.param("hook", {"mixed_precision": "bf16"}, marks=pytest.mark.slow)],
+)
 def test_a_loop_is_the_plain_loop(by: str, options: dict[str, str], limit: int, tmp_path: Path) -> None:
     plain, planned = Loop(network(), **options), planned_loop(by, limit, **options)
     for loop in (plain, planned):
@@ -102,20 +101,13 @@ def test_a_loop_is_the_plain_loop(by: str, options: dict[str, str], limit: int, 
     assert_same_weights(again, expected)
 
 
-@BY
-def test_a_loop_stays_inside_the_limit(by: str, limit: int) -> None:
-    loop = planned_loop(by, limit)
+def test_a_loop_stays_inside_the_limit_and_the_end_of_training_leaves_the_plain_model(limit: int) -> None:
+    model = network()
+    loop = Loop(model, limit)
     loop.epoch()
     loop.optimizer.optimizer.state.clear()
     assert recomputes(loop.planned.sequence)
     assert run_peak(loop.epoch, loop.model, BATCHES[0]) <= limit
-
-
-def test_the_end_of_training_leaves_the_plain_model(limit: int) -> None:
-    model = network()
-    loop = Loop(model, limit)
-    loop.epoch()
-    assert loop.planned.sequence is not None
     loop.accelerator.end_training()
     assert loop.accelerator.unwrap_model(loop.model, keep_fp32_wrapper=False) is model
     loop.planned.sequence = None

@@ -24,8 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 ADAPTERS = {
     "LoRA": lambda: peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights=False),
-    "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
 
@@ -54,15 +52,13 @@ def assert_same_step(found: torch.nn.Module, expected: torch.nn.Module, given: d
         assert gradient is None or torch.equal(gradient, other), name
 
 
-@pytest.mark.parametrize(
-    "kind", ["LoRA", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ADAPTERS if kind != "LoRA")]
-)
+@pytest.mark.parametrize("kind", ["LoRA", pytest.param("prefix", marks=pytest.mark.slow)])
 def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_none(kind: str) -> None:
     plain, given = adapted(kind, 2), batch(examples())
     planned = Checkpointable(copy.deepcopy(plain))
     planned.measure(given)
     planned.compute_sequence(planned.budget.least_bytes())
-    assert recomputes(planned.sequence) or kind in ("prompt", "prefix")  # cut into few stages, of which one is most
+    assert recomputes(planned.sequence) or kind == "prefix"  # cut into few stages, of which one is most
     assert_same_step(planned, plain, given)
 
 

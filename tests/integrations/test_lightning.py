@@ -107,13 +107,12 @@ class Run:
         return run
 
 
-@pytest.mark.parametrize("by", ["wrapped", "callback"])
 @pytest.mark.parametrize(
-    "options",
+    ("by", "options"),
     [
-        {},
-        pytest.param({"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}, marks=pytest.mark.slow),
-        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.slow),
+        ("wrapped", {}),
+        ("callback", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        pytest.param("callback", {"precision": "bf16-mixed"}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_is_the_plain_run_and_a_callback_leaves_the_plain_module(
@@ -133,8 +132,7 @@ def test_a_run_is_the_plain_run_and_a_callback_leaves_the_plain_module(
     assert_same_weights(again, run.plain)
 
 
-@pytest.mark.parametrize("by", ["wrapped", "callback"])
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("by", "whole"), [("wrapped", True), ("callback", False), ("callback", True)])
 def test_a_run_stays_inside_the_limit_also_where_the_whole_module_is_planned(by: str, whole: bool) -> None:
     run = Run(by, whole=whole)
     trainer().fit(run.plain, batches())
@@ -155,26 +153,15 @@ def test_a_checkpoint_is_resumed_with_a_plan_or_without_one(tmp_path: Path) -> N
         assert_same_weights(resumed, run.plain)
 
 
-def test_a_network_that_is_not_called_is_told_of_and_the_module_is_plain_again() -> None:
+def test_a_network_that_is_not_called_is_told_of_and_which_child_is_planned_is_not_guessed() -> None:
     module = Classifier(network())
     with raises(UnsupportedModelError, "network_not_called", name="forward"):
         trainer(callbacks=[MemoryLimit("1GB", network="")]).fit(module, batches())
     assert "forward" not in module.__dict__
-
-
-def test_which_child_is_planned_is_not_guessed() -> None:
     module = Classifier(nn.Linear(3, 3))
     module.other = nn.Linear(3, 3)
     with raises(UnsupportedModelError, "which_network"):
         trainer(callbacks=[MemoryLimit("1GB")]).fit(module, batches())
-
-
-def test_a_network_that_is_wrapped_already_keeps_its_own_limit() -> None:
-    module = Classifier(Checkpointable(network(), mem_limit="1GB", loss=entropy))
-    callback = MemoryLimit("1kB")
-    trainer(max_steps=1, callbacks=[callback]).fit(module, batches())
-    assert callback.planned is None
-    assert module.network.sequence is not None
 
 
 def test_a_copy_that_is_made_while_training_follows_a_plan_of_its_own() -> None:

@@ -74,15 +74,6 @@ def test_a_model_that_the_trainer_makes_is_planned_under_its_autocast(tmp_path: 
     assert_same_weights(runs[1].model, runs[0].model)
 
 
-def test_a_model_that_is_wrapped_already_keeps_its_own_limit(tmp_path: Path) -> None:
-    model = Checkpointable(llama(1), mem_limit="1GB")
-    run, callback = limited(model, tmp_path, examples(), "1kB")
-    callback.on_train_begin(run.args, run.state, run.control, model=run.model)
-    assert callback.planned is None
-    assert model.mem_limit == "1GB"
-    assert "forward" not in model.__dict__
-
-
 def test_an_error_leaves_a_model_that_goes_on_by_its_plan_until_end_is_called(tmp_path: Path) -> None:
     class Failing(transformers.TrainerCallback):  # type: ignore[misc]  # transformers may not be there
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -102,15 +93,12 @@ def test_an_error_leaves_a_model_that_goes_on_by_its_plan_until_end_is_called(tm
     assert "forward" not in model.__dict__
 
 
-def test_one_process_with_several_devices_is_refused() -> None:
+def test_one_process_with_several_devices_is_refused_and_a_limit_that_is_none() -> None:
+    with raises(ValueError, "not_a_size"):
+        MemoryLimit("four")
     arguments: Any = SimpleNamespace(n_gpu=2)
     with raises(UnsupportedModelError, "several_devices", devices=2):
         MemoryLimit("1GB").on_train_begin(arguments, None, None, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]  # not looked at
-
-
-def test_a_limit_that_is_none_is_refused_at_once() -> None:
-    with raises(ValueError, "not_a_size"):
-        MemoryLimit("four")
 
 
 @pytest.mark.parametrize("library", ["transformers", "lightning", "accelerate"])

