@@ -136,10 +136,7 @@ class CheckpointedNetwork(nn.Module):
 
 
 class _StorageSizes(dict[int, tuple[object, int]]):
-    """Bytes of the storages behind tensors, each once, freed ones too.
-
-    Not by address, which may be reused: an object has a single plain weak reference, whose id is unique while it lives.
-    """
+    """Bytes of storages, each once, by its only weak reference: freed ones count, and addresses are reused."""
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):

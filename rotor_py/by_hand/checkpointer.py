@@ -210,10 +210,7 @@ class ActivationCheckpointer:
 
 
 class _Layer(nn.Module):
-    """A layer with the function that calls it; the checkpointer records its first run.
-
-    A module, so that a `StageRunner` finds the layer's parameters in it.
-    """
+    """A layer with the function that calls it, as a module that owns its parameters; records its first run."""
 
     def __init__(self, layer: Any, forward_fn: Forward, checkpointer: ActivationCheckpointer, index: int) -> None:
         super().__init__()

@@ -49,10 +49,7 @@ class ByHand:
 
     @classmethod
     def asked_for(cls, level: int | None, every_n_layers: int | None, max_checkpoints: int | None) -> ByHand | None:
-        """The strategy of these arguments; None for an optimal plan.
-
-        Raises ValueError as the constructor does.
-        """
+        """The strategy of these arguments; None for an optimal plan. Raises ValueError as the constructor does."""
         strategy = cls(level, every_n_layers, max_checkpoints)
         return None if strategy == cls() else strategy
 
@@ -68,10 +65,7 @@ class ByHand:
         return StoreAll()  # without checkpoints all is one segment, recomputed at once: so it is stored
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
-        """The sequence of the strategy for a measured model.
-
-        Raises InfeasibleError if it needs more than `mem_limit` bytes: a strategy is never changed to fit.
-        """
+        """The strategy's sequence, never changed to fit. Raises InfeasibleError above `mem_limit` bytes."""
         sequence = self.algorithm(model).solve(budget.chain, _NO_LIMIT)
         peak = budget.peak_bytes(sequence)
         if mem_limit is not None and peak > mem_limit:
@@ -168,10 +162,7 @@ class ByLevel:
 
 
 def whole_number(value: object, what: str) -> int:
-    """`value` if it is a nonnegative integer; raises ValueError otherwise.
-
-    Refuses True and False, which are integers to Python.
-    """
+    """`value` if it is a nonnegative integer, True and False excluded; raises ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a whole number, zero or more", kind="not_a_count", name=what

@@ -15,10 +15,7 @@ from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Lo
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:
-    """Return the partition of a memory-persistent sequence, found for a chain with the same `keep_outputs`.
-
-    A stage that the sequence recomputes runs right before the first operator that reads one of its values.
-    """
+    """Return the partition of a memory-persistent sequence; stages are recomputed right before their values are read."""
     operations = list(sequence)
     loss = operations.index(Loss())
     kept = set(stages.shared)
@@ -86,11 +83,7 @@ class Candidate:
 
 
 def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = None) -> list[Candidate]:
-    """Return partitions that no other beats in both memory and time, least memory first.
-
-    Operators run one by one, or fused by Inductor, if its `usual` partition by PyTorch is given. PyTorch's own
-    partitions for its budgets are then among them.
-    """
+    """Return partitions that no other beats in memory and time, least memory first; fused if the `usual` is given."""
     stages = Stages(joint, costs.usual)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     partitions = _mixed(stages, most)
@@ -121,10 +114,7 @@ def torch_partitions(joint: JointGraph, budgets: abc.Sequence[float]) -> list[Pa
 
 
 def _mixed(stages: Stages, most: int) -> list[Partition]:
-    """Return about `most` partitions without a sequence, whose early stages keep less for the backward than late ones.
-
-    Early stages come last in the backward, when little else is in memory, so their values are dropped first.
-    """
+    """Return about `most` partitions whose early stages, which come last in the backward, keep less than late ones."""
     parts = stages.parts
     pairs = list(combinations(parts, 2))
     cuts = _spread(len(stages.members) + 1, max(2, 1 + most // max(1, len(pairs))))[1:]

@@ -31,10 +31,7 @@ MOST_SHAPES = 8
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
-    """Whether outputs, buffers and gradients of `stage` on `value` are the same by `one` code and the `other`.
-
-    Leaves the stage unchanged. `needs_gradient` has one entry for every tensor in `value`.
-    """
+    """Whether outputs, buffers and gradients are the same by `one` code and the `other`; leaves the stage unchanged."""
     with disable_current_modes():  # observers of the stage's run must not see these
         expected = _results(stage, value, needs_gradient, one)
         found = _results(stage, value, needs_gradient, other)
@@ -180,10 +177,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._in_pieces = offers_of(plain).in_pieces(self._piece)
 
     def prepare(self, value: Any) -> bool:
-        """Compile for `value`, without running. Return whether that was possible.
-
-        Raises InfeasibleError if the partitioner finds no partition that fits.
-        """
+        """Compile for `value`, without running. Return whether that was possible. May raise InfeasibleError."""
         return self._code(value) is not None
 
     @property

@@ -225,10 +225,7 @@ class Stages:
 
 
 def chains(stages: Stages) -> dict[bool, Chain]:
-    """Return the stages in seconds and bytes, by whether every option that keeps anything also keeps the output.
-
-    Approximate: the live values inside a stage depend on the stages around it.
-    """
+    """Return approximate costs of the stages, by whether every option that keeps anything also keeps the output."""
     joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
     outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
     backward, returned = _backward(stages), set(joint.gradients)

@@ -73,11 +73,7 @@ class JointGraph:
 
     @cached_property
     def early(self) -> list[fx.Node]:
-        """Nodes of autograd's backward that may as well run forward, as they read no gradient: a ReLU's mask, for
-        example.
-
-        Excludes random operators, which would draw in another order.
-        """
+        """Nodes of autograd's backward that may run forward, as they read no gradient nor draw: a ReLU's mask."""
         forward = set(self.forward)
         found, ready = [], {*self.primals, *forward}
         for node in self._before_gradients:
@@ -200,10 +196,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def usually_saved(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:
-    """Return the nodes that PyTorch's partitioner saves with each budget, a share of what it saves without one.
-
-    The default is without one, and with one that hardly binds.
-    """
+    """Return the nodes that PyTorch's partitioner saves with each budget, a share of what it saves without one."""
     found = partitioners.classify_nodes(joint.module, [], joint.num_outputs)
     never = int(1e9)
     for node in reversed(joint.module.graph.nodes):  # its cuts read a node's distance from the backward
@@ -242,10 +235,7 @@ _log = logging.getLogger("rotor_py")
 
 
 def guard_sizes(inputs: list[fx.Node]) -> None:
-    """Make TorchDynamo recompile for a size larger than the present one: memory grows with every size.
-
-    Sizes that depend on data have no bound; a warning names the size assumed.
-    """
+    """Make TorchDynamo recompile for larger sizes, which take more memory; warn of sizes that depend on data."""
     for node in inputs:
         value = node.meta.get("val")
         sizes = [value] if isinstance(value, torch.SymInt) else [s for each in tensors_in(value) for s in each.shape]

@@ -46,10 +46,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def layouts_of(node: fx.Node, *, convolves_again: bool) -> tuple[Layout, ...]:
-    """Return the layouts of a CPU convolution's first arguments; of its backward: gradient, image and weight.
-
-    `convolves_again` says whether the backward recomputes a convolution of the forward. Empty for all other nodes.
-    """
+    """Return the layouts of a CPU convolution's first arguments; of its backward: gradient, image and weight."""
     value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return ()
@@ -121,11 +118,7 @@ _Runs = dict[Hashable, Callable[[], Callable[[], Any]]]
 
 
 def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again: bool = False) -> dict[fx.Node, Cost]:
-    """Return the cost of every node. Views, numbers and unpacked tuples cost nothing.
-
-    Convolutions on the CPU run in the graph's layouts, or in those of `inductor`, which depend on whether the backward
-    `convolves_again`.
-    """
+    """Return the cost of every node, convolutions on the CPU in the graph's layouts, or in those of `inductor`."""
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
     copied: dict[fx.Node, int] = {}

@@ -203,10 +203,7 @@ _SEEN = "user_visible_output_idxs"
 
 
 def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these options of Inductor with a pass that saves inputs as given.
-
-    Passes from the options, or else from Inductor's configuration, run before it.
-    """
+    """Return these options of Inductor with a pass that saves inputs as given, after any others."""
     from rotor_profiling.torch_compat import inductor_config as config
 
     passes = options.get(_PASSES, getattr(config, _PASSES))

@@ -148,10 +148,7 @@ def _live_bytes(
     *,
     fused: bool,
 ) -> list[int]:
-    """Return the live bytes before the first of `runs`, and during each, in order; `ends` stay.
-
-    `held` is in memory throughout; `incoming` is at the start, and freed after its last read.
-    """
+    """Return live bytes before and during `runs`: `held` and `ends` stay, `incoming` is freed after its last read."""
     made: dict[Run, _Memory] = {}
 
     def memory(value: Run | fx.Node) -> _Memory:

@@ -237,11 +237,7 @@ Compile = bool | str | Mapping[str, Any]
 
 
 def config_of(given: Compile) -> Config | None:
-    """Return the options of Inductor that `compile=` stands for; None if nothing is compiled.
-
-    Raises ValueError for a mode or an option that does not exist, or that records CUDA graphs; TypeError for anything
-    else.
-    """
+    """Return the options of Inductor for `compile=`; None if nothing is compiled. Raises ValueError or TypeError."""
     if given is False:
         return None
     if not (given is True or isinstance(given, str | Mapping)):

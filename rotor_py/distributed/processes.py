@@ -151,10 +151,7 @@ def anywhere(found: bool, group: dist.ProcessGroup | None, device: torch.device)
 
 
 def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, device: torch.device) -> list[int]:
-    """The maximum of each number over the processes of `group`, which all have to call this with equally many numbers.
-
-    Raises ValueError in all of them otherwise. `device` is their training device.
-    """
+    """The maximum of each number over `group`; raises ValueError in all its processes if they have unequally many."""
     if group is None or alone_in_a_prediction():
         return list(numbers)
     counts = torch.tensor([len(numbers), -len(numbers)], device=device)

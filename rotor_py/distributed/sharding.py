@@ -47,10 +47,7 @@ class ShardedParameter:
     """Sharded tensor dimension."""
 
     def gather(self) -> torch.Tensor:
-        """Gather as FSDP does: the whole parameter or, with tensor parallelism, this process's part as a DTensor.
-
-        All processes have to call this together.
-        """
+        """Gather as FSDP does; with tensor parallelism, this process's part as a DTensor. All processes call it."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         sharded = self.sharded.detach()
@@ -125,10 +122,7 @@ class ShardGroup:
         return None
 
     def enter(self, module: int, tensors: Tensors) -> Tensors:
-        """Run FSDP's pre-forward hook of a module; `tensors` are its inputs with a gradient.
-
-        Returns them with FSDP's autograd node, which sends gradients when the backward reaches it.
-        """
+        """Run FSDP's pre-forward hook; returns a module's inputs with FSDP's node that sends gradients."""
         found = self.modules[module]
         # On a device, FSDP takes the first tensor it has moved there, and an empty input has none.
         keywords = {} if tensors else {"nothing": None}
@@ -138,10 +132,7 @@ class ShardGroup:
         return tensors if entered is None else tuple(entered[0])
 
     def leave(self, module: int, tensors: Tensors) -> Tensors:
-        """Run FSDP's post-forward hook of a module; `tensors` are its outputs with a gradient.
-
-        Returns them with FSDP's hooks, which gather the parameters again when their gradients arrive.
-        """
+        """Run FSDP's post-forward hook; returns outputs with hooks that gather again when their gradients arrive."""
         found = self.modules[module]
         left: Any = found._forward_hooks[_key(found._forward_hooks, self._after)](found, (), tensors)
         return tensors if left is None else tuple(left)
@@ -204,9 +195,7 @@ Sharding = Mapping[int, ShardedParameter]
 
 
 def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:
-    """The parameters sharded by `fully_shard`, gathered in the dtype of its mixed precision policy if
-    `mixed_precision`, else in their own.
-    """
+    """The parameters sharded by `fully_shard`, gathered in the dtype of its mixed precision policy or their own."""
     found = [each for group in groups_of(model) for each in group.parameters]
     if not mixed_precision:
         found = [replace(each, dtype=each.sharded.dtype) for each in found]
@@ -226,10 +215,7 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
 
 @contextmanager
 def at_rest(model: nn.Module) -> Iterator[None]:
-    """Put the sharded parameters on the modules, as between steps.
-
-    FSDP puts gathered parameters on the modules, but a fingerprint must not depend on that.
-    """
+    """Put the sharded parameters on the modules, as between steps: fingerprints must not depend on what is gathered."""
     slots = [
         (module._parameters, name, module._parameters[name], each.sharded)
         for group in groups_of(model)
@@ -283,10 +269,7 @@ def as_left(model: nn.Module, output: Any) -> Any:
 
 @contextmanager
 def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
-    """Run a stage unsharded: with gathered parameters, and without FSDP's hooks.
-
-    All processes have to enter this context together.
-    """
+    """Run a stage with gathered parameters, and without FSDP's hooks. All processes have to enter this together."""
     if not sharding or not isinstance(function, nn.Module):
         yield
         return

@@ -96,10 +96,7 @@ class FirstTrainingStep:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run the program inside. Raises NoTrainingStepError at its end if it took no step.
-
-        Errors of the program take precedence.
-        """
+        """Run the program inside. Raises NoTrainingStepError at its end if it took no step and raised no error."""
         # Register after the planner's hook, which counts the optimizer, so that the result includes it.
         hook = register_optimizer_step_pre_hook(self._about_to_step)
         try:
@@ -244,10 +241,7 @@ class _ForwardInFlight:
 
 
 class FollowedModel:
-    """The model of `network`, measured on `sample`, with `size` trained parameter elements.
-
-    `optimizer` is known to train it; others may. Measures again as `closely` as before.
-    """
+    """The model of `network`, measured on `sample`, with `size` trained elements; `optimizer` is known to train it."""
 
     def __init__(
         self,
@@ -312,10 +306,7 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
-    """The one optimizer that trains the model; None if there are several, none yet, or one of an unknown kind.
-
-    These are detected when they step.
-    """
+    """The one optimizer that trains the model; None if there are several, none yet, or one of an unknown kind."""
     found = [each for each in _optimizers() if trains(each, model)]
     if len(found) != 1:
         return None

@@ -59,10 +59,7 @@ class InPlaceForward:
         self.planned.model.__dict__[_FORWARD] = self
 
     def take_away(self) -> None:
-        """Restore the model's own forward.
-
-        Accelerate may hold a forward around this one; calls from there reach the model's own.
-        """
+        """Restore the model's own forward, also for calls by a forward that Accelerate holds around this one."""
         self._planned_now = False
         if _forward_in_place(self.planned.model) is self:
             _set_forward(self.planned.model, self._replaced)

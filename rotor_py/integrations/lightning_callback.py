@@ -67,10 +67,7 @@ class MemoryLimit(Callback):
 
 
 def largest_child(module: nn.Module) -> str:
-    """Name of the child with most of the parameters.
-
-    Raises UnsupportedModelError if none has more than half: planning the wrong one saves nothing.
-    """
+    """Name of the child with most of the parameters. Raises UnsupportedModelError if none has more than half."""
     sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
     largest = max(sizes, key=lambda name: sizes[name], default=None)
     if largest is None or 2 * sizes[largest] <= sum(p.numel() for p in module.parameters()):
