@@ -15,7 +15,7 @@ from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Lo
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:
-    """Return the partition of a memory-persistent sequence; stages are recomputed right before their values are read."""
+    """Return the partition of a memory-persistent sequence; stages are recomputed right before they are read."""
     operations = list(sequence)
     loss = operations.index(Loss())
     kept = set(stages.shared)

@@ -263,14 +263,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         self.compiled += 1
         default = getattr(registry, "get_default_backend", lambda: "inductor")  # torch 2.11 has no other one
         backend = settings.get("backend") or default()
-        if backend == "inductor":
-            return self._bound_inductor({**settings, "backend": backend})
-        return {**settings, "backend": self._bound_backend(backend)}
-
-    def _bound_inductor(self, settings: dict[str, Any]) -> dict[str, Any]:
+        if backend != "inductor":
+            return {**settings, "backend": self._bound_backend(backend)}
         mode, options = settings.get("mode"), settings.get("options")
         if mode is not None and options is not None:
-            return settings  # torch.compile refuses that
+            return {**settings, "backend": backend}  # torch.compile refuses that
         if mode is not None:
             # Options exclude a mode, so write the mode out as options.
             options = torch_compat.list_mode_options(mode, settings.get("dynamic"))
@@ -283,8 +280,8 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
                 name="custom_partitioner_fn",
             )
         options = saving_inputs({**options, "custom_partitioner_fn": partitioner})
-        backend = WatchedInductor(options, settings.get("dynamic"), partitioner)
-        return {**settings, "backend": backend, "mode": None, "options": None}
+        watched = WatchedInductor(options, settings.get("dynamic"), partitioner)
+        return {**settings, "backend": watched, "mode": None, "options": None}
 
     def _bound_backend(self, backend: Any) -> Any:
         from rotor_profiling.torch_compat import AotAutograd, boxed_nop, lookup_backend

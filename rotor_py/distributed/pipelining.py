@@ -44,9 +44,7 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 def stages_of(schedule: Any) -> list[PipelineStage]:
     # Private attributes: torch has no public way.
     several: Any = getattr(schedule, "_stages", None)
-    if several is None:
-        several = [getattr(schedule, "_stage", None)]
-    return list(several)
+    return [schedule._stage] if several is None else list(several)
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
