@@ -12,6 +12,8 @@ from rotor_py import Checkpointable
 from tests.checkpointable.steps import square, step_peak
 from tests.execute.training import assert_same, steps
 
+WIDTH = 32
+
 
 class Block(nn.Module):
     """A residual block that draws random numbers and keeps statistics."""
@@ -36,12 +38,15 @@ def rows(count: int = 256) -> torch.Tensor:
     return torch.randn(count, 8, generator=torch.Generator().manual_seed(1))
 
 
+def batch(count: int = 64) -> torch.Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
 def checkpointed(network: nn.Module, batch: Any, **options: Any) -> Checkpointable:
     return Checkpointable(network, batch, loss=square, fresh_grads=True, **options)
 
 
 def assert_plain_training(planned: Checkpointable, batch: Any) -> None:
-    """Three steps leave the same bits as plain training: outputs, gradients, buffers, random state."""
     plain = copy.deepcopy(planned.model)
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
 

@@ -14,21 +14,16 @@ from torch import nn
 
 from rotor_profiling import measured_peak
 from rotor_py import ActivationCheckpointer, CheckpointConfig, CheckpointLimitError, MissingCheckpointError
-from tests.by_hand.networks import Block
+from tests.by_hand.networks import WIDTH, Block, batch
 from tests.execute.training import assert_same, steps
 from tests.fields import raises
 
 CPU = torch.device("cpu")
-WIDTH = 32
 
 
 def tower(count: int = 9) -> nn.ModuleList:
     torch.manual_seed(0)
     return nn.ModuleList(Block(WIDTH) for _ in range(count))
-
-
-def batch(count: int = 64) -> torch.Tensor:
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def outputs(layers: nn.ModuleList, value: torch.Tensor) -> list[torch.Tensor]:

@@ -11,21 +11,16 @@ from torch import nn
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpoint, CheckpointedNetwork
-from tests.by_hand.networks import Block
+from tests.by_hand.networks import WIDTH, Block, batch
 from tests.execute.training import assert_same, steps
 from tests.fields import raises
 
 CPU = torch.device("cpu")
-WIDTH = 32
 
 
 def segments(count: int = 4) -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(count)]
-
-
-def batch(count: int = 64) -> torch.Tensor:
-    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 def test_training_it_is_plain_training() -> None:
