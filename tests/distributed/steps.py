@@ -114,7 +114,7 @@ def same_as_plain(
     found = trained(planned, optimizer, given, loss, accumulated, seed)
     assert planned.budget is not None
     predicted = planned.budget.peak_bytes(sequence)
-    measured = measured_peak_of(planned, optimizer, given[:accumulated], loss, 0 if closest else predicted)
+    measured = measured_peak_of(planned, optimizer, given[:1] * accumulated, loss, 0 if closest else predicted)
     assert measured_stages == []  # it is not planned again
     assert list(planned.state_dict()) == names
     assert torch._C._distributed_c10d._get_work_registry_size() == 0  # none is still waited for

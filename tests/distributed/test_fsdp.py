@@ -18,7 +18,7 @@ slow = pytest.mark.slow
     [
         ("chain", "plain", 1, 0.5),
         ("chain", "kept", 1, 0.5),
-        ("chain", "mixed", 2, 0.5),  # layers take what hooks have cast, so they are captured
+        pytest.param("chain", "mixed", 2, 0.5, marks=slow),  # layers take what hooks have cast, so they are captured
         ("twice", "plain", 1, 0.5),
         pytest.param("tied llama", "mixed", 2, 0.4, marks=slow),
         pytest.param("skips together", "mixed, full out", 2, 0.3, marks=slow),
@@ -44,7 +44,7 @@ def test_four_processes(four_processes: Processes, kind: str) -> None:
     [
         ("skips", "plain", 0.1, True, False),
         ("layers", "kept", 0.7, False, False),
-        ("layers together", "plain", 0.2, True, False),
+        pytest.param("layers together", "plain", 0.4, True, False, marks=slow),
         # Values are made from what another group gathers.
         pytest.param("skips in parts", "plain", 0.5, True, True, marks=slow),
     ],
@@ -60,6 +60,7 @@ def test_stages_are_stored_in_part_inside_the_limit(
         assert bool(gathered) == gathers
 
 
+@slow
 def test_fewer_bits_are_kept_if_asked_for(processes: Processes) -> None:
     for names, same, apart in processes.run(fsdp.rounded):
         assert "bf16" in names
@@ -67,6 +68,7 @@ def test_fewer_bits_are_kept_if_asked_for(processes: Processes) -> None:
         assert 0 < apart < 0.02
 
 
+@slow
 def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
     processes: Processes, tmp_path: Path
 ) -> None:
@@ -75,7 +77,7 @@ def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
 
 def test_a_layer_that_gets_a_hook_is_stored_whole_and_a_warning_says_so(processes: Processes, tmp_path: Path) -> None:
     for said in processes.run(fsdp.hooks_that_come_later, str(tmp_path)):
-        assert any("layer 3 is stored whole and not in part" in each for each in said)
+        assert any("layer 3 is stored whole and not in part" in each for each in said), said
 
 
 def test_layers_of_a_chain_are_captured_one_by_one_and_measured_without_holding_whole_parameters(

@@ -88,7 +88,7 @@ def same_as_plain(rank: int, folder: str) -> dict[str, Any]:
     present = [*model.parameters(), value, *(each.grad for each in model.parameters())]
     fixed = network.budget.fixed
     predicted, beside = network.budget.peak_bytes(network.sequence), fixed.communication + fixed.optimizer
-    measured = least_peak(lambda: loss_of(model(value)).backward(), present, predicted - beside) + beside
+    measured = least_peak(lambda: loss_of(model(x=value)).backward(), present, predicted - beside) + beside
     return {
         "sequence": (str(network.sequence), network.sequence.moves),
         "exact": steps.different(found, expected) == [],
@@ -109,7 +109,7 @@ def refused_everywhere(rank: int, folder: str) -> str:
     if rank == torch.distributed.get_world_size() - 1:
         os.posix_fallocate = full  # type: ignore[assignment] # it raises
     try:
-        model(batch(rank))
+        model(x=batch(rank))
     except OffloadError as error:
         return str(error)
     finally:

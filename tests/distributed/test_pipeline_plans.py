@@ -72,7 +72,7 @@ def peak(rank: int, schedule: str, share: float) -> tuple[int, int, int, str]:
     return least_peak(step, present, min(predicted, limit) + beside) - beside, predicted, limit, text
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [pytest.param("gpipe", marks=pytest.mark.slow), "1f1b"])
 def test_the_measured_peak_of_every_rank_is_inside_the_limit(processes: Processes, schedule: str) -> None:
     found = processes.run(peak, schedule, 0.75)
     for rank, (measured, predicted, limit, _) in enumerate(found):
