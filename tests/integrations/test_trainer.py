@@ -109,6 +109,7 @@ def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_pla
     assert_same_weights(runs[1].model, runs[0].model)
 
 
+@pytest.mark.slow
 def test_a_saved_run_is_resumed_and_its_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
     data = examples()
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
