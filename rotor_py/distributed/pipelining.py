@@ -43,8 +43,7 @@ def microbatches_in_flight(schedule: Any) -> dict[int, int]:
 
 def stages_of(schedule: Any) -> list[PipelineStage]:
     # Private attributes: torch has no public way.
-    several: Any = getattr(schedule, "_stages", None)
-    return [schedule._stage] if several is None else list(several)
+    return list(getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)])
 
 
 def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
