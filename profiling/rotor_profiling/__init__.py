@@ -5,9 +5,8 @@ from rotor_profiling.isolate import RandomState, buffers_kept, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
-from rotor_profiling.stage.cost import StageBytes, StageCost, measure_ways
+from rotor_profiling.stage.cost import StageBytes, StageCost, loss_layouts, measure_ways, stage_layouts
 from rotor_profiling.stage.gradients import Layouts, leaves_of
-from rotor_profiling.stage.runs import loss_layouts, stage_layouts
 from rotor_profiling.stage.seconds import time_ways
 from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.stage.stage_signature import stage_signature, value_signature

@@ -1,21 +1,25 @@
-"""Measure the bytes of one stage in every storage mode, by running it exactly as in training."""
+"""Measure the bytes of one stage in every storage mode, by running it exactly as in training.
+
+A phase begins at each mark. The phase "between" does not count: frees, and allocations of measuring itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from rotor_profiling.backends import memory_meter
-from rotor_profiling.isolate import isolated
-from rotor_profiling.memory import Phase
-from rotor_profiling.stage.runs import forget_if_fresh, run_first, run_in_graph, run_with_own_graph
+from rotor_profiling.isolate import RandomState, isolated
+from rotor_profiling.memory import MemoryMeter, Phase
+from rotor_profiling.stage.gradients import Layouts, Strides, enter_graph, gradients_for, leaves_of, scalar_after
 from rotor_profiling.stage.seconds import StageRun, StageSeconds
 from rotor_profiling.stage.stage_context import Runner, StageContext, bytes_after_replay, stand_in_steps
-from rotor_profiling.storage import storage_bytes, storages, tensors_in
+from rotor_profiling.storage import allocated, layout_of, local, storage_bytes, storages, tensors_in, wait_for
 from rotor_profiling.timing import Stopwatch, several_processes
+from rotor_profiling.torch_compat import storage_use_count
 
 LEAST_SHARE = 0.05
 """Minimum share of the saved bytes that a mode must spare: its cost in time is known only up to clock noise."""
@@ -23,8 +27,6 @@ LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StageBytes:
-    """Measured bytes of a stage, as in `StageCost`."""
-
     activation_bytes: int
     saved_bytes: int
     forward_temp_bytes: int
@@ -49,7 +51,6 @@ class StageCost(StageBytes):
 
     @classmethod
     def of(cls, nbytes: StageBytes, seconds: StageSeconds) -> StageCost:
-        """Combine measured bytes and seconds."""
         return cls(**asdict(nbytes), **asdict(seconds))
 
 
@@ -64,14 +65,8 @@ def measure_ways(
     """Measure the bytes of one stage in each of its `runners`' storage modes. Nothing of the model changes.
 
     The stage must have run before: libraries choose algorithms and allocate persistent memory in its first run. With a
-    `watch`, also returns the seconds of these runs, since a meter takes hardly any time. Raises ValueError for a device
-    type whose memory cannot be measured.
-
-    Args:
-        runners: One runner per mode, all of the same function; the first stores the stage whole.
-        value: Input of the stage; tensors that need a gradient have `requires_grad`.
-        context: Position of the stage in its chain.
-        watch: Times the runs.
+    `watch`, also returns the seconds of these runs, since a meter takes hardly any time. The first of the `runners`
+    stores the stage whole. Raises ValueError for a device type whose memory cannot be measured.
     """
     # With several processes on the CPU, the profiler misses a free if a backend thread is the last holder of sent
     # memory. So results are never too small, and the least is closest.
@@ -93,18 +88,18 @@ def _measure_once(
 ) -> tuple[tuple[StageBytes, ...], StageRun | None]:
     # Processes must run equally often, and their findings may differ.
     known = None if several_processes() else runners[0].before_first(value)
-    surroundings, rise = run_first(runners[0], value, context) if known is None else known
+    surroundings, rise = _run_first(runners[0], value, context) if known is None else known
     seconds, shown = [], []
     for runner in runners:
         if not context.fresh_gradients:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         runner.make_ready()
-        forget_if_fresh(parameters, context)
+        _forget_if_fresh(parameters, context)
         with memory_meter(context.device) as meter:
-            seconds.append(run_in_graph(runner, value, parameters, context, meter, watch))
-            gradients, freed = run_with_own_graph(runner, value, context, meter, surroundings)
-        shown.append((meter.phases, gradients, freed))
+            seconds.append(_run_in_graph(runner, value, parameters, context, meter, watch))
+            found = _run_with_own_graph(runner, value, context, meter, surroundings)
+        shown.append((meter.phases, *found))
     # Last, so that this output is not held while modes are measured.
     with memory_meter(context.device) as meter:
         meter.mark("again")
@@ -115,20 +110,21 @@ def _measure_once(
     activation = storage_bytes(tensors_in(output), [*context.owned, *carried])
     carried_bytes = sum(size for address, size in carried.items() if address not in context.owned)
     nograd_temp = max(0, max(rise, meter.phases["again"].rise) - activation)
-    found = tuple(_bytes_of(*each, activation, carried_bytes, nograd_temp, context) for each in shown)
-    return found, None if watch is None else StageRun(tuple(seconds))
+    ways = tuple(_bytes_of(*each, activation, carried_bytes, nograd_temp, context) for each in shown)
+    return ways, None if watch is None else StageRun(tuple(seconds))
 
 
 def _bytes_of(
     phases: Mapping[str, Phase],
     gradients: tuple[int, ...],
-    freed: tuple[int, int] | None,
+    input_freed: int,
+    output_freed: int,
     activation: int,
     carried_bytes: int,
     nograd_temp: int,
     context: StageContext,
 ) -> StageBytes:
-    """Combine the phases of a mode's runs in training's graph and in its own; see `run_with_own_graph`.
+    """Combine the phases of a mode's runs in training's graph and in its own; see `_run_with_own_graph`.
 
     One number serves both graphs: the larger.
     """
@@ -136,11 +132,6 @@ def _bytes_of(
     # After the forward: an output that the stage's own backward does not need may be gone.
     training = max((phases[name].peak for name in ("gradients", "backward") if name in phases), default=forward.end)
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
-    if freed is not None:
-        input_freed, output_freed = freed[0], max(0, freed[1] - release.kept)
-    else:  # A copy of another size than the chain's input is not comparable, so nothing is promised.
-        input_freed = max(0, -phases["input"].kept) if phases["copy"].kept == context.input_bytes else 0
-        output_freed = max(0, -phases["output"].kept)
     saved = max(0, max(forward.kept, attach.kept) - carried_bytes)
     # The gradients of output and input, of the same sizes, which the solver adds.
     both = activation + context.input_bytes
@@ -152,13 +143,12 @@ def _bytes_of(
         backward_temp_bytes=max(-context.input_bytes, training - forward.end - both),
         replay_temp_bytes=max(-context.input_bytes, own - both),
         input_released_bytes=input_freed,
-        output_released_bytes=min(output_freed, activation, saved),
+        output_released_bytes=min(max(0, output_freed - release.kept), activation, saved),
         gradient_storage_bytes=gradients,
     )
 
 
 def _least(found: Sequence[StageBytes]) -> StageBytes:
-    """Return the least bytes held and needed over several runs, and the most freed."""
     saved = min(each.saved_bytes for each in found)
     return replace(
         found[0],
@@ -177,3 +167,168 @@ def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:
     # The solver adds these itself; both are gone when the first parameter is stepped.
     both = found.activation_bytes + found.saved_bytes
     return replace(found, replay_temp_bytes=max(found.replay_temp_bytes, nbytes - both)) if nbytes else found
+
+
+def _run_first(runner: Runner, value: Any, context: StageContext) -> tuple[Any, int]:
+    with memory_meter(context.device) as meter, torch.no_grad():
+        output, surroundings = runner.first(value)
+    del output
+    return surroundings, meter.phases[""].rise
+
+
+def _run_in_graph(
+    runner: Runner,
+    value: Any,
+    parameters: list[torch.Tensor],
+    context: StageContext,
+    meter: MemoryMeter,
+    watch: Stopwatch | None,
+) -> tuple[float, float]:
+    """Run as in plain training; return the seconds of forward and backward, zero without a watch.
+
+    Phases: "forward"; and if there is a backward, "gradients" of the output and "backward".
+    """
+    entered = enter_graph(torch.empty(0, requires_grad=True), value)
+    torch.clear_autocast_cache()  # else weights cast by an earlier run would not count
+
+    def begin_backward(_: list[torch.Tensor]) -> None:
+        meter.mark("backward")
+        if watch is not None:
+            watch.lap()
+
+    meter.mark("forward")
+    if watch is not None:
+        watch.start()
+    output = runner.forward(entered)
+    if watch is not None:
+        watch.lap()
+    meter.mark("between")
+    source = scalar_after(output, context.silent, context.arriving, made=begin_backward)
+    del entered
+    if not context.output_held:
+        output = None  # in training, only graphs hold it by then
+    if source is not None:
+        one = torch.ones_like(source)
+        meter.mark("gradients")
+        source.backward(one)
+        if watch is not None:
+            watch.lap()
+        del one
+    meter.mark("between")
+    _forget_if_fresh(parameters, context)
+    # The second lap makes the gradients of the output.
+    seconds = [0.0] if watch is None else watch.stop()
+    return seconds[0], seconds[2] if len(seconds) > 1 else 0.0
+
+
+def _run_with_own_graph(
+    runner: Runner, value: Any, context: StageContext, meter: MemoryMeter, surroundings: Any
+) -> tuple[tuple[int, ...], int, int]:
+    """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, and those freed.
+
+    Phases: "attach"; "gradient", which makes the output's; "letting go" of the output; and "replay". The gradients'
+    bytes are those of their storages. Freed: bytes of the input, and of the input with the output, that only their
+    holders outside the graph keep, seen in the references to the input's storages.
+    """
+    # Storages in `value` that the chain does not count as input.
+    owned = frozenset(() if storage_bytes(tensors_in(value)) == context.input_bytes else context.owned)
+    tensors = [local(each) for each in tensors_in(value) if not owned.issuperset(storages([each]))]
+    sizes = [allocated(each.numel() * each.element_size(), each.device.type) for each in tensors]
+    before = _uses(tensors)
+    given = leaves_of(value)
+    torch.clear_autocast_cache()  # as above
+    meter.mark("attach")
+    attached, output = runner.attach(given, surroundings)
+    meter.mark("gradient")
+    gradients = gradients_for(output, context.silent, context.arriving)
+    del given
+    with_output = _uses(tensors)
+    meter.mark("letting go")
+    del output  # `saved` counts the output, so the replay's temporary bytes count from when it was still held
+    without_output = _uses(tensors)
+    meter.mark("replay")
+    kept = attached.backward(gradients)
+    wait_for([gradient for gradient in kept if gradient is not None])
+    meter.mark("between")
+    inputs = kept[: len(tensors_in(value))]
+    gradient_bytes = tuple(0 if each is None else storage_bytes([each]) for each in inputs)
+    input_freed = output_freed = 0
+    for size, alone, first, second in zip(sizes, before, with_output, without_output, strict=True):
+        if first == alone:
+            input_freed += size
+        elif second == alone:
+            output_freed += size
+    # Views of larger storages are not comparable with the chain's input, so nothing is promised.
+    return gradient_bytes, input_freed if sum(sizes) == context.input_bytes else 0, output_freed
+
+
+def _uses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [storage_use_count(tensor.untyped_storage()._cdata) for tensor in tensors]
+
+
+def _forget_if_fresh(parameters: list[torch.Tensor], context: StageContext) -> None:
+    """Drop gradients if training makes them anew in every step."""
+    if context.fresh_gradients:
+        for parameter in parameters:
+            parameter.grad = None
+
+
+# Layouts of the gradients that a backward gives to its inputs, found by running it once. They depend on the operators
+# and on the layouts of the arriving gradients.
+
+
+def stage_layouts(
+    runner: Runner,
+    value: Any,
+    device: torch.device,
+    *,
+    silent: Sequence[int] = (),
+    arriving: Layouts = (),
+    before_backward: Callable[[Any, Any, Sequence[torch.Tensor]], None] | None = None,
+    watch: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] | None = None,
+) -> tuple[Layouts, Any]:
+    """Return the gradient layouts that a stage's backward gives to its input `value`, and the output.
+
+    The output is detached, with its `requires_grad`. Nothing of the model changes. `before_backward` is called with the
+    input, the output in the graph, and the parameters. `watch` wraps the forward to observe it.
+    """
+    with isolated(runner.function, device) as parameters, torch.enable_grad():
+        leaf = leaves_of(value)
+        output = (runner.forward if watch is None else watch(runner.forward))(leaf)
+        if before_backward is not None:
+            before_backward(leaf, output, parameters)
+        made, outputs = leaves_of(output), tensors_in(output)
+        gradients = gradients_for(outputs, silent, arriving)
+        given = [(y, g) for y, g in zip(outputs, gradients, strict=True) if g is not None]
+        del output, outputs, gradients
+        return _layouts_at(leaf, [y for y, _ in given], [g for _, g in given]), made
+
+
+def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> Layouts:
+    """Return the gradient layouts that the backward of `loss` gives to the tensors of `output`."""
+    state = RandomState.now((device,))
+    try:
+        with torch.enable_grad():
+            leaf = leaves_of(output)
+            return _layouts_at(leaf, [loss(leaf)], [None])
+    finally:
+        state.restore()
+
+
+def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Layouts:
+    tensors = tensors_in(leaf)
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not outputs or not wanted:  # torch.autograd.grad refuses both
+        return (None,) * len(tensors)
+    # Not `backward`: a leaf that keeps its gradient copies it into its own layout.
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+    made = [next(found) if tensor.requires_grad else None for tensor in tensors]
+    wait_for([gradient for gradient in made if gradient is not None])  # no one else waits: see `gradients_at`
+    return tuple(map(_strides, tensors, made))
+
+
+def _strides(tensor: torch.Tensor, gradient: torch.Tensor | None) -> Strides | None:
+    # If distributed unlike the tensor, its local part has another shape and strides.
+    if gradient is None or layout_of(gradient) != layout_of(tensor):
+        return None
+    return local(gradient).stride()
