@@ -1,4 +1,4 @@
-"""Follow storages from creation to release, including those of fake tensors, which no allocator sees.
+"""Follow storages from creation to release and count them, even those of fake tensors, which no allocator sees.
 
 Also covers two cases that a dispatch mode does not see:
 
@@ -12,36 +12,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rotor_profiling import torch_compat
-from rotor_profiling.storage import local, tensors_in
+from rotor_profiling.storage import allocated, local, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, engine_run_backward
 
 if TYPE_CHECKING:  # Python has it from 3.11 on
     from typing_extensions import Self
-
-
-@contextmanager
-def resizes_told(tell: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `tell` with every storage resized inside this context. Nested contexts must exit in reverse order."""
-    before = torch.UntypedStorage.resize_
-
-    def resize(storage: Any, size: int) -> Any:
-        result = before(storage, size)
-        tell(storage)
-        return result
-
-    setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010  # mypy refuses the assignment
-    try:
-        yield
-    finally:
-        setattr(torch.UntypedStorage, "resize_", before)  # noqa: B010  # as above
 
 
 _ADD = torch.ops.aten.add.Tensor
@@ -82,13 +64,11 @@ class AddedGradients:
         return None if shared or not torch.ops.aten.is_non_overlapping_and_dense.default(one) else one
 
     def made(self, tensors: list[torch.Tensor]) -> None:
-        """Record tensors that operators have returned."""
         if self._node is not None:
             self._made.update(map(id, tensors))
 
 
 def _gives_twice(node: Any) -> bool:
-    """Whether several gradients that a node returns are for the same tensor."""
     given = [each for each in node.next_functions if each[0] is not None]
     return len({*given}) < len(given)
 
@@ -99,16 +79,12 @@ def _is_plain(tensor: object) -> bool:
 
 def _called_by_engine(frame: FrameType | None) -> bool:
     """Whether only dispatch modes are between the engine and the operator call."""
-    while frame is not None and _is_of_modes(frame):
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__"
+        or any(each in frame.f_code.co_filename.replace("\\", "/") for each in _BETWEEN)
+    ):
         frame = frame.f_back
     return frame is not None and frame.f_code is _ENGINE
-
-
-def _is_of_modes(frame: FrameType) -> bool:
-    code = frame.f_code
-    return code.co_name == TorchDispatchMode.__torch_dispatch__.__name__ or any(
-        each in code.co_filename.replace("\\", "/") for each in _BETWEEN
-    )
 
 
 class FollowedStorages(TorchDispatchMode):
@@ -123,7 +99,6 @@ class FollowedStorages(TorchDispatchMode):
         self._followed: dict[int, int] = {}
         """handle of a storage, which may be reused, to the number of its present owner"""
         self._count = 0
-        self._resizes = ExitStack()
         self._added = AddedGradients()
         self._sum: tuple[int, torch.UntypedStorage] | None = None
         """handle of a gradient that was added to, and the sum, until the owner of the memory is known"""
@@ -142,7 +117,6 @@ class FollowedStorages(TorchDispatchMode):
         return True
 
     def follow(self, storage: torch.UntypedStorage) -> None:
-        """Follow an existing storage."""
         handle = storage._cdata  # fake tensors have no address
         if handle in self._followed or not storage.nbytes():
             return
@@ -163,7 +137,14 @@ class FollowedStorages(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         # No mode sees the resizing by which FSDP2 frees gathered parameters and gathers them again.
-        self._resizes.enter_context(resizes_told(self._resized))
+        before = self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:
+            result = before(storage, size)
+            self._resized(storage)
+            return result
+
+        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010  # mypy refuses the assignment
         super().__enter__()  # type: ignore[no-untyped-call]  # as above
         return self
 
@@ -171,7 +152,7 @@ class FollowedStorages(TorchDispatchMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
-        self._resizes.close()
+        setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010  # as above
         self.settle()
 
     @classmethod
@@ -231,3 +212,51 @@ class FollowedStorages(TorchDispatchMode):
                 weakref.finalize(total, self._end, total._cdata).atexit = False
         elif number is not None:
             self.freed(number)
+
+
+OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
+"""Returns the temporary bytes of an operator's kernel, from (operator, arguments, keywords, result)."""
+
+
+def no_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return 0: nothing is known of the kernel."""
+    return 0
+
+
+class LiveBytes(FollowedStorages):
+    """Count the bytes of storages on devices of `kinds` that are created while the mode is active.
+
+    Sizes are those that the allocator of `kind` would count; `scratch` gives the temporary bytes of kernels.
+    """
+
+    def __init__(self, kinds: set[str], kind: str, scratch: OperatorBytes = no_scratch) -> None:
+        super().__init__()
+        self.now = 0
+        """live bytes of storages created since construction or `reset`"""
+        self.peak = 0
+        """most live bytes since construction, `reset` or `begin_peak`"""
+        self._kinds, self._kind, self._scratch = kinds, kind, scratch
+        self._sizes: dict[int, int] = {}
+
+    def reset(self) -> None:
+        """Forget live storages: only those created from now on count."""
+        self.forget()
+        self._sizes.clear()
+        self.now = self.peak = 0
+
+    def begin_peak(self) -> None:
+        self.peak = self.now
+
+    def follows(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type in self._kinds
+
+    def taken(self, number: int, size: int) -> None:
+        self._sizes[number] = allocated(size, self._kind)
+        self.now += self._sizes[number]
+        self.peak = max(self.peak, self.now)
+
+    def freed(self, number: int) -> None:
+        self.now -= self._sizes.pop(number)
+
+    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.peak = max(self.peak, self.now + self._scratch(func, args, kwargs, out))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -18,7 +19,8 @@ import torch
 
 from rotor_profiling import torch_compat
 
-_MARK = "rotor_profiling.mark:"
+MARK = "rotor_profiling.mark:"
+"""Begins the names of the events that mark phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class CpuMeter:
     def mark(self, name: str) -> None:
         # An event among the allocations, so that one clock orders both.
         _record_operators(True)
-        with torch.profiler.record_function(_MARK + name):
+        with torch.profiler.record_function(MARK + name):
             pass
         _record_operators(False)
 
@@ -97,11 +99,13 @@ class CpuMeter:
         if error is None:
             # The tree is in call order, not time order.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
-            self.phases, self.curve = _split(events)
+            changes = _changes(events)
+            self.phases = split(changes)
+            held = accumulate(change for _, change in changes)
+            self.curve = [((event[0] - events[0][0]) / 1e9, each) for event, each in zip(events, held, strict=True)]
 
 
 def _record_operators(enabled: bool) -> None:
-    """Set whether profilers see this thread's operators, as they do by default."""
     torch_compat.enable_record_function(enabled)  # thread-local switch without a public name
 
 
@@ -117,30 +121,39 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
                 yield event.start_time_ns, "", block.ptr, block.alloc_size
             continue
         pending.extend(event.children)
-        if name.startswith(_MARK):
+        if name.startswith(MARK):
             yield event.start_time_ns, name, 0, 0
 
 
-def _split(events: list[tuple[int, str, int, int]]) -> tuple[dict[str, Phase], list[tuple[float, int]]]:
-    phases: dict[str, Phase] = {}
-    curve: list[tuple[float, int]] = []
+def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
+    """Return (mark or "", bytes taken or freed) of every event.
+
+    By address, not by the size of the free: frees of blocks allocated under an earlier meter are reported too. A block
+    at the address of a new allocation was freed by a thread whose events are not collected.
+    """
     live: dict[int, int] = {}
-    name, start, peak, held = "", 0, 0, 0  # before the first mark
-    for time, mark, address, size in events:
+    found = []
+    for _, mark, address, size in events:
+        change = -live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            change += size
+        found.append((mark, change))
+    return found
+
+
+def split(events: Iterable[tuple[str, int]], held: int = 0) -> dict[str, Phase]:
+    """Return the phases of (mark or "", bytes taken or freed), from `held` bytes on; before the first mark, `""`."""
+    phases: dict[str, Phase] = {}
+    name, start, peak = "", held, held
+    for mark, change in events:
         if mark:
             phases[name] = Phase(start, peak, held)
-            name, start, peak = mark.removeprefix(_MARK), held, held
-        else:
-            # By address, not by the size of the free: frees of blocks allocated under an earlier meter are reported
-            # too. A block at the address of a new allocation was freed by a thread whose events are not collected.
-            held -= live.pop(address, 0)
-            if size > 0:
-                held += size
-                live[address] = size
-                peak = max(peak, held)
-        curve.append(((time - events[0][0]) / 1e9, held))
+            name, start, peak = mark.removeprefix(MARK), held, held
+        held += change
+        peak = max(peak, held)
     phases[name] = Phase(start, peak, held)
-    return phases, curve
+    return phases
 
 
 @contextmanager

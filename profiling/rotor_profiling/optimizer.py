@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.backends import prediction
-from rotor_profiling.live_bytes import LiveBytes
+from rotor_profiling.followed_storages import LiveBytes
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
 from rotor_profiling.torch_compat import tree_map_only, unset_fake_temporarily

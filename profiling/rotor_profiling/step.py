@@ -32,13 +32,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from itertools import chain
+from typing import Any
 
 import torch
 
 from rotor_profiling import torch_compat
 from rotor_profiling.backends import memory_meter
-from rotor_profiling.memory import CpuMeter, Phase
+from rotor_profiling.memory import MARK, CpuMeter, Phase, split
 from rotor_profiling.storage import storage_bytes
 from rotor_profiling.timing import several_processes
 from rotor_solver.described_error import InvalidStateError
@@ -85,48 +86,41 @@ def measured_curve(step: Callable[[], object], present: Iterable[torch.Tensor]) 
     return [(seconds, before + held) for seconds, held in meter.curve]
 
 
-_MARK = "rotor_profiling.watch:"
-
-
-class StepWatch(Protocol):
-    """A running watch. Everything before the first mark is the phase `""`."""
-
-    def mark(self, name: str) -> None:
-        """Begin the phase `name`."""
-
-    def stop(self) -> dict[str, Phase] | None:
-        """End the last phase; return all phases in bytes of the whole device, or None if the watch had to give way.
-
-        A second call returns None.
-        """
-
-
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
     """Watch allocations on `device` from now on; None if that is not possible now.
 
     `present_bytes` are those held already, not needed on CUDA. There, a peak is exact if it exceeds all earlier ones.
     Else the phase reports the bytes at its ends: at most the true peak, which is at most the highest earlier peak. If
     that exceeds `limit_bytes`, it would hide what matters, so it is reset.
+
+    `mark(name)` begins a phase; before the first mark, it is `""`. `stop()` ends the last and returns all phases in
+    bytes of the whole device, or None if the watch had to give way or was stopped before.
     """
     if device.type == "cuda":
-        return _CudaWatch(device, limit_bytes)
+        return CudaWatch(device, limit_bytes)
     if device.type != "cpu" or not _can_listen():
         return None
-    return _CpuWatch(present_bytes)
+    return CpuWatch(present_bytes)
 
 
-class _CpuWatch:
+class CpuWatch:
     def __init__(self, present_bytes: int) -> None:
         self._present_bytes = present_bytes
         self._thread = threading.get_ident()
         self._listens, self._complete = True, True
-        _enable()
+        # As `torch.autograd.profiler_legacy` does, which warns of its age and parses all events.
+        kinds: Any = torch.autograd
+        shapes, memory, stack, flops, modules = False, True, False, False, False
+        experimental = torch_compat.ExperimentalConfig()
+        torch_compat.enable_profiler_legacy(
+            kinds.ProfilerConfig(kinds.ProfilerState.CPU, shapes, memory, stack, flops, modules, experimental)
+        )
         _in_thread.watch = self
 
     def mark(self, name: str) -> None:
         if self._listens and threading.get_ident() == self._thread:
             # An event among the allocations, so that both are in one order.
-            with torch.autograd.profiler.record_function(_MARK + name):
+            with torch.autograd.profiler.record_function(MARK + name):
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
@@ -138,7 +132,7 @@ class _CpuWatch:
             _when_pass_is_freed(self.stop)
             return None
         self._listens, _in_thread.watch = False, None
-        phases = _split(torch_compat.disable_profiler_legacy(), self._present_bytes)
+        phases = split(_events(torch_compat.disable_profiler_legacy()), self._present_bytes)
         return phases if self._complete else None
 
     def give_way(self) -> None:
@@ -153,17 +147,14 @@ class _CpuWatch:
             )
 
 
-class _InThread(threading.local):
-    watch: _CpuWatch | None = None
-
-
-_in_thread = _InThread()
+_in_thread = threading.local()
+"""Has the thread's `watch`, if one runs."""
 
 
 def give_way() -> None:
     """Stop the watch of this thread, if there is one."""
-    if _in_thread.watch is not None:
-        _in_thread.watch.give_way()
+    if (watch := getattr(_in_thread, "watch", None)) is not None:
+        watch.give_way()
 
 
 def _can_listen() -> bool:
@@ -211,42 +202,18 @@ def _when_pass_is_freed(do: Callable[[], object]) -> None:
     torch_compat.queue_callback(callback)
 
 
-def _enable() -> None:
-    """Do as `torch.autograd.profiler_legacy`, which itself warns of its age and parses all events."""
-    kinds: Any = torch.autograd
-    shapes, memory, stack, flops, modules = False, True, False, False, False
-    experimental = torch_compat.ExperimentalConfig()
-    torch_compat.enable_profiler_legacy(
-        kinds.ProfilerConfig(kinds.ProfilerState.CPU, shapes, memory, stack, flops, modules, experimental)
-    )
-
-
-def _split(threads: list[list[Any]], present_bytes: int) -> dict[str, Phase]:
-    phases: dict[str, Phase] = {}
-    name, start, peak, held = "", present_bytes, present_bytes, present_bytes
-    for mark, size in _events(threads):
-        if mark:
-            phases[name] = Phase(start, peak, held)
-            name, start, peak = mark.removeprefix(_MARK), held, held
-        held += size
-        peak = max(peak, held)
-    phases[name] = Phase(start, peak, held)
-    return phases
-
-
 def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
-    """Yield (mark or "", bytes) of every mark and every allocation (+) or free (-), of all threads that worked."""
+    """Yield (mark or "", bytes taken or freed) of every mark, allocation and free, of all threads that worked."""
     # Usually one list. Those of other threads that autograd used come after it, since there is no common clock.
-    for events in threads:
-        for event in events:
-            kind = event.kind()
-            if kind == "memory_alloc":
-                yield "", event.cpu_memory_usage()
-            elif kind == "push" and event.name().startswith(_MARK):
-                yield event.name(), 0
+    for event in chain.from_iterable(threads):
+        kind = event.kind()
+        if kind == "memory_alloc":
+            yield "", event.cpu_memory_usage()
+        elif kind == "push" and event.name().startswith(MARK):
+            yield event.name(), 0
 
 
-class _CudaWatch:
+class CudaWatch:
     def __init__(self, device: torch.device, limit_bytes: int) -> None:
         self._device = device
         self._phases: dict[str, Phase] | None = {}
@@ -271,7 +238,10 @@ class _CudaWatch:
         return phases
 
 
+StepWatch = CpuWatch | CudaWatch
+"""A running watch, see `watch_step`."""
+
+
 def _counters(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that PyTorch has allocated on `device`, now and at the peak."""
     found = torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
     return found["current"], found["peak"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rotor_profiling import Phase, measured_curve, measured_peak, memory_meter
-from rotor_profiling.memory import CpuMeter, _split
+from rotor_profiling.memory import CpuMeter, _changes
 from tests.fields import raises
 from tests.profiling.costs import CPU
 
@@ -179,6 +179,4 @@ def test_frees_by_other_threads_show_when_the_memory_is_used_again() -> None:
 
 def test_a_block_whose_free_was_not_reported_ends_where_its_address_is_given_out_again() -> None:
     events = [(0, "", 1000, 100), (1, "", 2000, 10), (2, "", 1000, 60), (3, "", 1000, -60)]
-    phases, curve = _split(events)
-    assert [held for _, held in curve] == [100, 110, 70, 10]
-    assert phases[""].peak == 110
+    assert [change for _, change in _changes(events)] == [100, 10, -40, -60]
