@@ -22,14 +22,21 @@ from rotor_profiling.torch_compat import function_mode_stack, pop_function_mode,
 from rotor_solver.described_error import InvalidValueError
 
 
-class Storages(Protocol):
-    """Keys of storages, and their bytes."""
+@dataclass(frozen=True, slots=True)
+class Storages:
+    """Keys of storages, and their bytes: the device's allocator rounds up to a multiple of `block`."""
+
+    block: int
+    fake: bool = False
+    """Fake storages have no address; their key is that of the C++ object."""
 
     def key(self, storage: torch.UntypedStorage) -> int:
         """Return a number that is unique among live storages."""
+        return int(storage._cdata) if self.fake else storage.data_ptr()
 
     def allocated(self, size: int) -> int:
         """Return the bytes that the device's allocator counts for a request of `size` bytes."""
+        return -(-size // self.block) * self.block
 
 
 class Prediction(Protocol):
@@ -69,18 +76,7 @@ class Prediction(Protocol):
     def operators(self) -> AbstractContextManager[object]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Addresses:
-    block: int
-
-    def key(self, storage: torch.UntypedStorage) -> int:
-        return storage.data_ptr()
-
-    def allocated(self, size: int) -> int:
-        return -(-size // self.block) * self.block
-
-
-_STORAGES = {"cpu": _Addresses(1), "cuda": _Addresses(512)}
+_STORAGES = {"cpu": Storages(1), "cuda": Storages(512)}
 """CUDA's caching allocator rounds every request up to a multiple of 512 bytes (`kMinBlockSize` in torch)."""
 
 
@@ -113,21 +109,17 @@ def prediction() -> Prediction | None:
     return _prediction.get()
 
 
-def _measurable(device: torch.device) -> str:
+def memory_meter(device: torch.device) -> MemoryMeter:
+    """Return a meter for `device`. Raises ValueError for a device type whose allocator cannot be read."""
+    if (predicted := prediction()) is not None:
+        return predicted.memory_meter(device)
     if device.type not in _STORAGES:
         raise InvalidValueError(
             f"memory can be measured on cpu and cuda devices, not on {device.type!r}; move the model to one",
             kind="unknown_device",
             name=device.type,
         )
-    return device.type
-
-
-def memory_meter(device: torch.device) -> MemoryMeter:
-    """Return a meter for `device`. Raises ValueError for a device type whose allocator cannot be read."""
-    if (predicted := prediction()) is not None:
-        return predicted.memory_meter(device)
-    if _measurable(device) == "cpu":
+    if device.type == "cpu":
         return CpuMeter()
     _wake_engine(device)
     return CudaMeter(device)
@@ -137,7 +129,7 @@ def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
     """Return a stopwatch for this thread's work on `device`."""
     if (predicted := prediction()) is not None:
         return predicted.stopwatch(device)
-    return cpu_stopwatch() if _measurable(device) == "cpu" else nullcontext(CudaStopwatch(device))
+    return nullcontext(CudaStopwatch(device)) if device.type == "cuda" else cpu_stopwatch()
 
 
 def storages_of(kind: str) -> Storages:

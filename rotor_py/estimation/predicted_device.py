@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.backends import Storages
-from rotor_profiling.live_bytes import LiveBytes, OperatorBytes, no_scratch
+from rotor_profiling.followed_storages import LiveBytes, OperatorBytes, no_scratch
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.timing import Stopwatch
 from rotor_profiling.torch_compat import TorchDispatchMode
@@ -85,18 +85,7 @@ class PredictedMeter:
             self.mark("")  # ends the last phase; the one that it begins is never read
 
 
-@dataclass(frozen=True, slots=True)
-class FakeStorages:
-    """Identifies fake storages, which have no address, by their C++ object."""
-
-    block: int = 1
-    """Block size of the device's allocator, in bytes."""
-
-    def key(self, storage: torch.UntypedStorage) -> int:
-        return int(storage._cdata)
-
-    def allocated(self, size: int) -> int:
-        return -(-size // self.block) * self.block
+_FAKE = Storages(1, fake=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +104,7 @@ class PredictedDevice:
     seconds: OperatorSeconds
     scratch: OperatorBytes = no_scratch
     workspace_bytes: int = 0
-    storages: Storages = FakeStorages()
+    storages: Storages = _FAKE
     name: str = "a device that is not here"
     count: int = 1
     host_bandwidth: float = 1e9

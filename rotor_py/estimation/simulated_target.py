@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rotor_profiling.backends import using
+from rotor_profiling.backends import Storages, using
 from rotor_profiling.torch_compat import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,7 +31,7 @@ from rotor_py.estimation.caching_allocator import MIN_BLOCK, Event
 from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.cuda_operators import cuda_operators
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, construct_on_meta
-from rotor_py.estimation.predicted_device import FakeStorages, PredictedDevice
+from rotor_py.estimation.predicted_device import PredictedDevice
 from rotor_py.estimation.reservation import FollowedStep, find_reservation
 from rotor_py.estimation.roofline import Roofline
 from rotor_py.estimation.scratch import scratch_bytes
@@ -56,7 +56,7 @@ def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
         seconds=Roofline(device),
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
-        storages=FakeStorages(MIN_BLOCK),
+        storages=Storages(MIN_BLOCK, fake=True),
         chosen=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
     )
 

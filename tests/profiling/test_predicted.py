@@ -11,10 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_cost, storage_bytes, storages
-from rotor_profiling.backends import prediction, stopwatch, using
+from rotor_profiling.backends import Storages, prediction, stopwatch, using
 from rotor_profiling.memory import Phase
 from rotor_profiling.storage import equal
-from rotor_py.estimation.predicted_device import FakeStorages, PredictedDevice
+from rotor_py.estimation.predicted_device import PredictedDevice
 from tests.profiling.costs import CPU
 
 
@@ -71,7 +71,7 @@ def test_what_is_older_than_the_meter_does_not_count_when_it_is_freed() -> None:
 
 
 def test_sizes_are_those_of_the_device_that_is_predicted() -> None:
-    with using(device(kind="cuda", storages=FakeStorages(block=512))), FakeTensorMode():
+    with using(device(kind="cuda", storages=Storages(512, fake=True))), FakeTensorMode():
         tensor = torch.empty(3)
         assert storage_bytes([tensor, tensor.view(3, 1), torch.empty(0)]) == 512
         with memory_meter(CPU) as meter:
