@@ -24,8 +24,7 @@ from rotor_py.execute.instructions import Instructions, Runners, read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
-from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
-from rotor_py.measure.stages import MeasuredCut, unmeasured_loss
+from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.plan.layer_source import LayerSource
 from rotor_py.plan.observers.forwards_in_flight import Forwards, make_room_for_forwards
 from rotor_py.plan.settings import Settings

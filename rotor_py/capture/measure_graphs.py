@@ -31,8 +31,7 @@ from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.sharding import Sharding, as_left, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
-from rotor_py.measure.stages import unmeasured_loss
+from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 
 # Memory that autograd saves outside captured graphs. It cannot be planned: between graphs the model's own code runs,

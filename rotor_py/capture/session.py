@@ -25,8 +25,7 @@ from rotor_py.capture.whole_graph import CompileBudgetOf
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut, Layer, joined
-from rotor_py.measure.stage_measurer import MeasuringOptions
-from rotor_py.measure.stages import MeasuredCut
+from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.stage.forward_state import recall_moving, remember_moving
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.side_effects import recall_effects, remember_effects

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from rotor_profiling import (
     bytes_like,
     isolated,
     leaves_of,
+    loss_layouts,
+    measure_loss,
     measure_ways,
     stage_signature,
     storage_bytes,
@@ -37,6 +39,7 @@ from rotor_profiling.attributes import kept_bytes
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.stage.seconds import AsNode, StageRun
+from rotor_profiling.storage import allocated
 from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
 from rotor_py.measure.cache import StageFindings, measurement_cache
@@ -44,7 +47,13 @@ from rotor_py.measure.cut import Cut, run_prefix
 from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
 from rotor_py.measure.measurement import Carried, Measurement, Way
 from rotor_py.measure.rounds import StageTimes
-from rotor_py.measure.stage_ways import OffloadableBytes, offered_everywhere, saving_ones, worth_choosing
+from rotor_py.measure.stage_ways import (
+    offered_everywhere,
+    offloadable_bytes,
+    saving_ones,
+    with_offloading,
+    worth_choosing,
+)
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.stage.error_context import During
 from rotor_py.stage.forward_state import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
@@ -96,8 +105,6 @@ class CarriedTensors:
 
 @dataclass(frozen=True, slots=True)
 class MeasuringOptions:
-    """Options for measuring the stages of a chain, and the loss after them."""
-
     preserve_rng_state: bool = True
     fresh_gradients: bool = False
     """Gradients are freed between steps."""
@@ -150,7 +157,8 @@ class StageMeasurer:
         """By signature, the memory of such stages, and the context of one of them."""
         self._unkept: set[Hashable] = set()
         """Signatures with new findings, not yet stored in the cache."""
-        self._offloadable = OffloadableBytes(device, options.group) if options.elsewhere else None
+        self._offloadable: dict[Hashable, dict[str, int]] = {}
+        """By signature, the bytes that each storage mode can offload."""
         self._times = StageTimes(closely=options.closely)
         self._cache = None
         if options.cache and not cut.sharding:
@@ -188,7 +196,6 @@ class StageMeasurer:
             self._measure()
 
     def _measure(self, progress: Progress | None = None) -> None:
-        """Run the byte pass and the timing rounds."""
         self._forget_stages()
         value, stages = self._input, self._chain.cut.stages
         for number, (name, _) in enumerate(stages):
@@ -211,7 +218,6 @@ class StageMeasurer:
         return sum(self._times.runs_of(kind)[-1].total for kind in self._kinds)
 
     def _time(self) -> None:
-        """Time the stages in rounds until their times are known well, then store the findings."""
         while wanted := self._wanted():
             self._time_stages(wanted)
             self._unkept |= {self._kinds[number] for number in wanted}
@@ -221,7 +227,6 @@ class StageMeasurer:
                 self._cache.keep(kind, self._known[kind][1], self._times.runs_of(kind))
 
     def measurement(self, loss: LossCost) -> Measurement:
-        """Return the measurement, with the cost of the `loss`."""
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         cut, ways = self._chain.cut, tuple(of_kind[kind][1] for kind in self._kinds)
         return Measurement(
@@ -249,7 +254,6 @@ class StageMeasurer:
         self.activation_bytes = self._input_bytes
 
     def _measure_stage(self, number: int, value: Any) -> Any:
-        """Measure the bytes of a stage on its input; return its output, the input of the next one."""
         _, function = self._chain.cut.stages[number]
         carried = offers_of(function).carried
         with gathered(function, self._chain.cut.sharding):
@@ -258,9 +262,11 @@ class StageMeasurer:
             cost = memory.bytes[0]
             self._decided_bytes += memory.decided_bytes
             self.activation_bytes = cost.activation_bytes
-            if self._offloadable is not None:
+            kind, group = self._kinds[-1], self._options.group
+            if self._options.elsewhere and anywhere(kind not in self._offloadable, group, self._device):
                 exact = [way for way in memory.ways if word_of([way]) is None]
-                self._offloadable.measure(self._kinds[-1], exact, self._stored(number, exact), value)
+                runners = self._stored(number, exact)
+                self._offloadable[kind] = offloadable_bytes(["", *exact], runners, value, group, self._device)
             value = self._chain.run(self._chain.runner(number), value)
             self._carried.count_gradients(cost.gradient_storage_bytes)
             self._carried.pass_on(carried, value, number + 1, [*self._owned, *beside])
@@ -290,14 +296,12 @@ class StageMeasurer:
                     del output
 
     def _handed_on(self, number: int, output: Any) -> Any:
-        """Return a stage's output as the next input, with the `requires_grad` of training."""
         value = leaves_of(output)
         for tensor, needed in zip(tensors_in(value), self._survey.needs_gradient[number], strict=True):
             tensor.requires_grad_(needed)
         return value
 
     def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> StageFindings:
-        """Measure the bytes of a stage, or look them up by signature."""
         _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple({*carried.values(), *silent})
@@ -326,7 +330,6 @@ class StageMeasurer:
         return memory
 
     def _weigh(self, number: int, value: Any, context: StageContext, kind: Hashable) -> StageFindings:
-        """Return the bytes of a stage, measured now or cached."""
         kept = None if self._cache is None else self._cache.find(kind)
         # An earlier run may have found more modes: the same layer may have been captured in its model.
         if kept is not None and {*kept[0].ways} <= {*self._chain.runner(number).offered}:
@@ -362,9 +365,7 @@ class StageMeasurer:
         _, memory = self._known[kind]
         whole, *others = map(StageCost.of, memory.bytes, self._times.of(kind))
         ways = worth_choosing(whole, list(map(Way, memory.ways, others)))
-        if self._offloadable is not None:
-            ways = (*ways, *self._offloadable.ways(kind, whole, ways))
-        return whole, ways
+        return whole, (*ways, *with_offloading((Way("", whole), *ways), self._offloadable.get(kind, {})))
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
@@ -387,3 +388,41 @@ def _snapshot_bytes(cut: Cut) -> int:
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
     # The copy to restore, and one that the recomputation writes into.
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)
+
+
+class MeasuredCut(NamedTuple):
+    """A way to run the stages of a model, and its measured costs."""
+
+    cut: Cut
+    measurement: Measurement
+
+
+def measure(
+    cut: Cut,
+    value: Any,
+    device: torch.device,
+    options: MeasuringOptions,
+    layer_offers: LayerOffers | None = None,
+) -> Measurement:
+    """Measure every stage of `cut` on the input `value`, and the loss.
+
+    Without a loss in the `options`, assumes zero time and `loss_temp_bytes` of memory.
+
+    Raises UnusableLossError if the loss cannot be trained with, and ValueError for a device type whose memory cannot be
+    measured. Errors of a stage pass through, with a note that names it.
+    """
+    stages = StageMeasurer(cut, value, device, options, layer_offers=layer_offers)
+    output = stages.walk(options.progress)
+    cost = unmeasured_loss(device, options.loss_temp_bytes)
+    layouts: Layouts = ()
+    if options.loss is not None:
+        cost = measure_loss(options.loss, output, device=device, output_bytes=stages.activation_bytes)
+        layouts = loss_layouts(options.loss, output, device)
+    del output
+    stages.settle_layouts(layouts)
+    return stages.measurement(cost)
+
+
+def unmeasured_loss(device: torch.device, temp_bytes: int) -> LossCost:
+    """Return the assumed cost of an unknown loss: its value, and the gradient that starts its backward."""
+    return LossCost(0.0, temp_bytes, 2 * allocated(8, device.type))  # at most eight bytes each

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 from zlib import crc32
@@ -79,7 +79,6 @@ def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
 
 
 def _needs(cost: StageCost) -> tuple[float, ...]:
-    """Return the costs for which less is better."""
     scratch = (cost.forward_temp_bytes, cost.backward_temp_bytes, cost.replay_temp_bytes)
     return (
         cost.forward_seconds + cost.backward_seconds,
@@ -90,44 +89,39 @@ def _needs(cost: StageCost) -> tuple[float, ...]:
     )
 
 
-class OffloadableBytes:
-    """Offloadable bytes by stage signature and storage mode, each found by a run on `device`.
+def offloadable_bytes(
+    ways: Sequence[str],
+    runners: Sequence[StageRunner],
+    value: Any,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> dict[str, int]:
+    """Return the bytes that a stage on its input `value` can offload in each of the `ways`, with a runner for each.
 
-    Counted by the code that offloads in training, so plans match it. A mode that can offload in any process of the
-    `group` exists in all of them.
+    Counted by the code that offloads in training, so plans match it. Modes that can offload in any process of the
+    `group` exist in all of them.
     """
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self._device = device
-        self._group = group
-        self._found: dict[Hashable, dict[str, int]] = {}
-
-    def measure(self, kind: Hashable, ways: Sequence[str], runners: Sequence[StageRunner], value: Any) -> None:
-        """Run a stage on its input `value`, stored whole and in `ways`, unless its signature is known in all processes.
-
-        The first of the `runners` stores it whole, each of the others in one of the ways.
-        """
-        if not anywhere(kind not in self._found, self._group, self._device):
-            return
-        found = [(way, self._leaving(runner, value)) for way, runner in zip(("", *ways), runners, strict=True)]
-        self._found[kind] = {way: size for way, size in found if anywhere(size > 0, self._group, self._device)}
-
-    def _leaving(self, runner: StageRunner, value: Any) -> int:
-        with isolated(runner.function, self._device), torch.enable_grad():
-            output, offloadable = run_offloadable(runner, leaves_of(value))
-            found = sum(allocated(piece.nbytes, self._device.type) for piece in offloadable.offloadable())
-            del output
-        return found
-
-    def ways(self, kind: Hashable, whole: StageCost, ways: Iterable[Way]) -> tuple[Way, ...]:
-        """Return the storage modes with offloading, of the stage stored whole or in `ways`."""
-        known = self._found[kind]
-        found = [_elsewhere(way, known[way.name]) for way in (Way("", whole), *ways) if way.name in known]
-        # The n-th mode must be the same in all processes.
-        return tuple(way for way in found if way.moved_bytes or several_processes())
+    found = [(way, _offloadable_bytes(runner, value, device)) for way, runner in zip(ways, runners, strict=True)]
+    return {way: size for way, size in found if anywhere(size > 0, group, device)}
 
 
-def _elsewhere(way: Way, nbytes: int) -> Way:
-    # Memory freed with the output cannot be offloaded too. If a stage hands its input on, more counts as such.
-    moved = max(0, min(nbytes, way.cost.saved_bytes - way.cost.output_released_bytes))
-    return Way(both(way.name, ELSEWHERE.name) if way.name else ELSEWHERE.name, way.cost, moved)
+def _offloadable_bytes(runner: StageRunner, value: Any, device: torch.device) -> int:
+    with isolated(runner.function, device), torch.enable_grad():
+        output, offloadable = run_offloadable(runner, leaves_of(value))
+        found = sum(allocated(piece.nbytes, device.type) for piece in offloadable.offloadable())
+        del output
+    return found
+
+
+def with_offloading(ways: Iterable[Way], nbytes: Mapping[str, int]) -> tuple[Way, ...]:
+    """Return the storage modes that offload what the `ways` save, of which `nbytes` can be offloaded."""
+    found = []
+    for way in ways:
+        if way.name in nbytes:
+            # Memory freed with the output cannot be offloaded too. If a stage hands its input on, more counts as such.
+            moved = max(0, min(nbytes[way.name], way.cost.saved_bytes - way.cost.output_released_bytes))
+            name = both(way.name, ELSEWHERE.name) if way.name else ELSEWHERE.name
+            # The n-th mode must be the same in all processes.
+            if moved or several_processes():
+                found.append(Way(name, way.cost, moved))
+    return tuple(found)

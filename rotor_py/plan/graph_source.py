@@ -18,8 +18,7 @@ from rotor_py.errors import record_fields
 from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, Layer, is_chain
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stage_measurer import MeasuringOptions
-from rotor_py.measure.stages import MeasuredCut
+from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.plan.layer_source import LayerSource
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.source import Following, SequenceExecutor, Source

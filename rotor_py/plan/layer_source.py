@@ -19,8 +19,7 @@ from rotor_profiling.torch_compat import FakeTensor
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, cut
-from rotor_py.measure.stage_measurer import MeasuringOptions
-from rotor_py.measure.stages import MeasuredCut, measure
+from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measure
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.source import Following, SequenceExecutor, Source
 from rotor_py.plan.step_spec import covers

@@ -18,7 +18,7 @@ from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.planning_lock import planning
-from rotor_py.measure.stages import MeasuredCut
+from rotor_py.measure.stage_measurer import MeasuredCut
 from rotor_py.plan.agreement import agreed_sequence, gather_objects, refuse_other_plans, slowest
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel

@@ -19,8 +19,7 @@ from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
 from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stage_measurer import MeasuringOptions
-from rotor_py.measure.stages import MeasuredCut
+from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.offload.tier import Tier
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.stage.storage_modes import Keeper

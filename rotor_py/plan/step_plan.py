@@ -15,7 +15,7 @@ from rotor_py.execute.oom_retry_tape import undo_bytes
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stages import MeasuredCut
+from rotor_py.measure.stage_measurer import MeasuredCut
 from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.source import Source
@@ -190,7 +190,9 @@ class StepPlan:
 
     def count_optimizer(self, cost: OptimizerCost | None) -> None:
         """Count an optimizer, if any."""
-        self.budget = self.budget if cost is None else self.budget.with_optimizer(cost)
+        if cost is not None:
+            fixed = replace(self.budget.fixed, optimizer=cost.state_bytes)
+            self.budget = replace(self.budget, fixed=fixed, step_bytes=cost.step_bytes)
 
     def budget_of(self, way: MeasuredCut) -> Budget:
         """Return the budget of the step with its stages run as this variant."""

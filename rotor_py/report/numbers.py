@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rotor_py.data_sheet import Devices, Reservation
-from rotor_py.measure.budget import Budget
+from rotor_py.measure.budget import Budget, peak_of
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.step_memory import peak_of
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.provenance import Basis
 from rotor_py.report.sweep import Sweep, format_share

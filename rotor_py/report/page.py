@@ -60,7 +60,7 @@ def page(
         rest=rest,
         remarks=(*facts.remarks(), *remarks),
         amounts=_amounts(facts),
-        parts=facts.budget.parts() or "nothing",
+        parts=facts.budget.fixed.in_words() or "nothing",
         **_pictures(facts, sweep, SCREEN, math.inf),
         phone=_pictures(facts, sweep, PHONE, PHONE),
         axes=curve,

@@ -160,7 +160,7 @@ def _amounts(facts: ReportFacts) -> Table:
     time += facts.quality()
     table.add_row(Text("memory", style="bold"), Prose(_pairs(memory)))
     table.add_row(Text("time", style="bold"), Prose(_pairs(time)))
-    table.add_row(Text("fixed", style="bold"), Prose(facts.budget.parts() or "nothing"))
+    table.add_row(Text("fixed", style="bold"), Prose(facts.budget.fixed.in_words() or "nothing"))
     return table
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_profiling import tensors_in
 from rotor_py import Checkpointable
-from rotor_py.measure.step_memory import recomputes
+from rotor_py.measure.budget import recomputes
 from tests.checkpointable.steps import blocks, images
 from tests.fields import logged
 from tests.integrations.runs import BATCHES, assert_same_weights, entropy, halfway, run_peak

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rotor_py import Checkpointable
-from rotor_py.measure.step_memory import recomputes
+from rotor_py.measure.budget import recomputes
 from tests.integrations.runs import assert_same_weights, halfway
 from tests.integrations.test_trainer import batch, examples, history, llama, trainer
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.measure.step_memory import recomputes
+from rotor_py.measure.budget import recomputes
 from rotor_py.plan.step_in_backward import SpentGradientError
 from tests.checkpointable.steps import blocks, images
 from tests.fields import raises

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rotor_py import Checkpointable
-from rotor_py.measure.step_memory import recomputes
+from rotor_py.measure.budget import recomputes
 from rotor_py.plan.step_in_backward import SpentGradientError
 from tests.fields import raises
 from tests.integrations.runs import assert_same_weights, halfway, run_peak, weights

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.measure.step_memory import recomputes
+from rotor_py.measure.budget import recomputes
 from tests.fields import raises
 from tests.integrations.runs import assert_same_weights, halfway, run_peak
 from tests.integrations.test_trainer import batch, bert, examples, history, llama, trainer

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.measure.step_memory import recomputes
+from rotor_py.measure.budget import recomputes
 from tests.checkpointable.steps import between
 from tests.execute.training import assert_same
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.measure.step_memory import recomputes
+from rotor_py.measure.budget import recomputes
 from tests.checkpointable.steps import between, square, step_peak
 from tests.execute.training import assert_same
 from tests.fields import logged
