@@ -79,8 +79,6 @@ class Change:
 
 
 class _Before(NamedTuple):
-    """A module's attribute before a run: its value, contents of containers, version and copy of a tensor."""
-
     value: Any
     contents: Contents
     version: int | None = None
@@ -204,7 +202,6 @@ def _changes(module: nn.Module, entries: dict[str, _Before]) -> Iterator[Change]
 
 
 def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
-    """Iterate over a container and those nested in it, each once and with a copy."""
     seen.add(id(container))
     yield container, copy(container)
     for each in container.values() if isinstance(container, dict) else container:
@@ -213,7 +210,6 @@ def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 def _as_it_was(container: Any, content: Any) -> bool:
-    """Whether a container holds the same objects."""
     if len(container) != len(content):
         return False
     if isinstance(container, set):

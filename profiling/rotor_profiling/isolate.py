@@ -28,7 +28,6 @@ def parameter_slots(function: Callable[..., Any]) -> list[Slot]:
 
 
 def buffer_slots(function: Callable[..., Any]) -> list[Slot]:
-    """Return the slots of all buffers of `function`, if it is a module."""
     return _slots(function, "_buffers")
 
 
@@ -56,7 +55,6 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
 
 
 def put_back(slots: list[Slot]) -> None:
-    """Restore each slot's tensor."""
     tables, names, tensors = zip(*slots, strict=True) if slots else ((), (), ())
     # One call in C, not a loop: Ctrl-C arrives between two instructions, and an interrupted loop would leave half of
     # the parameters exchanged.
@@ -129,7 +127,6 @@ class RandomState:
             )
 
     def restore(self) -> None:
-        """Restore the streams to this state."""
         with unset_fake_temporarily():
             torch.set_rng_state(_tensor(self.cpu))
             for device, state in self.devices:

@@ -92,8 +92,6 @@ def _quantile(samples: list[float], part: float) -> float:
 
 
 class _CpuStopwatch:
-    """Seconds in which this thread runs, or waits for anything but a core."""
-
     exact = False
 
     def __init__(self, waited: Callable[[], float]) -> None:

@@ -22,17 +22,14 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def is_fake(value: object) -> bool:
-    """Whether a value is a fake tensor."""
     return _is_of(value, "torch._subclasses.fake_tensor", "FakeTensor")
 
 
 def is_optimized(module: object) -> TypeGuard[OptimizedModule]:
-    """Whether a module is the result of `torch.compile`."""
     return _is_of(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
 def is_fsdp_module(module: object) -> bool:
-    """Whether `fully_shard` was applied to a module."""
     return isinstance(module, _fsdp_classes())
 
 

@@ -37,8 +37,8 @@ from rotor_py.errors import record_fields
 class StageFindings:
     """Measured bytes of a stage: stored whole, then in each of the `ways`.
 
-    `decided_bytes`: bytes of its decisions. `moving`: indices of changed buffers. `undecided`: whether it decides
-    nothing.
+    `decided_bytes`: bytes of its recorded routing decisions. `undecided`: it makes none, so no run watches for any.
+    `moving`: indices of changed buffers.
     """
 
     bytes: tuple[StageBytes, ...]
@@ -147,7 +147,6 @@ def environment(device: torch.device) -> tuple[Hashable, ...]:
 
 @cache
 def _code() -> str:
-    """Return a digest of our own code, with which measurements change."""
     found = hashlib.sha256()
     for package in (Path(__file__).parents[1], Path(timing.__file__).parent):
         for file in sorted(package.rglob("*.py")):
@@ -267,20 +266,9 @@ class MeasurementCache:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
 
 
-def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
-    found = tuple(
-        StageBytes(**{**way, "gradient_storage_bytes": tuple(map(int, way["gradient_storage_bytes"]))})
-        for way in data["bytes"]
-    )
-    names = tuple(map(str, data["ways"]))
-    runs = [
-        StageRun(
-            tuple((float(forward), float(backward)) for forward, backward in run["ways"]),
-            None if run["node"] is None else (float(run["node"][0]), float(run["node"][1])),
-        )
-        for run in data["runs"]
-    ]
-    if len(found) != 1 + len(names) or all(run.node is None for run in runs):
-        return None  # a stage is stored whole, and in each of its ways, and was run
-    moving = frozenset(map(int, data["moving"]))
-    return StageFindings(found, int(data["decided_bytes"]), moving, names, bool(data["undecided"])), runs
+def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs]:
+    found = [{**way, "gradient_storage_bytes": tuple(way["gradient_storage_bytes"])} for way in data["bytes"]]
+    ways, moving = tuple(data["ways"]), frozenset(data["moving"])
+    nbytes = tuple(StageBytes(**way) for way in found)
+    runs = [StageRun(tuple(map(tuple, run["ways"])), run["node"] and tuple(run["node"])) for run in data["runs"]]
+    return StageFindings(nbytes, data["decided_bytes"], moving, ways, data["undecided"]), runs

@@ -42,7 +42,6 @@ class Cut:
     members: tuple[tuple[str, ...], ...] | None = None
 
     def groups(self) -> list[list[str]]:
-        """Return the layer names of every stage."""
         if self.members is not None:
             return [list(names) for names in self.members]
         return [name.split(JOINT) for name, _ in self.stages]
@@ -196,7 +195,6 @@ def _trains(module: nn.Module) -> bool:
 
 
 def joined(group: list[Layer]) -> Layer:
-    """Join consecutive layers into one stage."""
     if len(group) == 1:
         return group[0]
     return JOINT.join(name for name, _ in group), nn.Sequential(*(module for _, module in group))

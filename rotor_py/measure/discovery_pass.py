@@ -82,7 +82,6 @@ class WalkedChain:
             return runner.forward(value)
 
     def silent_of(self, number: int) -> tuple[int, ...]:
-        """Return the indices of a stage's outputs without gradient."""
         return self.silent if number == len(self.cut.stages) - 1 else ()
 
 
@@ -105,7 +104,6 @@ class GradientLayouts:
         """Shape and strides of each stage's output, or of this process's part of it."""
 
     def give_output(self, layouts: Layouts) -> None:
-        """Set the gradient layouts of the chain's output."""
         self._given[-1] = layouts
 
     def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
@@ -131,7 +129,6 @@ class GradientLayouts:
         return last
 
     def take_over(self) -> None:
-        """Measure stages from now on with the arriving layouts."""
         self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._given[1:], strict=True)]
 
 
@@ -161,15 +158,7 @@ def refuse_lost_gradients(
     """Raise UnsupportedModelError if a stage uses a parameter that it only refers to, for example in a list.
 
     Its recomputed graph ends at its own parameters, so the other would get no gradient. Warns if an attribute keeps
-    a tensor with a gradient.
-
-    Args:
-        name: Name of the stage.
-        function: The stage.
-        before: Its attributes before the run.
-        value: Input of the run.
-        output: Its output, with the graph.
-        parameters: The stage's trained parameters.
+    a tensor with a gradient: `before` has the attributes from before the run.
     """
     if kept := with_gradients(before.changes()):
         _log.warning(
@@ -216,7 +205,6 @@ class DiscoveryPass:
         return other
 
     def paying(self, number: int) -> set[str]:
-        """Return the names of the keepers worth using for a stage."""
         return {name for name, trial in self._trials[self._alike[number]].items() if trial.pays}
 
     def walk(self, progress: Progress | None = None, last: int | None = None) -> Any:
@@ -239,7 +227,6 @@ class DiscoveryPass:
         return anywhere(self.layouts.arriving != before, chain.group, chain.device)
 
     def _known(self, number: int, arriving: Layouts) -> Layouts | None:
-        """Return the layouts that a stage gives for arriving ones; None if no stage of its signature has shown them."""
         given = self._given.get(self._asked(number, arriving))
         return None if given is None else self._with_handed_on(number, given, arriving)
 
@@ -262,7 +249,6 @@ class DiscoveryPass:
         return tuple(found)
 
     def _pass(self, number: int, value: Any) -> Any:
-        """Examine a stage unless its signature is known; return its output, the input of the next."""
         name, function = self._stages[number]
         chain = self._chain
         with gathered(function, chain.cut.sharding):
@@ -297,7 +283,6 @@ class DiscoveryPass:
         return value
 
     def _run(self, number: int, value: Any, *, new: bool) -> tuple[Layouts, Any]:
-        """Return the layouts that a stage gives, and its output; try keepers if it is `new`."""
         chain, (name, function) = self._chain, self._stages[number]
         runner, trials = chain.runner(number), list(self._trials[self._alike[number]].values()) if new else []
         # A captured stage describes all its effects, and owns all its parameters.
@@ -326,7 +311,6 @@ class DiscoveryPass:
         return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:
-        """Raise UnsupportedModelError if a stage reads a foreign parameter that the backward steps."""
         name, function = self._stages[number]
         with _ForeignParameters(function, self._stepped.parameters) as reads:
             self._chain.run(self._chain.runner(number), value)

@@ -10,7 +10,7 @@ from torch import nn
 
 from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
 from rotor_profiling.backends import prediction
-from rotor_py.measure.device import allocated_bytes, segments_expand
+from rotor_py.measure.device import allocated_bytes
 from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError
@@ -97,11 +97,11 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
     """Return room for unsplit blocks of CUDA's allocator, in a step whose stages save `saved` bytes.
 
     The allocator splits a free block only if more than 1 MiB is left (`should_split` in
-    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block; expandable segments have no such rest. Which blocks
-    are free is unknown in advance. On an H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve
-    twice that, or a hundredth of `saved` if less.
+    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block. Which blocks are free is unknown in advance. On an
+    H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve twice that, or a hundredth of `saved`
+    if less.
     """
-    if device.type != "cuda" or prediction() is not None or segments_expand(device):
+    if device.type != "cuda" or prediction() is not None:
         return 0
     return min(_UNSPLIT, saved // 100)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 from rotor_profiling import LossCost, StageCost
 from rotor_py.stage.low_precision import word_of
@@ -84,7 +85,6 @@ class Measurement:
 
     @property
     def ways_by_stage(self) -> tuple[tuple[Way, ...], ...]:
-        """`ways` for every stage."""
         return self.ways or ((),) * len(self.stages)
 
     @property
@@ -102,78 +102,47 @@ class Measurement:
 
         With several `forwards` in flight, all gradients exist from the first backward on, and none is in the chain.
         """
-        beside = _Beside.of_chain(self, fresh_gradients, forwards)
-        stages = tuple(self._stage(number, beside) for number in range(len(self.stages)))
-        # The caller holds the model's output, at least as a local variable, until the step is over.
-        return Chain(stages, self.input_bytes, self.loss.seconds, beside.loss, output_held=True)
-
-    def _stage(self, number: int, beside: _Beside) -> Stage:
-        cost = self.stages[number]
-        ways = [Way("", cost), *self.ways_by_stage[number]]
-        return Stage(
-            cost.activation_bytes,
-            tuple(_option(way, cost, beside.forward[number], beside.backward[number]) for way in ways),
-            nograd_time=cost.nograd_seconds,
-            nograd_temp=cost.nograd_temp_bytes + beside.nograd[number],
-            gradient=beside.gradient[number],
-            name=self.names[number],
-            input_released=cost.input_released_bytes,
-            output_released=cost.output_released_bytes,
-            skipped_output_time=cost.skipped_output_seconds,
-        )
-
-
-@dataclass(slots=True)
-class _Beside:
-    """Bytes outside the chain, per stage and pass.
-
-    `forward`, `nograd`, `backward`: held while the stage runs forward, without a graph, or backward. `loss`: held
-    during the loss. `gradient`: gradients that a backward leaves, less those that it finishes.
-
-    The solver models only activations passed from one stage to the next. Tensors that go further are added to the
-    scratch memory of every stage during which they exist.
-    """
-
-    forward: list[int]
-    nograd: list[int]
-    backward: list[int]
-    gradient: list[int]
-    loss: int
-
-    @classmethod
-    def of_chain(cls, measurement: Measurement, fresh_gradients: bool, forwards: int) -> _Beside:
-        length = len(measurement.stages)
-        gradient = [0] * length
+        length = len(self.stages)
+        gradient = [0] * length  # left by each backward, less those that it finishes
         if forwards == 1:
-            gradient = list(measurement.gradient_bytes if fresh_gradients else measurement.summed_gradients or gradient)
-        if measurement.waiting_gradients:
-            gradient = [kept + waiting for kept, waiting in zip(gradient, measurement.waiting_gradients, strict=True)]
-        found = cls([0] * length, [0] * length, [0] * length, gradient, measurement.loss.temp_bytes)
-        for each in measurement.carried:
-            found._add_carried(each)
-        if measurement.held_bytes:
-            found._add_held(measurement.held_bytes)
-        return found
-
-    def _add_carried(self, carried: Carried) -> None:
-        length = len(self.forward)
-        for stage in range(carried.first, length):
-            self.forward[stage] += carried.nbytes
-            self.nograd[stage] += carried.nbytes
-            if stage >= carried.last or not carried.gradient_bytes:  # else its gradient is there instead
-                self.backward[stage] += carried.nbytes
-        self.loss += carried.nbytes
-        # For the solver, a backward leaves its gradient, and its maker's backward finishes it.
-        self.gradient[min(carried.last, length - 1)] += carried.gradient_bytes
-        if carried.first:
-            self.gradient[carried.first - 1] -= carried.gradient_bytes
-
-    def _add_held(self, nbytes: int) -> None:
-        """Add outputs without gradient: the caller's, from the last forward to the end of the step."""
-        self.nograd[-1] = _NEVER  # a recomputation of the last stage would make them twice
-        self.backward[-1] += nbytes
-        self.loss += nbytes
-        self.gradient[-1] += nbytes
+            gradient = list(self.gradient_bytes if fresh_gradients else self.summed_gradients or gradient)
+        if self.waiting_gradients:
+            gradient = [kept + waiting for kept, waiting in zip(gradient, self.waiting_gradients, strict=True)]
+        # The solver models only activations passed from one stage to the next. Tensors that go further are added to
+        # the scratch memory of every stage during which they exist.
+        forward, backward, loss = [0] * length, [0] * length, self.loss.temp_bytes
+        for each in self.carried:
+            for stage in range(each.first, length):
+                forward[stage] += each.nbytes
+                if stage >= each.last or not each.gradient_bytes:  # else its gradient is there instead
+                    backward[stage] += each.nbytes
+            loss += each.nbytes
+            # For the solver, a backward leaves its gradient, and its maker's backward finishes it.
+            gradient[min(each.last, length - 1)] += each.gradient_bytes
+            if each.first:
+                gradient[each.first - 1] -= each.gradient_bytes
+        nograd = list(forward)
+        if self.held_bytes:  # outputs without gradient: the caller's, from the last forward to the end of the step
+            nograd[-1] = _NEVER  # a recomputation of the last stage would make them twice
+            backward[-1] += self.held_bytes
+            loss += self.held_bytes
+            gradient[-1] += self.held_bytes
+        stages = tuple(
+            Stage(
+                cost.activation_bytes,
+                tuple(_option(way, cost, forward[number], backward[number]) for way in (Way("", cost), *ways)),
+                nograd_time=cost.nograd_seconds,
+                nograd_temp=cost.nograd_temp_bytes + nograd[number],
+                gradient=gradient[number],
+                name=self.names[number],
+                input_released=cost.input_released_bytes,
+                output_released=cost.output_released_bytes,
+                skipped_output_time=cost.skipped_output_seconds,
+            )
+            for number, (cost, ways) in enumerate(zip(self.stages, self.ways_by_stage, strict=True))
+        )
+        # The caller holds the model's output, at least as a local variable, until the step is over.
+        return Chain(stages, self.input_bytes, self.loss.seconds, loss, output_held=True)
 
 
 def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
@@ -203,6 +172,9 @@ def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
 # every process.
 
 
+_LEAST = ("input_released", "output_released", "skipped_output_time")
+
+
 def costliest(chains: Sequence[Chain]) -> Chain:
     """Return a chain whose stages cost the most of any of `chains`, which have the same stages.
 
@@ -210,42 +182,29 @@ def costliest(chains: Sequence[Chain]) -> Chain:
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]
-    return Chain(
-        tuple(_costliest_stage(same) for same in zip(*(chain.stages for chain in chains), strict=True)),
-        input_bytes=max(chain.input_bytes for chain in chains),
-        loss_time=max(chain.loss_time for chain in chains),
-        loss_temp=max(chain.loss_temp for chain in chains),
-        output_held=any(chain.output_held for chain in chains),
-    )
-
-
-def _costliest_stage(same: Sequence[Stage]) -> Stage:
-    return Stage(
-        activation=max(stage.activation for stage in same),
-        options=tuple(map(_costliest_option, takewhile(_alike, zip(*(stage.options for stage in same), strict=False)))),
-        nograd_time=max(stage.seconds_without_graph for stage in same),
-        nograd_temp=max(stage.temp_without_graph for stage in same),
-        gradient=max(stage.gradient for stage in same),
-        name=same[0].name,
+    stages = []
+    for same in zip(*(chain.stages for chain in chains), strict=True):
+        columns = zip(*(stage.options for stage in same), strict=False)
+        agreed = takewhile(lambda options: len({option.name for option in options}) == 1, columns)
+        most = _most(
+            same, "activation", "gradient", nograd_time="seconds_without_graph", nograd_temp="temp_without_graph"
+        )
         # For freed bytes and saved time, all can count only on the least.
-        input_released=min(stage.input_released for stage in same),
-        output_released=min(stage.output_released for stage in same),
-        skipped_output_time=min(stage.skipped_output_time for stage in same),
+        least = {name: min(getattr(each, name) for each in same) for name in _LEAST}
+        stages.append(Stage(options=tuple(map(_costliest_option, agreed)), name=same[0].name, **most, **least))
+    return Chain(
+        tuple(stages),
+        output_held=any(chain.output_held for chain in chains),
+        **_most(chains, "input_bytes", "loss_time", "loss_temp"),
     )
-
-
-def _alike(same: Sequence[Option]) -> bool:
-    return len({option.name for option in same}) == 1
 
 
 def _costliest_option(same: Sequence[Option]) -> Option:
-    return Option(
-        forward_time=max(option.forward_time for option in same),
-        backward_time=max(option.backward_time for option in same),
-        saved=max(option.saved for option in same),
-        forward_temp=max(option.forward_temp for option in same),
-        backward_temp=max(option.backward_temp for option in same),
-        replay_temp=max(option.backward_temp_of_replay for option in same),
-        name=same[0].name,
-        moved=max(option.moved for option in same),
-    )
+    names = "forward_time", "backward_time", "saved", "forward_temp", "backward_temp", "moved"
+    return Option(name=same[0].name, **_most(same, *names, replay_temp="backward_temp_of_replay"))
+
+
+def _most(same: Sequence[Any], *names: str, **sources: str) -> dict[str, Any]:
+    """Return the largest value of each field, read from the attribute of its name or given as its source."""
+    sources |= {name: name for name in names}
+    return {field: max(getattr(each, source) for each in same) for field, source in sources.items()}

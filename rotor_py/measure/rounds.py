@@ -47,11 +47,9 @@ class StageTimes:
             self._runs[kind] = list(runs)
 
     def runs_of(self, kind: Hashable) -> Sequence[StageRun]:
-        """Return the runs of a `kind`."""
         return self._runs[kind]
 
     def of(self, kind: Hashable) -> list[StageSeconds]:
-        """Return the seconds of a `kind`, in each storage mode."""
         return estimate(self._runs[kind])
 
     def spread(self, kinds: Sequence[Hashable]) -> float:
@@ -88,7 +86,6 @@ class StageTimes:
         return at[len(self._runs.get(kind, ())) % len(at)]
 
     def _another_round(self, kinds: Sequence[Hashable]) -> bool:
-        """Whether the time of a step is still too uncertain, and there is time for another round."""
         distinct = {*kinds}
         rounds = min(len(self._runs[kind]) for kind in distinct)
         # The fewest rounds time modes and nodes only once each, with unknown error.

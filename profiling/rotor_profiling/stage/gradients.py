@@ -82,7 +82,6 @@ class _NewGradient(torch.autograd.Function):
 
 
 def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker | None]:
-    """Return a gradient maker for every tensor in `output`; None for those without gradient."""
     return [
         _maker(tensor, strides) if tensor.requires_grad and position not in silent else None
         for position, (tensor, strides) in enumerate(

@@ -16,8 +16,6 @@ from rotor_profiling.timing import Stopwatch, lower_quartile
 
 @dataclass(frozen=True, slots=True)
 class StageSeconds:
-    """Seconds of a stage, as in `StageCost`."""
-
     nograd_seconds: float
     forward_seconds: float
     backward_seconds: float
@@ -42,7 +40,6 @@ class StageRun:
 
     @property
     def all_seconds(self) -> float:
-        """Seconds that measuring took."""
         return sum(map(sum, self.ways)) + sum(self.node or ())
 
 
@@ -89,15 +86,8 @@ def time_ways(
     """Time one run of a stage on `value` in all modes; return it, and the stage's output without a graph.
 
     Modes are timed in direct succession, because a busy machine varies from moment to moment by more than they differ.
-
-    Args:
-        runners: One runner per mode with a graph.
-        value: Input of the stage.
-        context: Position of the stage in its chain.
-        watch: Times the laps.
-        as_node: Times the run as a node as a whole. Without it, its parts are timed, and its backward counts as long as
-            the first mode's.
-        again: Whether to time a run as a node.
+    `again`: also time a run as a node, as a whole by `as_node`, or else in parts; its backward then counts as long as
+    the first mode's.
     """
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         return _time_ways(runners, value, parameters, context, _Laps(watch), as_node, again=again)

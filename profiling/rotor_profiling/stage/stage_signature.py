@@ -83,7 +83,6 @@ def _module_kind(module: nn.Module) -> Hashable:
 
 
 def _counts(module: nn.Module, key: str) -> bool:
-    """Whether an attribute of a module may change the cost of a step."""
     if key in _OF_HOOKS:
         return bool(vars(module)[_OF_HOOKS[key]])
     return key not in _OF_NO_STEP and not (key.startswith(_SHARDING) and is_fsdp_module(module))
@@ -133,7 +132,6 @@ def _bound(value: Any) -> Hashable:
 
 
 def _equal_by_value(value: Any) -> bool:
-    """Whether `==` compares an object's value, not only its identity."""
     if not any("__eq__" in vars(kind) for kind in type(value).__mro__[:-1]):  # the last one is `object`
         return False
     try:
