@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,19 +13,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rotor_profiling.backends import using
-from rotor_profiling.optimizer import _on_meta
-from rotor_profiling.storage import allocated
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.simulated_target import prediction_for
-from rotor_py.measure import budget, fixed_memory
+from rotor_py.measure import fixed_memory
+from rotor_py.measure.budget import make_budget
 from rotor_py.measure.cut import refuse_random_state_of_its_own
-from rotor_py.measure.device import limit_bytes, segments_expand, total_bytes
+from rotor_py.measure.device import limit_bytes, total_bytes
+from rotor_py.measure.fixed_memory import unsplit_bytes
 from rotor_py.measure.measurement import costliest
 from rotor_solver import Chain, Persistent, min_bytes, simulate, store_all
 from tests.checkpointable.steps import square
 from tests.fields import raises
 from tests.solver.strategies import rich_chains, unit_chain
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @settings(deadline=None, max_examples=30)  # kernels may have to be compiled
@@ -45,19 +48,12 @@ def test_a_sequence_takes_no_more_in_any_process_than_in_the_costliest(chains: l
         assert alone.makespan <= found.makespan + 1e-9
 
 
-def test_equal_costs_are_those_of_all() -> None:
-    chain = unit_chain(3)
-    assert costliest([chain, unit_chain(3)]) is chain
-
-
-def test_an_option_that_one_process_lacks_is_left_out() -> None:
+def test_equal_costs_are_those_of_all_and_an_option_that_one_process_lacks_is_left_out() -> None:
     chain = unit_chain(2)
+    assert costliest([chain, unit_chain(2)]) is chain
     first = chain.stages[0]
     more = replace(chain, stages=(replace(first, options=first.options * 2), *chain.stages[1:]))
     assert [len(stage.options) for stage in costliest([more, chain]).stages] == [1, 1]
-
-
-CPU = torch.device("cpu")
 
 
 def test_a_limit_above_all_memory_of_the_device_is_told_once(caplog: Any) -> None:
@@ -69,66 +65,31 @@ def test_a_limit_above_all_memory_of_the_device_is_told_once(caplog: Any) -> Non
     assert caplog.text.count("is above all memory of cpu") == 1
 
 
-CUDA = torch.device("cuda")
-
-
-@pytest.mark.parametrize("option", ["fused", "capturable"])
-def test_an_optimizer_that_counts_its_steps_on_the_device_needs_a_block_for_each_parameter(option: str) -> None:
-    parameters = list(nn.Sequential(nn.Linear(50, 70), nn.Linear(70, 30)).parameters())
-    usual, _ = _on_meta(torch.optim.AdamW(parameters), "cuda")
-    here, _ = _on_meta(torch.optim.AdamW(parameters, **{option: True}), "cuda")
-    assert usual == 2 * sum(allocated(p.nbytes, "cuda") for p in parameters)
-    assert here == usual + 512 * len(parameters)
-
-
 def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    held, sent = 10**6, 3 * 10**5
+    held, sent, batch = 10**6, 3 * 10**5, torch.randn(4, 8)
     monkeypatch.setattr(fixed_memory, "allocated_bytes", lambda device: held)
-    planned = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), torch.randn(4, 8), loss=square)
+    planned = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), batch, loss=square)
     assert planned.inspection_values is not None
-    fixed = [
-        budget.make_budget(
-            planned.model, torch.randn(4, 8), planned.inspection_values, torch.device("cpu"),
-            fresh_gradients=True, optimizer=None, communication=communication, buckets=buckets,
-        ).fixed
+    make = partial(make_budget, planned.model, batch, planned.inspection_values, CPU, fresh_gradients=True)
+    alone, there, to_come = (
+        make(optimizer=None, communication=communication, buckets=buckets).fixed
         for communication, buckets in ((0, False), (sent, True), (sent, False))
-    ]  # fmt: skip
-    alone, there, to_come = fixed
+    )
     assert there.total == alone.total
     assert to_come.total == alone.total + sent
 
 
-def test_there_is_room_for_blocks_that_the_allocator_does_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fixed_memory, "segments_expand", lambda device: False)
-    assert fixed_memory.unsplit_bytes(CUDA, 10**6) == 10**4
-    assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 8 * 2**20
-    assert fixed_memory.unsplit_bytes(torch.device("cpu"), 40 * 10**9) == 0
+def test_there_is_room_for_blocks_that_the_allocator_does_not_cut() -> None:
+    assert unsplit_bytes(CUDA, 10**6) == 10**4
+    assert unsplit_bytes(CUDA, 40 * 10**9) == 8 * 2**20
+    assert unsplit_bytes(CPU, 40 * 10**9) == 0
     with using(prediction_for(find_device("h100"))):  # whose allocator is simulated
-        assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 0
-    monkeypatch.setattr(fixed_memory, "segments_expand", lambda device: True)
-    assert fixed_memory.unsplit_bytes(CUDA, 40 * 10**9) == 0
-
-
-@pytest.mark.parametrize(
-    ("expandable", "expand"), [([], False), ([True, True], True), ([True, False], False), ([False], False)]
-)
-def test_the_allocator_says_whether_its_segments_expand(
-    expandable: list[bool], expand: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some may be older than the setting. Small tensors have segments of their own, whose rests are small."""
-    segments = [{"device": 1, "segment_type": "large", "is_expandable": each} for each in expandable]
-    segments += [{"device": 1, "segment_type": "small", "is_expandable": False}]
-    segments += [{"device": 0, "segment_type": "large", "is_expandable": not expand}]
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    assert segments_expand(torch.device("cuda", 1)) == expand
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    assert not segments_expand(torch.device("cuda", 1))
+        assert unsplit_bytes(CUDA, 40 * 10**9) == 0
 
 
 def test_layers_that_could_not_draw_the_same_numbers_again_are_refused_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [("0", nn.Linear(8, 8)), ("1", nn.LSTM(8, 8, num_layers=2, dropout=0.1))]
-    refuse_random_state_of_its_own(layers, torch.device("cpu"))
+    refuse_random_state_of_its_own(layers, CPU)
     with raises(UnsupportedModelError, "recurrent_dropout", name="1"):
         refuse_random_state_of_its_own(layers, CUDA)
     for harmless in (nn.LSTM(8, 8, num_layers=2), nn.GRU(8, 8), nn.GRU(8, 8, 2, dropout=0.1).eval()):

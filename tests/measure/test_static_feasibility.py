@@ -52,10 +52,7 @@ def test_the_first_step_is_refused_before_a_stage_is_run(fresh: bool, parts: tup
     assert caught.value.mem_limit == 700_000
     assert all(part in str(caught.value) for part in (*parts, f"({least} bytes)", "700 kB", "out of memory"))
     assert network.budget is None
-
-
-def test_a_model_made_with_its_input_and_limit_is_refused_at_once() -> None:
-    with raises(InfeasibleError, "limit_below_held"):
+    with raises(InfeasibleError, "limit_below_held"):  # at once, if it is made with its input and limit
         Checkpointable(unused(), torch.randn(16, WIDTH), mem_limit="100kB")
 
 
@@ -112,16 +109,12 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(500, 16)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-        self.norm = nn.BatchNorm1d(16)
+        self.layer, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
         self.head = nn.Linear(16, 500, bias=False)
         self.head.weight = self.words.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        value = self.words(tokens)
-        for layer in self.layers:
-            value = self.norm(layer(value)).relu()
-        return self.head(value)  # type: ignore[no-any-return]  # a tensor
+        return self.head(self.norm(self.layer(self.words(tokens))).relu())  # type: ignore[no-any-return]  # a tensor
 
 
 def frozen() -> nn.Module:
@@ -135,25 +128,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "frozen": (frozen, lambda: torch.randn(64, 64)),
     "captured": (Shared, lambda: torch.zeros(4, dtype=torch.long)),
 }
-STEPS: dict[str, dict[str, Any]] = {
-    "kept": {},
-    "fresh": {"fresh_grads": True},
-    "stepped": {"step_in_backward": True, "fresh_grads": True},
-    "two forwards": {"forwards_in_flight": 2},
+STEPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "kept": ("wide", {}),
+    "fresh": ("captured", {"fresh_grads": True}),
+    "stepped": ("frozen", {"fresh_grads": True}),
+    "captured and stepped": ("captured", {"fresh_grads": True}),
+    "two forwards": ("frozen", {"forwards_in_flight": 2}),
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("how", STEPS)
-def test_nothing_is_refused_that_a_plan_fits(name: str, how: str) -> None:
-    make, sample = MODELS[name]
-    model, value, options = make(), sample(), dict(STEPS[how])
+def test_nothing_is_refused_that_a_plan_fits(how: str) -> None:
+    name, options = STEPS[how]
+    model, value = (make() for make in MODELS[name])
     optimizer = torch.optim.Adam(each for each in model.parameters() if each.requires_grad)
-    if options.pop("step_in_backward", False):
-        options["step_in_backward"] = optimizer
-    else:
-        options["optimizer"] = optimizer
-    network = Checkpointable(model, loss=torch.mean, cache=False, **options)
+    role = "step_in_backward" if how.endswith("stepped") else "optimizer"
+    network = Checkpointable(model, loss=torch.mean, cache=False, **options, **{role: optimizer})
     network.measure(value)
     assert network.budget is not None
     least = network.budget.least_bytes()

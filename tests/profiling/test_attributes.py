@@ -13,12 +13,20 @@ from torch import nn
 from rotor_profiling import isolated
 from rotor_profiling.attributes import Attributes, attributes_kept, kept_bytes
 from tests.fields import raises
+from tests.profiling.costs import CPU
 
-CPU = torch.device("cpu")
+
+class Refusing(dict[str, Any]):
+    """A container that can be read, and not be filled, as the outputs of transformers."""
+
+    def clear(self) -> None:
+        raise TypeError("no")
+
+    update = clear  # type: ignore[assignment]
 
 
-class _Everything(nn.Module):
-    """A layer that changes all that an attribute can be."""
+class Everything(nn.Module):
+    """A layer that changes all that an attribute can be. Its table is in itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,10 +34,12 @@ class _Everything(nn.Module):
         self.rate = 0.5
         self.seen: list[Any] = []
         self.stats: dict[str, Any] = {"shapes": []}
+        self.stats["all"] = self.stats
         self.last = deque([0], maxlen=2)
         self.names = {"a"}
         self.total = torch.zeros(2)
         self.state = torch.zeros(2)
+        self.output = Refusing()
         self.cache: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,50 +52,52 @@ class _Everything(nn.Module):
         self.names.add(str(self.calls))
         self.total += x.detach().sum()
         self.state = self.state + 1
+        self.output = Refusing(output=self.calls)
         self.made = self.calls
         if self.cache is None:
             self.cache = torch.ones(3)
         return x * self.rate
 
 
-def _present(layer: _Everything) -> dict[str, Any]:
-    names = ("calls", "rate", "seen", "stats", "last", "names", "cache")
-    found = {name: getattr(layer, name) for name in names}
-    tensors = {"total": layer.total.tolist(), "state": layer.state.tolist()}
-    return {**{name: str(value) for name, value in found.items()}, **tensors, "made": getattr(layer, "made", None)}
+def present(layer: Everything) -> dict[str, Any]:
+    names = ("calls", "rate", "seen", "stats", "last", "names", "total", "state", "output", "cache")
+    return {name: str(getattr(layer, name)) for name in names} | {"made": getattr(layer, "made", None)}
 
 
 def test_all_is_put_back_and_containers_and_tensors_are_the_same_objects() -> None:
-    layer = _Everything()
-    before, objects = _present(layer), (layer.seen, layer.stats, layer.stats["shapes"], layer.total, layer.state)
+    layer = Everything()
+
+    def objects() -> list[Any]:
+        return [layer.seen, layer.stats, layer.stats["all"], layer.stats["shapes"], layer.total, layer.output]
+
+    before, same = present(layer), objects()
     with attributes_kept(nn.Sequential(layer)):
         layer(torch.ones(2))
         layer(torch.ones(2))
-    assert _present(layer) == before
-    now = (layer.seen, layer.stats, layer.stats["shapes"], layer.total, layer.state)
-    assert all(a is b for a, b in zip(now, objects, strict=True))
+    assert present(layer) == before
+    assert all(a is b for a, b in zip(objects(), same, strict=True))
 
 
-def test_a_run_finds_everything_as_the_run_before_it_found_it() -> None:
-    layer = _Everything()
+def test_a_recomputation_finds_everything_as_the_run_before_it_found_it() -> None:
+    layer = Everything()
     layer(torch.ones(2))
     before = Attributes(layer)
     first = layer(torch.ones(2))
-    after = _present(layer)
+    after = present(layer)
     changes = before.changes()
-    for _ in range(2):  # as often as somebody asks
+    for _ in range(2):  # as often as it is recomputed
         with attributes_kept(layer):
             for change in changes:
                 change.find_as_before()
             assert torch.equal(layer(torch.ones(2)), first)
-            assert _present(layer) == after
-        assert _present(layer) == after
+            assert present(layer) == after
+        assert present(layer) == after
 
 
 @pytest.mark.parametrize("around", [False, True])
 def test_measuring_restores_everything_except_a_cache(around: bool) -> None:
-    layer = _Everything()
-    before = _present(layer)
+    layer = Everything()
+    before = present(layer)
     with attributes_kept(layer, caches=False) if around else nullcontext():
         for _ in range(3):
             with isolated(layer, CPU):
@@ -96,52 +108,17 @@ def test_measuring_restores_everything_except_a_cache(around: bool) -> None:
     layer.cache = None
     # A value made where none was stays while the layer is measured: only the next run shows whether it is a state.
     assert getattr(layer, "made", None) == (None if around else 1)
-    assert {**_present(layer), "made": None} == before
+    assert {**present(layer), "made": None} == before
 
 
-def test_bytes_are_those_of_tensors_that_change() -> None:
-    layer = _Everything()
+def test_kept_bytes_are_those_of_tensors_that_change() -> None:
+    layer = Everything()
     with attributes_kept(layer):
         layer(torch.ones(2))
     assert kept_bytes(layer) == 2 * 8 + 8  # what is written into twice; what is replaced once
 
 
-class _Refusing(dict[str, Any]):
-    """A container that can be read, and not be filled, as the outputs of transformers."""
-
-    def clear(self) -> None:
-        raise TypeError("no")
-
-    update = clear  # type: ignore[assignment]
-
-
-class _Odd(nn.Module):
-    """Keeps its last output, and a table that is in itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table: dict[str, Any] = {"calls": 0}
-        self.table["all"] = self.table
-        self.last: _Refusing = _Refusing()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.table["calls"] += 1
-        self.last = _Refusing(output=self.table["calls"])
-        return x
-
-
-def test_a_container_in_itself_is_found_once_and_one_of_another_class_is_left_as_it_is() -> None:
-    layer = _Odd()
-    last = layer.last
-    with attributes_kept(layer):
-        layer(torch.ones(1))
-        assert layer.last == {"output": 1}
-    assert layer.table["calls"] == 0
-    assert layer.table["all"] is layer.table
-    assert layer.last is last
-
-
-class _Late(nn.Module):
+class Late(nn.Module):
     """Writes into a tensor from its second run on."""
 
     def __init__(self) -> None:
@@ -156,16 +133,16 @@ class _Late(nn.Module):
 
 
 def test_a_tensor_that_is_written_to_for_the_first_time_is_refused_once() -> None:
-    layer = _Late()
-    attributes = Attributes(layer)
-    layer(torch.ones(1))
-    attributes.changes()
-    attributes = Attributes(layer)
-    layer(torch.ones(1))
+    layer = Late()
+
+    def run() -> Attributes:
+        found = Attributes(layer)
+        layer(torch.ones(1))
+        return found
+
+    run().changes()
     with raises(RuntimeError, "attribute_changed", name="total"):
-        attributes.changes()
-    attributes = Attributes(layer)
-    layer(torch.ones(1))
-    (change,) = [each for each in attributes.changes() if each.name == "total"]
+        run().changes()
+    (change,) = [each for each in run().changes() if each.name == "total"]
     change.put_back()
     assert layer.total.item() == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,33 +12,31 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rotor_profiling import measure_ways, stage_layouts
+from rotor_profiling.memory import CpuMeter
 from rotor_profiling.stage.seconds import StageRun, estimate, time_ways
 from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.timing import cpu_stopwatch
 from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.stage.runner import StageRunner
+from tests.profiling.costs import CPU
 
 pytestmark = pytest.mark.timed
 
 
-def run(first: float = 1.0, forward: float = 1.0, backward: float = 2.0, again: float = 3.0) -> StageRun:
-    return StageRun(((forward, backward),), (first, again))
-
-
 @pytest.mark.parametrize(
-    ("first", "again", "nograd", "skipped"),
+    ("node", "nograd", "skipped"),
     [
-        (1.0, 2.7, 1.0, 0.3),  # a backward that recomputes the stage may skip its output
-        (0.5, 3.2, 0.7, 0.0),  # what it takes beyond forward and backward counts with the run without a graph
-        (0.5, 0.2, 0.5, 0.5),  # noise: no more is skipped than a forward takes
+        ((1.0, 2.7), 1.0, 0.3),  # a backward that recomputes the stage may skip its output
+        ((0.5, 3.2), 0.7, 0.0),  # what it takes beyond forward and backward counts with the run without a graph
+        ((0.5, 0.2), 0.5, 0.5),  # noise: no more is skipped than a forward takes
     ],
 )
 def test_a_node_shows_the_run_without_a_graph_and_the_skipped_output(
-    first: float, again: float, nograd: float, skipped: float
+    node: tuple[float, float], nograd: float, skipped: float
 ) -> None:
-    (found,) = estimate([run(first=first, forward=1.0, backward=2.0, again=again)])
-    assert found.skipped_output_seconds == pytest.approx(skipped)
-    assert found.nograd_seconds == pytest.approx(nograd)
+    (found,) = estimate([StageRun(((1.0, 2.0),), node)])
+    assert (found.nograd_seconds, found.skipped_output_seconds) == pytest.approx((nograd, skipped))
 
 
 def test_no_way_takes_less_than_storing_the_stage_whole() -> None:
@@ -67,11 +66,8 @@ def test_no_accident_counts(accident: float) -> None:
     assert (other.forward_seconds, other.backward_seconds) == (1.1, 2.4)
 
 
-CPU = torch.device("cpu")
-
-
 class Scripted:
-    """A watch of whose laps those that count take the seconds that it is given, in this order, and others a hundred."""
+    """A watch whose counted laps take the given seconds, in this order, and others a hundred."""
 
     exact = False
 
@@ -89,63 +85,53 @@ class Scripted:
         return self.seconds
 
 
-RUNS: list[tuple[bool, bool]] = []
-
-
 class Noting(nn.Linear):
     """Notes of each run whether it has a graph, and whether there is a gradient already."""
 
+    runs: list[tuple[bool, bool]]
+
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         made = super().forward(value)
-        RUNS.append((made.requires_grad, self.weight.grad is not None))
+        type(self).runs.append((made.requires_grad, self.weight.grad is not None))
         return made
 
 
 @pytest.mark.parametrize(
-    ("as_node", "laps", "expected"),
+    ("again", "as_node", "laps", "expected"),
     [
-        (single_stage_node, (2.0, 5.0, 2.5, 7.5), (2.5, 7.5)),
-        (None, (2.0, 5.0, 2.5, 1.5), (2.5, 6.5)),  # the second run, and the backward of the first way
-        ("no", (2.0, 5.0), None),
+        (True, single_stage_node, (2.0, 5.0, 2.5, 7.5), (2.5, 7.5)),
+        (True, None, (2.0, 5.0, 2.5, 1.5), (2.5, 6.5)),  # the second run, and the backward of the first way
+        (False, None, (2.0, 5.0), None),
     ],
 )
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_stage_is_timed_in_training_and_as_a_node_with_the_gradients_of_training(
-    as_node: Any, laps: Any, expected: tuple[float, float] | None, fresh: bool
+    again: bool, as_node: Any, laps: Any, expected: tuple[float, float] | None, fresh: bool
 ) -> None:
-    RUNS.clear()
+    Noting.runs = runs = []
     layer, watch, value = Noting(4, 4), Scripted(*laps), torch.randn(2, 4, requires_grad=True)
     context = StageContext(CPU, 32, fresh_gradients=fresh)
-    again = as_node != "no"
-    run, output = time_ways(
-        [StageRunner(layer, "layer")], value, context, watch, as_node=as_node if again else None, again=again
-    )
+    run, output = time_ways([StageRunner(layer, "layer")], value, context, watch, as_node=as_node, again=again)
     assert run == StageRun(((2.0, 5.0),), expected)
-    assert [graph for graph, _ in RUNS] == ([True, False, True] if again else [True])
-    assert RUNS[0] == (True, not fresh)
+    assert [graph for graph, _ in runs] == ([True, False, True] if again else [True])
+    assert runs[0] == (True, not fresh)
     assert torch.equal(output, nn.functional.linear(value, layer.weight, layer.bias))
     assert output.is_leaf
     assert layer.weight.grad is None
 
 
-def test_a_node_runs_its_stage_once_in_the_forward_and_once_in_the_backward() -> None:
-    RUNS.clear()
-    layer, value = Noting(4, 4), torch.randn(2, 4, requires_grad=True)
-    output = single_stage_node(StageRunner(layer, "layer"))(value)
-    output.sum().backward()
-    assert [graph for graph, _ in RUNS] == [False, True]
-    plain, expected = value.detach().requires_grad_(), nn.Linear(4, 4)
-    expected.load_state_dict(layer.state_dict())
-    expected(plain).sum().backward()
-    assert torch.equal(value.grad, plain.grad)  # type: ignore[arg-type]
-    assert torch.equal(layer.weight.grad, expected.weight.grad)  # type: ignore[arg-type]
+class Calls(TorchDispatchMode):
+    """Notes the operators that are called, with the shapes of what they return."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = list[tuple[str, tuple[int, ...]]]()
 
-def test_a_stage_that_overwrites_its_input_is_timed_as_a_node_too() -> None:
-    stage = StageRunner(nn.ReLU(inplace=True), "relu")
-    value = torch.randn(4, requires_grad=True)
-    single_stage_node(stage)(value * 1).sum().backward()
-    assert value.grad is not None
+    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self.found.append((func._opname, tuple(found.shape)))  # type: ignore[attr-defined]
+        return found
 
 
 def test_a_gradient_in_another_layout_than_the_input_is_not_copied() -> None:
@@ -178,15 +164,12 @@ def test_a_gradient_is_given_away_so_that_the_engine_adds_to_it_in_place() -> No
     assert added == ["aten::add", "aten::add_"]  # forward and backward
 
 
-class Calls(TorchDispatchMode):
-    """Notes the operators that are called, with the shapes of what they return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = list[tuple[str, tuple[int, ...]]]()
-
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor):
-            self.found.append((func._opname, tuple(found.shape)))  # type: ignore[attr-defined]
-        return found
+def test_the_runs_that_show_bytes_are_timed_without_the_marks_of_their_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = CpuMeter.mark
+    monkeypatch.setattr(CpuMeter, "mark", lambda meter, name: (time.sleep(0.05), mark(meter, name))[1])
+    stage, value = StageRunner(nn.Linear(4, 4), "stage"), torch.randn(2, 4, requires_grad=True)
+    stage_layouts(stage, value, CPU)
+    with cpu_stopwatch() as watch:
+        _, run = measure_ways([stage], value, StageContext(CPU, 32), watch)
+    assert run is not None
+    assert all(0 < seconds < 0.05 for seconds in run.ways[0])

@@ -9,16 +9,30 @@ import pytest
 import torch
 
 from rotor_profiling import Phase, memory_meter, watch_step
-from rotor_profiling.step import give_way
+from rotor_profiling.step import CpuWatch, give_way
 from tests.fields import raises
+from tests.profiling.costs import CPU
 
-CPU = torch.device("cpu")
 KILO = 256
 """Numbers of four bytes: a kilobyte."""
 
 
 def kilobytes(count: int) -> torch.Tensor:
     return torch.empty(count * KILO)
+
+
+def watching() -> CpuWatch:
+    found = watch_step(CPU, 0, 0)
+    assert isinstance(found, CpuWatch)
+    return found
+
+
+def assert_a_meter_works() -> None:
+    with memory_meter(CPU) as meter:
+        held = kilobytes(2)
+        meter.mark("")
+    assert meter.phases[""].end == 2048
+    del held
 
 
 def test_phases_are_those_of_a_meter() -> None:
@@ -46,8 +60,7 @@ def test_phases_are_those_of_a_meter() -> None:
 
 def test_a_backward_is_seen() -> None:
     leaf = kilobytes(1).requires_grad_()
-    watch = watch_step(CPU, 0, 0)
-    assert watch is not None
+    watch = watching()
     value = (2 * leaf).exp().sum()
     watch.mark("backward")
     value.backward()
@@ -60,41 +73,33 @@ def test_a_backward_is_seen() -> None:
 def test_a_thread_has_one_profiler_and_a_watch_is_the_one_to_go() -> None:
     with torch.profiler.profile():
         assert watch_step(CPU, 0, 0) is None
-    watch = watch_step(CPU, 0, 0)
-    assert watch is not None
+    watch = watching()
     assert watch_step(CPU, 0, 0) is None
-    with memory_meter(CPU) as meter:
-        held = kilobytes(2)
-        meter.mark("")
-    assert meter.phases[""].end == 2048
+    assert_a_meter_works()
     assert watch.stop() is None
     watch.mark("nothing")
-    del held
 
 
 def test_nothing_is_watched_inside_of_a_backward() -> None:
-    leaf, found = kilobytes(1).requires_grad_(), []
-    leaf.register_hook(lambda _: found.append(watch_step(CPU, 0, 0)))
-    leaf.sum().backward()
+    found: list[object] = []
+    _backward_with(lambda: found.append(watch_step(CPU, 0, 0)), 1)
     assert found == [None]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_watch_that_is_to_stop_inside_of_a_backward_ends_with_the_pass(depth: int) -> None:
-    watch = watch_step(CPU, 0, 0)
-    assert watch is not None
+    watch = watching()
     found: list[object] = []
     _backward_with(lambda: found.append(watch.stop()), depth)
     assert found == [None]
     assert not torch.autograd._profiler_enabled()
     assert watch.stop() is None
-    assert watch_step(CPU, 0, 0) is not None
+    watching()
     give_way()
 
 
 def test_no_profiler_starts_inside_of_a_backward_that_is_watched() -> None:
-    watch = watch_step(CPU, 0, 0)
-    assert watch is not None
+    watch = watching()
 
     def measure() -> None:
         with raises(RuntimeError, "profiler_in_backward"), memory_meter(CPU):
@@ -103,11 +108,7 @@ def test_no_profiler_starts_inside_of_a_backward_that_is_watched() -> None:
     _backward_with(measure, 1)
     assert not torch.autograd._profiler_enabled()
     assert watch.stop() is None
-    with memory_meter(CPU) as meter:
-        held = kilobytes(2)
-        meter.mark("")
-    assert meter.phases[""].end == 2048
-    del held
+    assert_a_meter_works()
 
 
 def _backward_with(do: Callable[[], object], depth: int) -> None:
@@ -120,8 +121,7 @@ def _backward_with(do: Callable[[], object], depth: int) -> None:
 
 
 def test_another_thread_cannot_stop_it_but_its_own_can() -> None:
-    watch = watch_step(CPU, 0, 0)
-    assert watch is not None
+    watch = watching()
     found: list[object] = []
     thread = threading.Thread(target=lambda: (watch.mark("other"), give_way(), found.append(watch.stop())))
     thread.start()
@@ -157,22 +157,18 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return made
 
 
-def test_cudas_counters_are_read_and_left_alone(allocator: Allocator) -> None:
-    watch = watch_step(torch.device("cuda"), 0, limit_bytes=60)
+@pytest.mark.parametrize("limit", [60, 40])
+def test_cudas_counters_are_read_and_only_an_older_peak_beyond_the_limit_is_reset(
+    allocator: Allocator, limit: int
+) -> None:
+    watch = watch_step(torch.device("cuda"), 0, limit_bytes=limit)
     assert watch is not None
     allocator.take(20, kept=15)  # below the peak that was there before: it cannot be seen, and is no harm
     watch.mark("loss")
     allocator.take(45, kept=5)
     watch.mark("backward")
     allocator.take(40, kept=-10)
-    assert watch.stop() == {"": Phase(10, 25, 25), "loss": Phase(25, 70, 30), "backward": Phase(30, 30, 20)}
+    first = Phase(10, 30 if limit == 40 else 25, 25)
+    assert watch.stop() == {"": first, "loss": Phase(25, 70, 30), "backward": Phase(30, 30, 20)}
     assert watch.stop() is None
-    assert allocator.resets == 0
-
-
-def test_an_older_peak_beyond_the_limit_would_hide_everything_and_is_reset(allocator: Allocator) -> None:
-    watch = watch_step(torch.device("cuda"), 0, limit_bytes=40)
-    assert watch is not None
-    allocator.take(35)
-    assert watch.stop() == {"": Phase(10, 45, 10)}
-    assert allocator.resets == 1
+    assert allocator.resets == (limit == 40)

@@ -8,10 +8,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from torch import nn
 
-from rotor_profiling import UnusableLossError, backends, measure_loss, storage_bytes, storages, tensors_in
-from rotor_profiling.backends import allocate_workspaces
+from rotor_profiling import UnusableLossError, measure_loss, storage_bytes, storages, tensors_in
 from tests.fields import raises
 from tests.profiling.costs import CPU, UNIT, unit
 
@@ -55,21 +53,20 @@ def test_on_cuda_sizes_are_rounded_up_to_blocks_of_the_allocator(cuda: torch.dev
     assert storage_bytes(tensors) == 512 + 1024 == torch.cuda.memory_allocated(cuda) - before
 
 
-def loss_cost(loss, value=None):
-    return measure_loss(loss, unit() if value is None else value, device=CPU, output_bytes=UNIT)
+VALUE = unit()
+
+
+def loss_cost(loss):
+    return measure_loss(loss, VALUE, device=CPU, output_bytes=UNIT)
 
 
 def test_a_loss_costs_its_scratch_beyond_the_gradient_and_two_numbers_that_stay() -> None:
-    found = loss_cost(lambda y: y.sum())
+    found, state = loss_cost(lambda y: y.sum()), torch.get_rng_state()
     assert found.temp_bytes <= 16
     assert found.kept_bytes == 8  # the loss and the number that the backward starts with
     assert found.seconds > 0
     assert 2 * UNIT <= loss_cost(lambda y: y.exp().exp().sum()).temp_bytes <= 2 * UNIT + 16
-
-
-def test_measuring_a_loss_keeps_the_random_state() -> None:
-    value, state = unit(), torch.get_rng_state()
-    loss_cost(lambda y: torch.nn.functional.dropout(y, 0.5).sum(), value)
+    loss_cost(lambda y: torch.nn.functional.dropout(y, 0.5).sum())
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -104,29 +101,6 @@ checkpoint(layer, value, use_reentrant=False).sum().backward()
 layer.zero_grad(set_to_none=True)
 print(before - begun, torch.cuda.memory_allocated() - before)
 """
-
-
-@pytest.mark.parametrize(
-    ("model", "device", "any_product"),
-    [(nn.Linear(2, 2), "cuda", True), (nn.Conv2d(2, 2, 3), "cuda", False), (nn.Linear(2, 2), "cpu", False)],
-)
-def test_only_models_with_matrices_have_any(
-    model: nn.Module, device: str, any_product: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[torch.device] = []
-    monkeypatch.setattr(backends, "_allocate", lambda device, stream: asked.append(device))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: torch.cuda.Stream)
-    monkeypatch.setattr(torch.cuda.Stream, "cuda_stream", 0, raising=False)
-    allocate_workspaces(model, torch.device(device))
-    assert asked == [torch.device(device)] * any_product
-
-
-def test_products_run_in_a_forward_and_in_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    product, runs = backends._product, []
-    monkeypatch.setattr(backends, "_product", lambda scalar: (runs.append(scalar.device), product(scalar))[1])
-    with torch.no_grad(), torch.inference_mode():
-        backends._allocate.__wrapped__(torch.device("cpu"), 0)
-    assert runs == [torch.device("cpu")] * 2
 
 
 @pytest.mark.gpu

@@ -6,16 +6,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-import torch
-from torch import nn
 
-from rotor_profiling import StageContext, measure_ways, stage_layouts, timing
+from rotor_profiling import timing
 from rotor_profiling.backends import stopwatch
-from rotor_profiling.memory import CpuMeter
-from rotor_profiling.timing import cpu_stopwatch, lower_quartile, seconds_of, spread
-from rotor_py.stage.runner import StageRunner
-
-CPU = torch.device("cpu")
+from rotor_profiling.timing import lower_quartile, seconds_of, spread
+from tests.profiling.costs import CPU
 
 pytestmark = pytest.mark.timed
 
@@ -72,17 +67,3 @@ def test_what_is_quick_runs_more_often_but_not_for_long(monkeypatch: pytest.Monk
         with stopwatch(CPU) as watch:
             assert seconds_of(lambda count=count: count.append(1), watch) == pytest.approx(seconds)
         assert len(count) == runs
-
-
-def test_the_runs_that_show_bytes_are_timed_without_the_marks_of_their_meter(monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = CpuMeter.mark
-    monkeypatch.setattr(CpuMeter, "mark", lambda meter, name: (time.sleep(0.1), mark(meter, name))[1])
-    stage, value = StageRunner(nn.Linear(4, 4), "stage"), torch.randn(2, 4, requires_grad=True)
-    stage_layouts(stage, value, CPU)
-    with cpu_stopwatch() as watch:
-        _, run = measure_ways([stage], value, StageContext(CPU, 32), watch)
-    assert run is not None
-    assert run.node is None
-    ((forward, backward),) = run.ways
-    assert 0 < forward < 0.1
-    assert 0 < backward < 0.1
