@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,20 @@ from ecosystem import llama
 from models import Trainee, planned_model, ratios, steps
 from report import ROOT, write
 
-from rotor_profiling import measured_curve, tensors_in
+from rotor_profiling import storage_bytes, tensors_in
+from rotor_profiling.memory import CpuMeter
 from rotor_py import format_bytes
 
 Curve = list[tuple[float, int]]
 PLAIN, PLANNED, LIMIT, GREY = "#8b949e", "#2f81f7", "#d1242f", "#7d8590"
+
+
+def measured_curve(step: Callable[[], object], present: list[torch.Tensor]) -> Curve:
+    """The bytes that the CPU holds while `step` runs, which adds to the tensors `present`."""
+    before = storage_bytes(present)
+    with CpuMeter() as meter:
+        step()
+    return [(seconds, before + held) for seconds, held in meter.curve]
 
 
 def recorded(trainee: Trainee, count: int) -> Curve:

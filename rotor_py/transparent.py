@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rotor_profiling.torch_classes import is_optimized
+from rotor_profiling.torch_compat import is_optimized
 from rotor_py.errors import record_fields
 
 _log = logging.getLogger("rotor_py")

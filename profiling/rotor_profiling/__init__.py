@@ -3,20 +3,18 @@
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, buffers_kept, isolated
 from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
-from rotor_profiling.memory import MemoryMeter, Phase
+from rotor_profiling.memory import Phase
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
 from rotor_profiling.stage.cost import StageBytes, StageCost, loss_layouts, measure_ways, stage_layouts
-from rotor_profiling.stage.gradients import Layouts, leaves_of
+from rotor_profiling.stage.gradients import Layouts, StageContext, leaves_of
 from rotor_profiling.stage.seconds import time_ways
-from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.stage.stage_signature import stage_signature, value_signature
-from rotor_profiling.step import StepWatch, measured_curve, measured_peak, measured_phases, watch_step
+from rotor_profiling.step import StepWatch, measured_peak, measured_phases, watch_step
 from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
 
 __all__ = [
     "Layouts",
     "LossCost",
-    "MemoryMeter",
     "OptimizerCost",
     "Phase",
     "RandomState",
@@ -33,7 +31,6 @@ __all__ = [
     "loss_layouts",
     "measure_loss",
     "measure_ways",
-    "measured_curve",
     "measured_peak",
     "measured_phases",
     "memory_meter",

@@ -11,9 +11,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,14 +24,14 @@ from rotor_profiling.storage import storage_bytes, storages, tensors_in
 from rotor_solver.described_error import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
+# Exactly these classes: a subclass may refuse to be filled, as the outputs of transformers do.
 _CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
-"""Exactly these classes: a subclass may refuse to be filled, as the outputs of transformers do."""
 _MISSING = object()
 
+# Per module that has run, the attributes that a run changed from one value to another.
 _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Per module that has run, the attributes that a run changed from one value to another."""
+# Per module that has run, the tensor attributes that a run wrote into.
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Per module that has run, the tensor attributes that a run wrote into."""
 
 
 Contents = list[tuple[Any, Any]]
@@ -42,7 +42,7 @@ Contents = list[tuple[Any, Any]]
 class Change:
     """An attribute that a run changed, with its former value; `_MISSING` if it did not exist.
 
-    `values` are a copy of the former values of a tensor that was written into.
+    `values` are a copy of the former values of a tensor that was written into; `version` is the tensor's before.
     """
 
     module: nn.Module
@@ -50,6 +50,7 @@ class Change:
     value: Any
     values: torch.Tensor | None
     contents: Contents
+    version: int | None = None
 
     def find_as_before(self) -> None:
         """Restore the former state for a recomputation, which may change it, but not the tensor that graphs hold."""
@@ -76,13 +77,6 @@ class Change:
         for container, content in self.contents:
             if not _as_it_was(container, content):
                 _fill(container, content)
-
-
-class _Before(NamedTuple):
-    value: Any
-    contents: Contents
-    version: int | None = None
-    copy: torch.Tensor | None = None
 
 
 class Attributes:
@@ -141,10 +135,7 @@ def kept_bytes(function: Callable[..., Any]) -> int:
 
 
 def with_gradients(changes: Iterable[Change]) -> list[str]:
-    """Return the names of attributes set to tensors with a gradient, except those that hooks recreate.
-
-    Hooks recreate the weights of `torch.nn.utils.weight_norm`, for example.
-    """
+    """Return the names of attributes set to tensors with a gradient, except those that hooks recreate."""
     return [
         change.name
         for change in changes
@@ -165,32 +156,34 @@ def _plain_modules(function: Callable[..., Any]) -> list[nn.Module]:
     return found
 
 
-def _before(module: nn.Module) -> dict[str, _Before]:
+def _before(module: nn.Module) -> dict[str, Change]:
     found, written = {}, _written.get(module)
     for name, value in vars(module).items():
         if name in _TABLES:
             continue
-        found[name] = _Before(value, list(_contents(value, set())) if type(value) in _CONTAINERS else [])
+        found[name] = Change(
+            module, name, value, None, list(_contents(value, set())) if type(value) in _CONTAINERS else []
+        )
         if isinstance(value, torch.Tensor) and not value.requires_grad:
             kept = value.clone() if written is None or name in written else None
-            found[name] = _Before(value, [], value._version, kept)
+            found[name] = Change(module, name, value, kept, [], value._version)
     return found
 
 
-def _changes(module: nn.Module, entries: dict[str, _Before]) -> Iterator[Change]:
+def _changes(module: nn.Module, entries: dict[str, Change]) -> Iterator[Change]:
     now = vars(module)
     changing, written = _changing.setdefault(module, set()), _written.setdefault(module, set())
     for name in [name for name in now if name not in _TABLES and name not in entries]:
         yield Change(module, name, _MISSING, None, [])
-    for name, (value, contents, version, kept) in entries.items():
-        wrote = version is not None and value._version != version
-        if now.get(name, _MISSING) is value and not wrote and all(starmap(_as_it_was, contents)):
+    for name, before in entries.items():
+        wrote = before.version is not None and before.value._version != before.version
+        if now.get(name, _MISSING) is before.value and not wrote and all(starmap(_as_it_was, before.contents)):
             continue
-        if value is not None:
+        if before.value is not None:
             changing.add(name)
         if wrote:
             written.add(name)
-            if kept is None:
+            if before.values is None:
                 raise InvalidStateError(
                     f"the attribute {name!r} of {type(module).__name__} was written to by a forward pass for the first "
                     "time, so the stage cannot be run again exactly in this step; run the step once more, it is now "
@@ -198,7 +191,7 @@ def _changes(module: nn.Module, entries: dict[str, _Before]) -> Iterator[Change]
                     kind="attribute_changed",
                     name=name,
                 )
-        yield Change(module, name, value, kept if wrote else None, contents)
+        yield before if wrote else replace(before, values=None)
 
 
 def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:

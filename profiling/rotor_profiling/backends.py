@@ -40,13 +40,7 @@ class Storages:
 
 
 class Prediction(Protocol):
-    """Instruments for an absent device, and its properties.
-
-    `kind` is its type ("cuda", though the tensors are on the CPU), `name` its display name, `all_names` that of all
-    devices that train together. `memory_bytes` are available to this process, of which libraries keep
-    `workspace_bytes`. `host_bandwidth`: bytes per second to host memory, and as many back at the same time.
-    `operators` returns a context that runs the operators that PyTorch chooses on that device.
-    """
+    """Instruments for an absent device, and its properties, as `estimation.predicted_device` describes them."""
 
     @property
     def storages(self) -> Storages: ...
@@ -76,16 +70,14 @@ class Prediction(Protocol):
     def operators(self) -> AbstractContextManager[object]: ...
 
 
+# CUDA's caching allocator rounds every request up to a multiple of 512 bytes (`kMinBlockSize` in torch).
 _STORAGES = {"cpu": Storages(1), "cuda": Storages(512)}
-"""CUDA's caching allocator rounds every request up to a multiple of 512 bytes (`kMinBlockSize` in torch)."""
 
 
 @cache
 def _wake_engine(device: torch.device) -> None:
-    """Initialize the device context in the thread in which the engine runs backwards on `device`.
-
-    Otherwise cuBLAS warns if a matrix product comes first, as in the backward of a stage.
-    """
+    # In the thread in which the engine runs backwards on `device`: without a context, cuBLAS warns if a matrix product
+    # comes first, as in the backward of a stage.
     with torch.enable_grad():
         scalar = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(scalar.exp(), scalar)

@@ -28,22 +28,21 @@ if TYPE_CHECKING:  # Python has it from 3.11 on
 
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = engine_run_backward.__code__
+# Files of frames between dispatch modes, which keep TorchDynamo out or call the next mode.
 _BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py", "/torch/_ops.py")
-"""Files of frames between dispatch modes, which keep TorchDynamo out or call the next mode."""
 
 
 class AddedGradients:
     """Detect the sums that the engine would make in place, if only the engine holds the first summand.
 
-    One false positive: where gradients are retained (`retain_grad`) from an earlier backward, the engine adds the new
-    one out of place.
+    One false positive: to gradients retained from an earlier backward (`retain_grad`), the engine adds out of place.
     """
 
     def __init__(self) -> None:
+        # key of the last node that ran; not the node itself, which would hold its references
         self._node: tuple[str, int] | None = None
-        """key of the last node that ran; not the node itself, which would hold its references"""
+        # ids of tensors made since that node began: intermediates of a formula, not waiting gradients
         self._made: set[int] = set()
-        """ids of tensors made since that node began: intermediates of a formula, not waiting gradients"""
 
     def first_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """Return the gradient that the engine is about to add another to; None for any other operator call."""
@@ -88,20 +87,16 @@ def _called_by_engine(frame: FrameType | None) -> bool:
 
 
 class FollowedStorages(TorchDispatchMode):
-    """Follow the storages created while the mode is active, until they are released.
-
-    Subclasses override `taken`, `freed` and `ran`. Tensors are fake (`FakeTensorMode`), meta or real; only their sizes
-    count.
-    """
+    """Follow the storages created while the mode is active, until they are released; of fake, meta or real tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        # handle of a storage, which may be reused, to the number of its present owner
         self._followed: dict[int, int] = {}
-        """handle of a storage, which may be reused, to the number of its present owner"""
         self._count = 0
         self._added = AddedGradients()
+        # handle of a gradient that was added to, and the sum, until the owner of the memory is known
         self._sum: tuple[int, torch.UntypedStorage] | None = None
-        """handle of a gradient that was added to, and the sum, until the owner of the memory is known"""
 
     def taken(self, number: int, size: int) -> None:
         """Handle a new storage of `size` bytes, identified by `number` until its release."""

@@ -51,14 +51,10 @@ def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iter
             entries[name] = replacement[id(tensor)]
         yield
     finally:
-        put_back(slots)
-
-
-def put_back(slots: list[Slot]) -> None:
-    tables, names, tensors = zip(*slots, strict=True) if slots else ((), (), ())
-    # One call in C, not a loop: Ctrl-C arrives between two instructions, and an interrupted loop would leave half of
-    # the parameters exchanged.
-    deque(map(dict.__setitem__, tables, names, tensors), maxlen=0)
+        tables, names, tensors = zip(*slots, strict=True) if slots else ((), (), ())
+        # One call in C, not a loop: Ctrl-C arrives between two instructions, and an interrupted loop would leave half
+        # of the parameters exchanged.
+        deque(map(dict.__setitem__, tables, names, tensors), maxlen=0)
 
 
 def alias(parameter: torch.Tensor) -> torch.Tensor:

@@ -158,11 +158,8 @@ def split(events: Iterable[tuple[str, int]], held: int = 0) -> dict[str, Phase]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the profiler's start and stop messages off stderr.
-
-    Its C++ library bypasses `sys.stderr`, and reads `KINETO_LOG_LEVEL` before any of our code runs. So this redirects
-    the file descriptor.
-    """
+    # Keeps the profiler's start and stop messages off stderr. Its C++ library bypasses `sys.stderr`, and reads
+    # `KINETO_LOG_LEVEL` before any of our code runs. So this redirects the file descriptor.
     sys.stderr.flush()
     try:
         saved = os.dup(2)

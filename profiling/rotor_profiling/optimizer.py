@@ -18,9 +18,9 @@ from rotor_profiling.storage import bytes_like, has_values, tensors_in
 from rotor_profiling.torch_compat import tree_map_only, unset_fake_temporarily
 from rotor_solver.described_error import DescribedError
 
+# Bytes of scalars that operators wrap as tensors, which a dispatch mode does not see. A guess: eight numbers of eight
+# bytes; if too small, the step is underestimated by as much.
 _SCALARS = 64
-"""Bytes of scalars that operators wrap as tensors, which a dispatch mode does not see. A guess: eight numbers of eight
-bytes; if too small, the step is underestimated by as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,7 @@ def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
 
 
 def _fused_step(optimizer: torch.optim.Optimizer) -> int:
-    """Return the temporary bytes of a `fused` CPU step, whose kernel copies non-contiguous parameters one by one.
-
-    Convolution weights are non-contiguous in `channels_last`. Steps zeros like the largest.
-    """
+    # A `fused` CPU step copies non-contiguous parameters (`channels_last`) one by one. Steps zeros like the largest.
     most = 0
     for group in optimizer.param_groups if prediction() is None else ():
         strided = [each for each in group["params"] if each.requires_grad and not each.is_contiguous()]
@@ -158,7 +155,6 @@ def _twin(
     foreach: bool,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    """Copy an optimizer for substitutes of its parameters and of their state."""
     # A copy, since the constructor's arguments are unknown. torch's optimizers do not copy hooks, so the user's are not
     # called.
     twin = copy.copy(optimizer)
@@ -211,14 +207,9 @@ def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
     return twin
 
 
-# Optimizers that step each parameter independently, and the memory of such a step.
-#
-# Such an optimizer accesses only the parameter, its gradient, its state and its group's settings. So stepping
-# parameters one by one, in any order, gives the numbers of a joint step.
-
-
-# From torch.optim. Not LBFGS, which uses all parameters together and needs a closure. Nor SparseAdam, whose cost cannot
-# be found: its copy would need sparse gradients.
+# Optimizers that access only a parameter, its gradient, its state and its group's settings: stepping parameters one by
+# one, in any order, gives the numbers of a joint step. From torch.optim. Not LBFGS, which uses all parameters together
+# and needs a closure. Nor SparseAdam, whose cost cannot be found: its copy would need sparse gradients.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",
@@ -257,10 +248,7 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int:
-    """Return the temporary bytes of a step without the parameters whose ids are in `apart`.
-
-    Raises UnknownOptimizerError as above.
-    """
+    """Return the temporary bytes of a step without the parameters whose ids are in `apart`. Raises as above."""
     groups = [
         {**group, "params": [each for each in group["params"] if each.requires_grad and id(each) not in apart]}
         for group in optimizer.param_groups

@@ -39,7 +39,7 @@ import torch
 
 from rotor_profiling import torch_compat
 from rotor_profiling.backends import memory_meter
-from rotor_profiling.memory import MARK, CpuMeter, Phase, split
+from rotor_profiling.memory import MARK, Phase, split
 from rotor_profiling.storage import storage_bytes
 from rotor_profiling.timing import several_processes
 from rotor_solver.described_error import InvalidStateError
@@ -73,17 +73,6 @@ def measured_phases(
         name: Phase(before + phase.start, before + phase.peak, before + phase.end)
         for name, phase in meter.phases.items()
     }
-
-
-def measured_curve(step: Callable[[], object], present: Iterable[torch.Tensor]) -> list[tuple[float, int]]:
-    """Return the bytes that the CPU holds while `step` runs: (seconds since its first allocation, bytes from then on).
-
-    Counted as in `measured_peak`, which is the curve's highest point. The profiler makes the step a little slower.
-    """
-    before = storage_bytes(tensor for tensor in present if tensor.device.type == "cpu")
-    with CpuMeter() as meter:  # CUDA's allocator has counters, but no history
-        step()
-    return [(seconds, before + held) for seconds, held in meter.curve]
 
 
 def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> StepWatch | None:
@@ -147,8 +136,8 @@ class CpuWatch:
             )
 
 
+# Has the thread's `watch`, if one runs.
 _in_thread = threading.local()
-"""Has the thread's `watch`, if one runs."""
 
 
 def give_way() -> None:

@@ -33,9 +33,9 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Attributes in which tensor subclasses keep the tensor that they wrap: `DTensor`, and `AsyncCollectiveTensor`, the
+# result of a collective that may be in progress. They may be nested.
 _WRAPPERS = ("_local_tensor", "elem")
-"""Attributes in which tensor subclasses keep the tensor that they wrap: `DTensor`, and `AsyncCollectiveTensor`, the
-result of a collective that may be in progress. They may be nested."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

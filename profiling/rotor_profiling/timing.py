@@ -106,11 +106,8 @@ class _CpuStopwatch:
         self._times.append(self._now())
 
     def _now(self) -> float:
-        """Return the time without waits for a core.
-
-        Reads both clocks until no wait comes in between. Otherwise a lap would be too short or too long by that wait,
-        and estimates prefer the shortest.
-        """
+        # Reads both clocks until no wait comes in between. Otherwise a lap would be too short or too long by that wait,
+        # and estimates prefer the shortest.
         waited = self._waited()
         while True:
             now = time.perf_counter()

@@ -5,8 +5,9 @@ A name is imported at first use: TorchDynamo, Inductor and FSDP take seconds to 
 
 from __future__ import annotations
 
+import sys
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from torch import (
@@ -68,6 +69,8 @@ if TYPE_CHECKING:
         is_fake as is_fake_tensor,
         unset_fake_temporarily,
     )
+    from torch import nn
+    from torch.distributed.tensor import DTensor
     from torch.amp.autocast_mode import _enter_autocast as enter_autocast, _exit_autocast as exit_autocast
     from torch.autograd.graph import _engine_run_backward as engine_run_backward
     from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -186,3 +189,50 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = resolve_name(NAMES[name])
     return found
+
+
+# Tests for classes of torch whose modules are slow to import: nothing is of such a class before its import.
+#
+# `import torch` leaves out TorchDynamo, DTensor and FSDP, and so does this project until a model needs them.
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a tensor distributed over processes."""
+    return isinstance(value, _class("torch.distributed.tensor", "DTensor"))
+
+
+def is_fake(value: object) -> bool:
+    return isinstance(value, _class("torch._subclasses.fake_tensor", "FakeTensor"))
+
+
+def is_optimized(module: object) -> TypeGuard[OptimizedModule]:
+    return isinstance(module, _class("torch._dynamo.eval_frame", "OptimizedModule"))
+
+
+def is_fsdp_module(module: object) -> bool:
+    return isinstance(module, _fsdp_classes())
+
+
+def has_fsdp_module(model: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to any module of a model. Fast, since every step calls it."""
+    classes = _fsdp_classes()
+    # `fully_shard` derives a class for each type of module.
+    if not any(each and each.__subclasses__() for each in classes):
+        return False
+    pending = [model]  # not by `modules()`, whose deduplication takes longer
+    while pending:
+        module = pending.pop()
+        if isinstance(module, classes):
+            return True
+        pending += [child for child in module._modules.values() if child is not None]
+    return False
+
+
+def _fsdp_classes() -> tuple[Any, ...]:
+    folders = "torch.distributed.fsdp", "torch.distributed._composable.fsdp"  # the second one before torch 2.6
+    return tuple(_class(folder, "FSDPModule") for folder in folders)
+
+
+def _class(module: str, name: str) -> Any:
+    """Return the class, or () if its module is not, or only partly, imported."""
+    return getattr(sys.modules.get(module), name, ())

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_profiling import bytes_like
 from rotor_profiling.backends import prediction
-from rotor_profiling.torch_classes import is_dtensor
+from rotor_profiling.torch_compat import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 

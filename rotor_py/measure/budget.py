@@ -36,10 +36,10 @@ from rotor_solver import (
 from rotor_solver.in_flight import PEAKS, Footprint, busiest_of, least_in_flight_sequence, most_while_one_begins
 from rotor_solver.moving import Link, simulate_moves, solve_moving
 
+# Share of time that distinct sequences for backwards in reverse must save: at most the solver's gap.
 _WORTH = 0.005
-"""Share of time that distinct sequences for backwards in reverse must save: at most the solver's gap."""
+# a link too slow to finish any copy before its wait
 _SLOWEST = Link(1e-9, 1e-9)
-"""a link too slow to finish any copy before its wait"""
 
 
 @dataclass(frozen=True, slots=True)

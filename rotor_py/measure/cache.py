@@ -52,10 +52,10 @@ Runs = Sequence[StageRun]
 """Timed runs of a stage."""
 
 
+# Import time of this file: a file written later is not the code that this process runs.
 _STARTED = time.time()
-"""Import time of this file: a file written later is not the code that this process runs."""
+# Packages with a digest of their own.
 _OURS = frozenset({"rotor_py", "rotor_profiling", "rotor_solver", "rotor_cli"})
-"""Packages with a digest of their own."""
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -99,10 +99,10 @@ def _users_file(module: ModuleType) -> Path | None:
     return None if name.startswith("torch.") else Path(file)  # some modules of torch name files that do not exist
 
 
+# Prefixes of our classes whose signature describes them fully.
 _OWN_TYPES = ("rotor_py.capture.graph.", "rotor_py.models.")
-"""Prefixes of our classes whose signature describes them fully."""
+# Prefixes of functions and classes that change only with the library version.
 _LIBRARIES = ("torch.", "_operator.", "math.", "builtins.")
-"""Prefixes of functions and classes that change only with the library version."""
 _NAMESPACES = ("aten", "prims")
 
 
@@ -205,8 +205,8 @@ def _name(value: Any) -> str:
 
 
 _log = logging.getLogger("rotor_py")
+# Of a few kilobytes each. Above that, the older half is removed.
 _MOST_FILES = 20_000
-"""Of a few kilobytes each. Above that, the older half is removed."""
 
 
 def cache_folder() -> Path:

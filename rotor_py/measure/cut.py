@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -67,17 +68,17 @@ def layers(model: nn.Module) -> list[Layer]:
             kind="not_sequential",
             name=type(model).__name__,
         )
-    return _children("", model)
+    return list(_layers("", model))
 
 
-def _children(path: str, module: nn.Module) -> list[Layer]:
-    named = [(path + key, child) for key, child in module._modules.items() if child is not None]
-    return [layer for name, child in named for layer in _layers(name, child)]
-
-
-def _layers(name: str, module: nn.Module) -> list[Layer]:
-    plain = type(module).forward is nn.Sequential.forward and len(module._modules) > 0
-    return _children(f"{name}.", module) if plain and not _hooked(module) else [(name, module)]
+def _layers(path: str, module: nn.Module) -> Iterator[Layer]:
+    for key, child in module._modules.items():
+        if child is None:
+            continue
+        if type(child).forward is nn.Sequential.forward and len(child._modules) > 0 and not _hooked(child):
+            yield from _layers(f"{path}{key}.", child)
+        else:
+            yield path + key, child
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -119,8 +120,8 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     # Cloned, since the first layer may write into it.
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
     groups: list[list[Layer]] = []
+    # storage address of a tensor still handed on, to the index of the group that made it
     made_by: dict[int, int] = {}
-    """storage address of a tensor still handed on, to the index of the group that made it"""
     for position, (name, module) in enumerate(found):
         given = storages(tensors_in(value))
         value, wrote, made_nothing = _run(name, module, value, device, sharding)

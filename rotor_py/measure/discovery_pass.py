@@ -85,23 +85,21 @@ class WalkedChain:
         return self.silent if number == len(self.cut.stages) - 1 else ()
 
 
-# Layouts of the gradients that arrive at the stages of a chain, as far as known.
-#
-# A chain is measured forward, and gradients come from its end. So a stage is first measured with gradients laid out
-# like its output, which the next stage's measurement confirms or corrects. A wrong layout makes a backward begin with a
-# copy as large as the output.
-
-
 class GradientLayouts:
-    """For each stage of a chain, the gradient layouts used to measure it, and those that actually arrive."""
+    """For each stage of a chain, the gradient layouts used to measure it, and those that actually arrive.
+
+    A chain is measured forward, and gradients come from its end. So a stage is first measured with gradients laid out
+    like its output, which the next stage's measurement confirms or corrects. A wrong layout makes a backward begin with
+    a copy as large as the output.
+    """
 
     def __init__(self, stages: int) -> None:
         self.arriving: list[Layouts] = [()] * stages
         """Gradient layouts that each stage is measured with; empty if all match its output."""
+        # Gradient layouts that each backward, and finally the loss, gives to its input.
         self._given: list[Layouts] = [()] * (stages + 1)
-        """Gradient layouts that each backward, and finally the loss, gives to its input."""
+        # Shape and strides of each stage's output, or of this process's part of it.
         self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in range(stages)]
-        """Shape and strides of each stage's output, or of this process's part of it."""
 
     def give_output(self, layouts: Layouts) -> None:
         self._given[-1] = layouts
@@ -146,9 +144,6 @@ def _alike(shape: torch.Size, own: tuple[int, ...], strides: tuple[int, ...]) ->
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, own, strides, strict=True))
 
 
-# Gradients that a recomputed stage would lose, because it does not own their leaf; found in its first run.
-
-
 _log = logging.getLogger("rotor_py")
 
 
@@ -187,16 +182,16 @@ class DiscoveryPass:
         self._stepped = stepped
         self._effects: dict[Hashable, tuple[GraphEffects, Steady | None]] = {}
         self._trials: dict[Hashable, Mapping[str, Trial]] = {}
+        # Layouts of a stage's input gradients, by its signature and those of the arriving gradients, without tensors
+        # that it only hands on.
         self._given: dict[Hashable, Layouts] = {}
-        """Layouts of a stage's input gradients, by its signature and those of the arriving gradients, without tensors
-        that it only hands on."""
         self.needs_gradient: dict[int, list[bool]] = {}
         """Which tensors of a stage's output need a gradient in training."""
         self._chain = chain
         self._stages = chain.cut.stages
         self.layouts = GradientLayouts(len(self._stages))
+        # Signature of each stage, without the arriving gradients.
         self._alike: dict[int, Hashable] = {}
-        """Signature of each stage, without the arriving gradients."""
 
     def of(self, chain: WalkedChain) -> DiscoveryPass:
         """Return a discovery pass over the same chain run differently, with the findings by signature."""

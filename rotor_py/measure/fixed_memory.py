@@ -16,8 +16,8 @@ from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError
 
 _UNSPLIT = 8 * 2**20
+# Names in texts that differ from the field's.
 _WORDS = {"optimizer": "optimizer state"}
-"""Names in texts that differ from the field's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,7 @@ def known_memory(
 def kept_gradient_bytes(
     model: nn.Module, device: torch.device, *, fresh: bool, stepped: SteppedParameters = NONE_STEPPED
 ) -> int:
-    """Return bytes of gradients present throughout the step.
-
-    These are gradients of frozen parameters and, unless `fresh`, of all trained parameters that are not `stepped`.
-    """
+    """Return bytes of gradients present throughout the step: all but those freed between steps, or `stepped`."""
     # `zero_grad` clears only the optimizer's own parameters, so gradients of frozen ones may stay for good.
     frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))
@@ -124,16 +121,6 @@ def unaccounted_bytes(
     return max(0, allocated - accounted - present - state)
 
 
-# Reject limits below the fixed memory before running anything.
-#
-# Measuring a large model takes a while, and itself runs out of memory if parameters and optimizer state alone exceed
-# it. These bytes are known exactly without measuring.
-#
-# A chain of fake tensors would show more, but its least limit could reject feasible ones: it is an upper bound, and
-# some steps take a sixth less; memory of libraries is assumed; storage modes that show in values or compiled code are
-# missing.
-
-
 def static_infeasibility(
     model: nn.Module,
     sample: object,
@@ -146,7 +133,8 @@ def static_infeasibility(
 ) -> InfeasibleError | None:
     """Return the error for a step of `model` on `sample` that exceeds `mem_limit` bytes; None if it may fit.
 
-    The error is certain, since saved tensors are not counted. So its `min_bytes` are a lower bound.
+    Measuring a large model takes a while, and may itself run out of memory; these bytes are known without. The error is
+    certain, since saved tensors are not counted. So its `min_bytes` are a lower bound.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
     # Gradients freed between steps are all present when the optimizer steps. The batch may be gone.
@@ -157,19 +145,16 @@ def static_infeasibility(
         return None
     beside = f", and {format_bytes(fresh)} gradients when the optimizer steps" if stepping > known.total else ""
     needs = ""
-    # Gradients freed between steps are all present again when the optimizer steps.
     freed = max(known.total - known.gradients, known.total - known.batch)
     if known.gradients and freed <= mem_limit:
         needs = (
             " If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
             f"(--fresh-grads) these are {format_bytes(freed)} ({freed} bytes)."
         )
-    batch = "a smaller batch, " if known.batch > least - mem_limit else ""
-    state = "an optimizer with less state, " if known.optimizer else ""
     message = (
         f"before measuring: a training step needs at least {format_bytes(least)} ({least} bytes), for "
         f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so whatever is "
-        f"recomputed, it would run out of memory.{needs} Try {batch}{state}parameters in bfloat16, fully_shard "
-        "over several devices, or a larger limit."
+        f"recomputed, it would run out of memory.{needs} Try a smaller batch, an optimizer with less state, "
+        "parameters in bfloat16, fully_shard over several devices, or a larger limit."
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, kind="limit_below_held")

@@ -11,9 +11,8 @@ from rotor_profiling import LossCost, StageCost
 from rotor_py.stage.low_precision import word_of
 from rotor_solver import Chain, Option, Stage
 
+# Scratch bytes that no device has (256 TiB), to exclude an operation from plans. The solver takes sizes up to 1 PiB.
 _NEVER = 2**48
-"""Scratch bytes that no device has (256 TiB), to exclude an operation from plans. The solver takes sizes up to 1 PiB.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +165,14 @@ def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
     )
 
 
-# The joint costs of a chain measured by several processes: the largest of each number.
-#
-# Processes wait for each other in every collective, so the slowest sets the time. A sequence that fits these costs fits
-# every process.
-
-
 _LEAST = ("input_released", "output_released", "skipped_output_time")
 
 
 def costliest(chains: Sequence[Chain]) -> Chain:
-    """Return a chain whose stages cost the most of any of `chains`, which have the same stages.
+    """Return a chain whose stages cost the most of any of `chains`, which several processes measured.
 
-    Keeps the leading options whose names agree in all of them.
+    They wait for each other in every collective, so the slowest sets the time. Keeps the leading options whose names
+    agree in all of them.
     """
     if all(chain == chains[0] for chain in chains):
         return chains[0]

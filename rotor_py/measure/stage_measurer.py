@@ -105,28 +105,28 @@ class CarriedTensors:
 
 @dataclass(frozen=True, slots=True)
 class MeasuringOptions:
+    """Options for measuring the stages of a chain, and the loss after them.
+
+    `fresh_gradients`: gradients are freed between steps. `stepped`: parameters that the backward steps. `keepers`:
+    storage modes besides the stages' own. `elsewhere`: saved tensors may be offloaded. The processes of `group` measure
+    the same stages together. `as_node` times a stage as an autograd node. `cache`: use measurements of earlier
+    processes, and store new ones. `closely`: times must be accurate, since a limit is read off the Pareto front.
+    `progress` is called with the number of finished stages, of all, and the next stage's name. `loss_temp_bytes`:
+    memory assumed for a `loss` that is not given.
+    """
+
     preserve_rng_state: bool = True
     fresh_gradients: bool = False
-    """Gradients are freed between steps."""
     stepped: SteppedParameters = NONE_STEPPED
-    """Parameters that the backward steps."""
     keepers: Sequence[Keeper] = ()
-    """Storage modes besides the stages' own."""
     elsewhere: bool = False
-    """Saved tensors may be offloaded."""
     group: dist.ProcessGroup | None = None
-    """Processes that measure the same stages together."""
     as_node: AsNode | None = None
-    """Times a stage as an autograd node."""
     cache: bool = True
-    """Use measurements of earlier processes, and store new ones."""
     closely: bool = False
-    """Times must be accurate: a limit is read off the Pareto front."""
     progress: Progress | None = None
-    """Called with the number of finished stages, the number of all, and the next stage's name."""
     loss: Callable[[Any], torch.Tensor] | None = None
     loss_temp_bytes: int = 0
-    """Memory assumed for a loss that is not given."""
 
 
 class StageMeasurer:
@@ -153,12 +153,12 @@ class StageMeasurer:
         self.stepped = options.stepped
         # Only tensors alive throughout: other addresses may be reused.
         self._owned = list(storages(tensors_in(value)))
+        # By signature, the memory of such stages, and the context of one of them.
         self._known: dict[Hashable, tuple[StageContext, StageFindings]] = {}
-        """By signature, the memory of such stages, and the context of one of them."""
+        # Signatures with new findings, not yet stored in the cache.
         self._unkept: set[Hashable] = set()
-        """Signatures with new findings, not yet stored in the cache."""
+        # By signature, the bytes that each storage mode can offload.
         self._offloadable: dict[Hashable, dict[str, int]] = {}
-        """By signature, the bytes that each storage mode can offload."""
         self._times = StageTimes(closely=options.closely)
         self._cache = None
         if options.cache and not cut.sharding:
@@ -369,11 +369,8 @@ class StageMeasurer:
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
-    """Return bytes of the parameter gradients that each stage's backward leaves for good; a shared parameter's, once.
-
-    The gradient of a parameter shared by stages exists from the first backward that adds to it, that of the last of
-    these stages.
-    """
+    # Of parameters' gradients that each backward leaves for good. That of a parameter shared by stages exists from the
+    # first backward that adds to it, that of the last of these stages.
     seen: set[int] = set()  # by id: tensors compare element by element
     result = []  # from the last stage on, in backward order
     for _, function in reversed(cut.stages):
@@ -384,7 +381,7 @@ def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    """Return an upper bound of the copies, for recomputations, of buffers and attributes that a forward changes."""
+    # An upper bound of the copies, for recomputations, of buffers and attributes that a forward changes.
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
     # The copy to restore, and one that the recomputation writes into.
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)

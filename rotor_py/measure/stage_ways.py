@@ -42,9 +42,8 @@ def saving_ones(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> list[tuple[str, StageBytes]]:
-    """Return the modes worth timing: those that save clearly less than the whole stage, in any process.
-
-    A mode with a keeper must save clearly less than its base mode. If it is as exact, it replaces the base.
+    """Return the modes that save clearly less than the whole stage or their base mode in any process, without bases of
+    modes that are as exact.
     """
     saved = {name: way.saved_bytes for name, way in ways}
     found, replaced = [], set()

@@ -11,7 +11,7 @@ from torch import nn
 from rotor_profiling import bytes_like
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.optimizer import scratch_alone
-from rotor_profiling.stage.stage_context import Stepped
+from rotor_profiling.stage.gradients import Stepped
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.measure.cut import Cut
 
@@ -68,10 +68,6 @@ class SteppedParameters:
 
 
 def _waiting(parameters: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
-    """Return gradient bytes that each stage's backward leaves for earlier ones, less those that it finishes.
-
-    `parameters` has those that each stage uses.
-    """
     uses: dict[int, list[int]] = {}
     for number, mine in enumerate(parameters):
         for each in mine:

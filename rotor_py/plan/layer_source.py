@@ -14,8 +14,7 @@ from rotor_profiling import tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_profiling.storage import layout_of
-from rotor_profiling.torch_classes import is_fsdp_module
-from rotor_profiling.torch_compat import FakeTensor
+from rotor_profiling.torch_compat import FakeTensor, is_fsdp_module
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, cut

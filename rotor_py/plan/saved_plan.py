@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.backends import prediction
-from rotor_profiling.torch_classes import is_dtensor
-from rotor_profiling.torch_compat import tree_leaves
+from rotor_profiling.torch_compat import is_dtensor, tree_leaves
 from rotor_py.distributed.sharding import at_rest
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.cut import Cut, Layer, is_chain, joined, layers

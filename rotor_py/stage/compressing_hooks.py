@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_profiling import torch_compat
 from rotor_profiling.storage import storages
-from rotor_profiling.torch_classes import is_fake
+from rotor_profiling.torch_compat import is_fake
 from rotor_py.stage.saved_tensors import (
     Complete,
     Need,

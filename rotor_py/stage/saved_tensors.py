@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import Node
 
 from rotor_profiling import torch_compat
-from rotor_profiling.torch_classes import is_fake
+from rotor_profiling.torch_compat import is_fake
 from rotor_py.errors import InvalidStateError
 
 # Objects that autograd holds in place of saved tensors. Rules: see the Note in `compressing_hooks`.

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotor_profiling import measured_curve
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -54,9 +53,10 @@ def test_what_is_recorded_is_the_whole_step(monkeypatch: pytest.MonkeyPatch) -> 
     trainee = Trainee(model, {"input": torch.randn(256, 64)}, lambda output: output.square().mean())
     peak = [trainee.measured_step(0)[0] for _ in range(2)][1]
     lengths: list[int] = []
+    measure = picture.measured_curve
 
     def counted(*arguments: object) -> list[tuple[float, int]]:
-        curve = measured_curve(*arguments)  # type: ignore[arg-type]
+        curve = measure(*arguments)  # type: ignore[arg-type]
         lengths.append(len(curve))
         return curve
 

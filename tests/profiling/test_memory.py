@@ -8,7 +8,8 @@ from threading import Thread
 import pytest
 import torch
 
-from rotor_profiling import Phase, measured_curve, measured_peak, memory_meter
+from rotor_profiling import Phase, measured_peak, memory_meter
+from rotor_profiling.memory import CpuMeter
 from tests.fields import raises
 from tests.profiling.costs import CPU
 
@@ -116,21 +117,16 @@ def test_on_cuda_a_backward_that_begins_with_a_matrix_product_is_measured_withou
     assert "context" not in ran.stderr
 
 
-def test_the_curve_of_a_step_says_what_was_held_when_and_its_highest_point_is_the_peak() -> None:
-    present = block(10)
+def test_the_curve_of_a_meter_shows_the_bytes_held_at_each_time() -> None:
     kept: list[torch.Tensor] = []
-
-    def step() -> None:
+    with CpuMeter() as meter:
         first = block(5)
         kept.append(block(7))
         del first
-
-    curve = measured_curve(step, [present])
-    assert [size for _, size in curve] == [15 * KIB, 22 * KIB, 17 * KIB]
-    times = [seconds for seconds, _ in curve]
+    assert [size for _, size in meter.curve] == [5 * KIB, 12 * KIB, 7 * KIB]
+    times = [seconds for seconds, _ in meter.curve]
     assert times[0] == 0
     assert times == sorted(times)
-    assert max(size for _, size in curve) == measured_peak(step, [present], CPU)
 
 
 def test_frees_by_other_threads_show_when_the_memory_is_used_again() -> None:

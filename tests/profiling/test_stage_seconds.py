@@ -12,10 +12,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotor_profiling import measure_ways, stage_layouts
+from rotor_profiling import StageContext, measure_ways, stage_layouts
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.stage.seconds import StageRun, estimate, time_ways
-from rotor_profiling.stage.stage_context import StageContext
 from rotor_profiling.timing import cpu_stopwatch
 from rotor_py.execute.single_stage_replay import single_stage_node
 from rotor_py.stage.runner import StageRunner

@@ -5,8 +5,10 @@ A phase begins at each mark. The phase "between" does not count: frees, and allo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,28 @@ import torch
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, isolated
 from rotor_profiling.memory import MemoryMeter, Phase
-from rotor_profiling.stage.gradients import Layouts, Strides, enter_graph, gradients_for, leaves_of, scalar_after
+from rotor_profiling.stage.gradients import (
+    Layouts,
+    Runner,
+    StageContext,
+    Stepped,
+    Strides,
+    enter_graph,
+    gradients_for,
+    leaves_of,
+    scalar_after,
+)
 from rotor_profiling.stage.seconds import StageRun, StageSeconds
-from rotor_profiling.stage.stage_context import Runner, StageContext, bytes_after_replay, stand_in_steps
-from rotor_profiling.storage import allocated, layout_of, local, storage_bytes, storages, tensors_in, wait_for
+from rotor_profiling.storage import (
+    allocated,
+    bytes_like,
+    layout_of,
+    local,
+    storage_bytes,
+    storages,
+    tensors_in,
+    wait_for,
+)
 from rotor_profiling.timing import Stopwatch, several_processes
 from rotor_profiling.torch_compat import storage_use_count
 
@@ -72,11 +92,18 @@ def measure_ways(
     # memory. So results are never too small, and the least is closest.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
-        with stand_in_steps(parameters, context.stepped):
+        with _stand_in_steps(parameters, context.stepped):
             rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
-        after_replay = bytes_after_replay(parameters, context.stepped)
-    ways = map(_least, zip(*(each for each, _ in rounds), strict=True))
-    return tuple(_with_room_after_replay(each, after_replay) for each in ways), rounds[-1][1]
+        after_replay = _bytes_after_replay(parameters, context.stepped)
+    ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
+    # The solver adds activation and saved bytes itself; both are gone when the first parameter is stepped.
+    needs = (after_replay - each.activation_bytes - each.saved_bytes for each in ways)
+    if after_replay:
+        ways = tuple(
+            replace(way, replay_temp_bytes=max(way.replay_temp_bytes, need))
+            for way, need in zip(ways, needs, strict=True)
+        )
+    return ways, rounds[-1][1]
 
 
 def _measure_once(
@@ -88,7 +115,13 @@ def _measure_once(
 ) -> tuple[tuple[StageBytes, ...], StageRun | None]:
     # Processes must run equally often, and their findings may differ.
     known = None if several_processes() else runners[0].before_first(value)
-    surroundings, rise = _run_first(runners[0], value, context) if known is None else known
+    if known is None:
+        with memory_meter(context.device) as meter, torch.no_grad():
+            output, surroundings = runners[0].first(value)
+        del output
+        rise = meter.phases[""].rise
+    else:
+        surroundings, rise = known
     seconds, shown = [], []
     for runner in runners:
         if not context.fresh_gradients:
@@ -124,10 +157,7 @@ def _bytes_of(
     nograd_temp: int,
     context: StageContext,
 ) -> StageBytes:
-    """Combine the phases of a mode's runs in training's graph and in its own; see `_run_with_own_graph`.
-
-    One number serves both graphs: the larger.
-    """
+    """Combine the phases of a mode's runs in training's graph and in its own; the larger number serves both."""
     forward, attach, release = phases["forward"], phases["attach"], phases["letting go"]
     # After the forward: an output that the stage's own backward does not need may be gone.
     training = max((phases[name].peak for name in ("gradients", "backward") if name in phases), default=forward.end)
@@ -160,20 +190,6 @@ def _least(found: Sequence[StageBytes]) -> StageBytes:
         input_released_bytes=max(each.input_released_bytes for each in found),
         output_released_bytes=min(saved, max(each.output_released_bytes for each in found)),
     )
-
-
-def _with_room_after_replay(found: StageBytes, nbytes: int) -> StageBytes:
-    """Add room for the parameter steps of `nbytes` that follow a recomputed stage's backward."""
-    # The solver adds these itself; both are gone when the first parameter is stepped.
-    both = found.activation_bytes + found.saved_bytes
-    return replace(found, replay_temp_bytes=max(found.replay_temp_bytes, nbytes - both)) if nbytes else found
-
-
-def _run_first(runner: Runner, value: Any, context: StageContext) -> tuple[Any, int]:
-    with memory_meter(context.device) as meter, torch.no_grad():
-        output, surroundings = runner.first(value)
-    del output
-    return surroundings, meter.phases[""].rise
 
 
 def _run_in_graph(
@@ -267,14 +283,36 @@ def _uses(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _forget_if_fresh(parameters: list[torch.Tensor], context: StageContext) -> None:
-    """Drop gradients if training makes them anew in every step."""
     if context.fresh_gradients:
         for parameter in parameters:
             parameter.grad = None
 
 
-# Layouts of the gradients that a backward gives to its inputs, found by running it once. They depend on the operators
-# and on the layouts of the arriving gradients.
+@contextmanager
+def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> Iterator[None]:
+    """Take the memory of steps of `parameters`, each as soon as its gradient is complete, and free the gradient."""
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(_stand_in, nbytes))
+        for parameter, nbytes in zip(parameters, stepped or [None] * len(parameters), strict=True)
+        if nbytes is not None
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _stand_in(nbytes: int, parameter: torch.Tensor) -> None:
+    torch.empty(nbytes, dtype=torch.uint8, device=parameter.device)
+    parameter.grad = None
+
+
+def _bytes_after_replay(parameters: Sequence[torch.Tensor], stepped: Stepped) -> int:
+    # Held when a recomputed stage's first parameter is stepped, without its input's gradient: its node makes the
+    # gradients of all parameters before it hands on the first.
+    steps = [nbytes for nbytes in stepped if nbytes is not None]
+    return bytes_like(parameters) + max(steps) if steps else 0
 
 
 def stage_layouts(

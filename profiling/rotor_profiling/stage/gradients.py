@@ -1,4 +1,4 @@
-"""Inputs and gradients for measuring a stage as in training.
+"""Inputs of measuring a stage as in training: its runner, its position in a chain, and its gradients.
 
 In training, a gradient has the layout that the next stage's backward makes, not necessarily its tensor's. Recurrent
 layers with `batch_first` return a transposed view, and a linear layer after them gives a gradient that is not
@@ -8,9 +8,10 @@ transposed; so their backward begins with a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,10 +33,7 @@ def leaves_of(value: Any) -> Any:
 
 
 def gradients_at(value: Any) -> list[torch.Tensor]:
-    """Return the gradients that a backward has brought to the leaves in `value`.
-
-    The caller must wait for them: they may be results of collectives, whose memory PyTorch holds until a wait.
-    """
+    """Return the gradients that a backward has brought to the leaves in `value`, possibly results of collectives."""
     return [tensor.grad for tensor in tensors_in(value) if tensor.grad is not None]
 
 
@@ -91,10 +89,7 @@ def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker
 
 
 def _maker(tensor: torch.Tensor, strides: Strides | None) -> _Maker:
-    """Return a gradient maker that does not hold the tensor: a graph would hold the output through it.
-
-    The gradient of a `DTensor` is distributed as the tensor is.
-    """
+    # The maker does not hold the tensor: a graph would hold the output through it.
     part = local(tensor)
     make = partial(_ones, part.shape, strides or part.stride(), part.dtype, part.device)
     if (layout := layout_of(tensor)) is None:
@@ -123,9 +118,6 @@ def _strides_of_whole(shape: torch.Size, strides: Strides) -> Strides:
     return tuple(found)
 
 
-# Begin the graph of a stage whose preceding stages have no graph.
-
-
 class _Entry(torch.autograd.Function):
     """Graph input. A leaf instead would be held by the graph, needed or not, and copy gradients of another layout."""
 
@@ -140,10 +132,7 @@ class _Entry(torch.autograd.Function):
 
 
 def enter_graph(origin: torch.Tensor, value: Any) -> Any:
-    """Make `value` the input of a separate graph: its tensors that need a gradient depend on the leaf `origin`.
-
-    A backward through the whole graph discards the gradients of the input.
-    """
+    """Make `value` the input of a graph that begins at the leaf `origin`, and discards gradients of the input."""
     return tree_map_only(torch.Tensor, partial(_entered, origin), value)
 
 
@@ -151,3 +140,71 @@ def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
     # Most stages are recomputed during a backward, where gradients are off.
     with torch.enable_grad():
         return _Entry.apply(origin, tensor.detach()) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]  # torch leaves it so
+
+
+# Protocols of the executor, whose own code measuring calls. It is above this package.
+
+
+class Attached(Protocol):
+    """A recomputed stage with a graph of its own."""
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Return the gradients of the input's tensors, then of the parameters, for those of the outputs."""
+
+
+class Runner(Protocol):
+    """Runs a stage in each way that the executor does."""
+
+    function: Callable[..., Any]
+
+    @property
+    def can_skip_output(self) -> bool:
+        """Whether the stage has a different run that skips its output."""
+
+    def make_ready(self) -> None:
+        """Do one-time work of a run in advance, so that it is not timed."""
+
+    def forward(self, value: Any, *, skip_output: bool = False) -> Any:
+        """Run the stage in the surrounding graph; with `skip_output`, the output has no values."""
+
+    def first(self, value: Any) -> tuple[Any, Any]:
+        """Run it without a graph; return its output, and the state for recomputing it."""
+
+    def before_first(self, value: Any) -> tuple[Any, int] | None:
+        """Return the state for a recomputation as before a first run, and the most bytes of such a run.
+
+        None if only a first run shows this.
+        """
+
+    def again(self, value: Any, surroundings: Any) -> Any:
+        """Recompute it without a graph, exactly as in the first run."""
+
+    def attach(self, value: Any, surroundings: Any, *, skip_output: bool = False) -> tuple[Attached, Any]:
+        """Recompute it with a graph of its own, exactly as in the first run; return the graph and the output."""
+
+
+Stepped = tuple[int | None, ...]
+"""For each trained parameter of a stage, in the order of `trained_parameters`, the bytes of its step; None if the
+stage's backward does not step it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageContext:
+    """Position of a stage in a chain, in which its input takes `input_bytes`.
+
+    `owned`: addresses of storages that belong to the caller (parameters, the batch), not to the stage. Without
+    `fresh_gradients`, parameters already have a gradient when the backward runs. `output_held`: the caller keeps the
+    output until the backward is done, as for the last stage. `carried`: indices of output tensors kept outside the
+    chain, which count neither as |a_{i+1}| nor as saved, only as in memory while the stage runs. `silent`: indices of
+    those that could get a gradient but do not. `arriving`: layouts of the output's gradients.
+    """
+
+    device: torch.device
+    input_bytes: int
+    owned: Sequence[int] = ()
+    fresh_gradients: bool = False
+    output_held: bool = False
+    carried: Sequence[int] = ()
+    silent: Sequence[int] = ()
+    arriving: Layouts = ()
+    stepped: Stepped = ()

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.isolate import isolated
-from rotor_profiling.stage.gradients import enter_graph, leaves_of, scalar_after
-from rotor_profiling.stage.stage_context import Runner, StageContext
+from rotor_profiling.stage.gradients import Runner, StageContext, enter_graph, leaves_of, scalar_after
 from rotor_profiling.timing import Stopwatch, lower_quartile
 
 
@@ -89,21 +88,7 @@ def time_ways(
     `again`: also time a run as a node, as a whole by `as_node`, or else in parts; its backward then counts as long as
     the first mode's.
     """
-    with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
-        return _time_ways(runners, value, parameters, context, _Laps(watch), as_node, again=again)
-
-
-def _time_ways(
-    runners: Sequence[Runner],
-    value: Any,
-    parameters: list[torch.Tensor],
-    context: StageContext,
-    laps: _Laps,
-    as_node: AsNode | None,
-    *,
-    again: bool,
-) -> tuple[StageRun, Any]:
-    origin = torch.empty(0, requires_grad=True)
+    origin, output, laps = torch.empty(0, requires_grad=True), None, _Laps(watch)
 
     def enter() -> Any:
         for parameter in parameters:  # gradients exactly where training has some before a backward
@@ -121,7 +106,7 @@ def _time_ways(
         return [output]
 
     def backward(outputs: list[Any], name: str) -> None:
-        """From gradients that the engine owns, as in training: it may add to them in place."""
+        # From gradients that the engine owns, as in training: it may add to them in place.
         source = scalar_after(outputs.pop(), context.silent, context.arriving, made=lambda _: laps.end())
         if source is None:
             laps.end()
@@ -129,22 +114,21 @@ def _time_ways(
             source.backward(torch.ones_like(source))
         laps.end(name)
 
-    for runner in runners:
-        runner.make_ready()
-    output = None
-    laps.watch.start()
-    for runner in runners:
-        made = forward(runner.forward, "forward")
-        if runner is runners[0]:
-            output = leaves_of(made[0])
-        backward(made, "backward")
-        if not again or runner is not runners[0]:
-            continue
-        if as_node is not None:
-            backward(forward(as_node(runner), "first"), "again")
-        else:
-            _run_apart(runner, value, enter, laps)
-    seconds = laps.stop()
+    with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
+        for runner in runners:
+            runner.make_ready()
+        watch.start()
+        for runner in runners:
+            made = forward(runner.forward, "forward")
+            if runner is runners[0]:
+                output = leaves_of(made[0])
+            backward(made, "backward")
+            if again and runner is runners[0]:
+                if as_node is not None:
+                    backward(forward(as_node(runner), "first"), "again")
+                else:
+                    _run_apart(runner, value, enter, laps)
+        seconds = laps.stop()
     ways = tuple(zip(seconds["forward"], seconds["backward"], strict=True))
     if not again:
         return StageRun(ways), output
@@ -172,15 +156,15 @@ class _Laps:
     """Laps of a watch by name; unnamed laps do not count."""
 
     def __init__(self, watch: Stopwatch) -> None:
-        self.watch = watch
+        self._watch = watch
         self._names: list[str] = []
 
     def end(self, name: str = "") -> None:
-        self.watch.lap()
+        self._watch.lap()
         self._names.append(name)
 
     def stop(self) -> dict[str, list[float]]:
         found: dict[str, list[float]] = {}
-        for name, seconds in zip(self._names, self.watch.stop(), strict=True):
+        for name, seconds in zip(self._names, self._watch.stop(), strict=True):
             found.setdefault(name, []).append(seconds)
         return found

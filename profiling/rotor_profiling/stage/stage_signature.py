@@ -14,21 +14,20 @@ import torch
 from torch import nn
 
 from rotor_profiling.storage import layout_of
-from rotor_profiling.torch_classes import is_fsdp_module
-from rotor_profiling.torch_compat import tree_flatten
+from rotor_profiling.torch_compat import is_fsdp_module, tree_flatten
 
+# Tables of hooks that no step calls; `fully_shard` fills some.
 _OF_NO_STEP = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-"""Tables of hooks that no step calls; `fully_shard` fills some."""
+# Tables with options of the hooks in another table.
 _OF_HOOKS = {"_forward_pre_hooks_with_kwargs": "_forward_pre_hooks", "_forward_hooks_with_kwargs": "_forward_hooks"}
-"""Tables with options of the hooks in another table."""
+# Prefix of attributes in which `fully_shard` keeps a module's state. A stage is measured with whole parameters and
+# without these hooks, so it costs the same however it is sharded.
 _SHARDING = "__composable_api_state_key"
-"""Prefix of attributes in which `fully_shard` keeps a module's state. A stage is measured with whole parameters and
-without these hooks, so it costs the same however it is sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +42,13 @@ class Unlike:
 
 
 class HasKind(ABC):
-    """A module that defines its own signature.
-
-    Attributes of generated code differ even where the code does the same; only its generator knows.
-    """
+    """A module that defines its own signature: only the generator of code knows what does the same."""
 
     @abstractmethod
     def kind(self, value: Any) -> Hashable:
-        """Return a key that is equal for modules that do the same with parameters and buffers of the same shapes.
+        """Return a key that is equal for modules that do the same with tensors of the same shapes.
 
-        `value` is the input of the module's stage. The key should depend on the parts that the module reads, not on
-        those that it only hands on.
+        It depends on those parts of the stage's input `value` that the module reads, not on those that it hands on.
         """
 
 
