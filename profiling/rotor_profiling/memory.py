@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import TracebackType
@@ -42,7 +42,7 @@ class Phase:
         return self.end - self.start
 
 
-class MemoryMeter(Protocol):
+class MemoryMeter(AbstractContextManager["MemoryMeter"], Protocol):
     """A context manager that splits the work inside it into named phases.
 
     `mark(name)` starts the phase `name`, up to the next mark or the end of the context. Work before the first mark is
@@ -53,12 +53,6 @@ class MemoryMeter(Protocol):
     def phases(self) -> dict[str, Phase]: ...
 
     def mark(self, name: str) -> None: ...
-
-    def __enter__(self) -> MemoryMeter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 @dataclass(slots=True)

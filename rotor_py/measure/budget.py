@@ -9,7 +9,9 @@ from torch import nn
 
 from rotor_profiling import OptimizerCost
 from rotor_py.measure.fixed_memory import (
+    NONE_STEPPED,
     FixedMemory,
+    SteppedParameters,
     kept_gradient_bytes,
     known_memory,
     trained_bytes,
@@ -17,7 +19,6 @@ from rotor_py.measure.fixed_memory import (
     unsplit_bytes,
 )
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.units import format_bytes, limit_text
 from rotor_solver import (
     Algorithm,

@@ -62,9 +62,8 @@ _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "pureli
 def code_of(kind: type) -> str | None:
     """Return a digest of the code that a class may run; None if unknown.
 
-    A layer calls its file's imports, which call other files. So all imported files and all library versions count: a
-    superfluous measurement is better than one of other code. None for a class made in a function or a notebook, which a
-    later process cannot find, and if a file changed after its import.
+    A layer calls its file's imports, which call other files. So all imported files and all library versions count. None
+    for a class made in a function or a notebook, which a later process cannot find, and if a file changed since.
     """
     module = sys.modules.get(kind.__module__)
     if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):

@@ -23,7 +23,7 @@ from rotor_py.distributed.processes import anywhere
 from rotor_py.distributed.sharding import gathered
 from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut
-from rotor_py.measure.stepped_parameters import SteppedParameters
+from rotor_py.measure.fixed_memory import SteppedParameters
 from rotor_py.stage.error_context import During
 from rotor_py.stage.protocol import StageOffers, offers_of
 from rotor_py.stage.runner import StageRunner, edges_and_owners, leaves_behind
@@ -75,11 +75,6 @@ class WalkedChain:
         """Return the input of the next stage, with the `requires_grad` of training."""
         with isolated(runner.function, self.device), torch.enable_grad():
             return leaves_of(runner.forward(leaves_of(value)))
-
-    def run_without_graph(self, runner: StageRunner, value: Any) -> Any:
-        """Return the output of a stage without a graph: its numbers may come from another kernel."""
-        with isolated(runner.function, self.device), torch.no_grad():
-            return runner.forward(value)
 
     def silent_of(self, number: int) -> tuple[int, ...]:
         return self.silent if number == len(self.cut.stages) - 1 else ()

@@ -45,6 +45,7 @@ from rotor_py.distributed.sharding import gathered
 from rotor_py.measure.cache import StageFindings, measurement_cache
 from rotor_py.measure.cut import Cut, run_prefix
 from rotor_py.measure.discovery_pass import DiscoveryPass, LayerOffers, WalkedChain
+from rotor_py.measure.fixed_memory import NONE_STEPPED, SteppedParameters
 from rotor_py.measure.measurement import Carried, Measurement, Way
 from rotor_py.measure.rounds import StageTimes
 from rotor_py.measure.stage_ways import (
@@ -54,7 +55,6 @@ from rotor_py.measure.stage_ways import (
     with_offloading,
     worth_choosing,
 )
-from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters
 from rotor_py.stage.error_context import During
 from rotor_py.stage.forward_state import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
 from rotor_py.stage.low_precision import word_of
@@ -291,7 +291,8 @@ class StageMeasurer:
                         run, output = time_ways(ways, value, context, watch, as_node=self._options.as_node, again=again)
                         self._times.add(kind, run, exact=watch.exact)
                     else:
-                        output = self._chain.run_without_graph(self._chain.runner(number), value)
+                        with isolated(function, self._device), torch.no_grad():
+                            output = self._chain.runner(number).forward(value)
                     value = self._handed_on(number, output)
                     del output
 

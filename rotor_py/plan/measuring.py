@@ -20,10 +20,10 @@ from rotor_profiling.step import give_way
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.errors import record_fields
 from rotor_py.execute.single_stage_replay import single_stage_node
+from rotor_py.measure.fixed_memory import stepped_parameters
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import freeze_gc, planning
 from rotor_py.measure.stage_measurer import MeasuringOptions
-from rotor_py.measure.stepped_parameters import stepped_parameters
 from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import fastest_stored

@@ -27,9 +27,14 @@ from rotor_py.distributed.sharding import at_rest, is_sharded, keeps_gradients
 from rotor_py.errors import OffloadError, UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
 from rotor_py.measure.device import limit_bytes
-from rotor_py.measure.fixed_memory import static_infeasibility, trained_bytes
+from rotor_py.measure.fixed_memory import (
+    NONE_STEPPED,
+    SteppedParameters,
+    static_infeasibility,
+    stepped_parameters,
+    trained_bytes,
+)
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stepped_parameters import NONE_STEPPED, SteppedParameters, stepped_parameters
 from rotor_py.offload.offload import Offload, link_of
 from rotor_py.plan.agreement import gather_objects
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only

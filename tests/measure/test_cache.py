@@ -196,7 +196,7 @@ def test_keys_say_what_a_value_is() -> None:
     digests = [digest_of(value) for value in values]
     assert len(set(digests)) == len(values)
     assert digests == [digest_of(value) for value in values]
-    for value in (Unlike.any_but(values), lambda: None, object(), BATCH):
+    for value in (Unlike(id(values)), lambda: None, object(), BATCH):
         with pytest.raises(UnstableKeyError):
             digest_of(value)
 

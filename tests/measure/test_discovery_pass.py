@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.discovery_pass import DiscoveryPass, WalkedChain
+from rotor_py.measure.fixed_memory import NONE_STEPPED
 from rotor_py.measure.planning_lock import freeze_gc
-from rotor_py.measure.stepped_parameters import NONE_STEPPED
 from tests.fields import raises
 
 CPU = torch.device("cpu")

@@ -36,10 +36,6 @@ class Unlike:
 
     address: int
 
-    @classmethod
-    def any_but(cls, value: object) -> Unlike:
-        return cls(id(value))
-
 
 class HasKind(ABC):
     """A module that defines its own signature: only the generator of code knows what does the same."""
@@ -58,7 +54,7 @@ def stage_signature(function: Callable[..., Any], value: Any) -> Hashable:
     An object that cannot be compared gets a key of its own: one measurement too many is better than one too few.
     """
     if not isinstance(function, nn.Module):
-        return Unlike.any_but(function), value_signature(value)  # a function does not show its code's effects
+        return Unlike(id(function)), value_signature(value)  # a function does not show its code's effects
     described = [module for module in function.modules() if isinstance(module, HasKind)]
     read = tuple(module.kind(value) for module in described) if described else value_signature(value)
     return _module_kind(function), read
@@ -103,27 +99,27 @@ def _plain(value: Any) -> Hashable:
         return _function(value)
     if isinstance(value, ref):  # recurrent layers hold such references to weights
         there = value()
-        return _plain(there) if there is None or isinstance(there, torch.Tensor) else Unlike.any_but(value)
-    return value if _equal_by_value(value) else Unlike.any_but(value)
+        return _plain(there) if there is None or isinstance(there, torch.Tensor) else Unlike(id(value))
+    return value if _equal_by_value(value) else Unlike(id(value))
 
 
 def _function(function: Any) -> Hashable:
     """Return a key that is equal for functions that do the same, such as hooks that `parallelize_module` recreates."""
     if isinstance(function, partial):
-        return Unlike.any_but(function.func), _bound(function.args), _bound(tuple(function.keywords.items()))
+        return Unlike(id(function.func)), _bound(function.args), _bound(tuple(function.keywords.items()))
     try:
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
     except ValueError:  # a cell that is still empty
-        return Unlike.any_but(function)
+        return Unlike(id(function))
     defaults = function.__defaults__, tuple((function.__kwdefaults__ or {}).items())
-    return function.__code__, Unlike.any_but(function.__globals__), _bound(defaults), _bound(cells)
+    return function.__code__, Unlike(id(function.__globals__)), _bound(defaults), _bound(cells)
 
 
 def _bound(value: Any) -> Hashable:
     """Return the key of a bound value. A nested function with a closure of its own may refer to the outer one."""
     if isinstance(value, list | tuple):
         return tuple(map(_bound, value))
-    return Unlike.any_but(value) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
+    return Unlike(id(value)) if isinstance(value, FunctionType) and value.__closure__ else _plain(value)
 
 
 def _equal_by_value(value: Any) -> bool:

@@ -130,7 +130,7 @@ class Emitter:
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
         # Only functions and methods are comparable; any other node makes the piece unlike all others.
-        target = node.target if node.op in ("call_function", "call_method") else Unlike.any_but(node)
+        target = node.target if node.op in ("call_function", "call_method") else Unlike(id(node))
         args = node.args
         if node.target in MARKS:
             self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
@@ -210,7 +210,7 @@ class Emitter:
             return "slice", self._plain((value.start, value.stop, value.step))
         if isinstance(value, float):  # 0.0 equals -0.0
             return repr(value)
-        return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike.any_but(value)
+        return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike(id(value))
 
 
 # A stage of a sharded model is split between marks: compiled code would not see that one gathers or frees parameters.
