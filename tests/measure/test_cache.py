@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,40 +46,30 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(32), nn.Linear(32, 8))
 
 
-def with_times(monkeypatch: pytest.MonkeyPatch, factors: Sequence[float]) -> None:
-    """Each kind of stage takes as long as these `factors` say, run by run, whatever the clock shows."""
-    runs: Counter[Hashable] = Counter()
+@pytest.fixture(autouse=True)
+def factors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds of each kind of stage, run by run, whatever the clock shows: those of small layers are far apart."""
+    found, runs = [1e-3], Counter[Hashable]()
 
     def add_other(times: StageTimes, kind: Hashable, run: StageRun, *, exact: bool = False) -> None:
-        seconds = factors[runs[kind] % len(factors)]
+        seconds = found[runs[kind] % len(found)]
         runs[kind] += 1
         node = run.node and (seconds, 2 * seconds)
         ADD(times, kind, StageRun(((seconds, seconds),) * len(run.ways), node), exact=exact)
 
     monkeypatch.setattr(StageTimes, "add", add_other)
-
-
-@pytest.fixture(autouse=True)
-def steady_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of layers as small as here are far apart on many a machine."""
-    with_times(monkeypatch, [1e-3])
+    return found
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is measured from now on."""
+    """The measuring functions that are called from now on."""
     found: list[str] = []
     for name in ("measure_ways", "time_ways"):
-        monkeypatch.setattr(stage_measurer, name, _noting(found, name, getattr(stage_measurer, name)))
+        run = getattr(stage_measurer, name)
+        noting = lambda *args, run=run, name=name, **keywords: (found.append(name), run(*args, **keywords))[1]  # noqa: E731
+        monkeypatch.setattr(stage_measurer, name, noting)
     return found
-
-
-def _noting(found: list[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    def noting(*args: Any, **keywords: Any) -> Any:
-        found.append(name)
-        return run(*args, **keywords)
-
-    return noting
 
 
 def costs(model: nn.Module, value: torch.Tensor = BATCH, **options: Any) -> Any:
@@ -106,11 +96,11 @@ def test_a_copy_of_a_model_made_again_or_read_from_a_file_is_not_measured(
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize(("factors", "kept"), [([1e-3, 1.1e-3], True), ([1e-3, 2e-3], False)])
+@pytest.mark.parametrize(("second", "kept"), [(1.1e-3, True), (2e-3, False)])
 def test_times_that_are_far_apart_are_measured_anew(
-    factors: list[float], kept: bool, measured: list[str], monkeypatch: pytest.MonkeyPatch
+    second: float, kept: bool, measured: list[str], factors: list[float]
 ) -> None:
-    with_times(monkeypatch, factors)
+    factors.append(second)
     costs(layers())
     measured.clear()
     costs(layers())
@@ -139,18 +129,13 @@ def test_a_job_that_goes_on_measures_nothing(measured: list[str], tmp_path: Path
     assert measured == []
 
 
-def _with_threads(count: int) -> None:
+def _with_threads(threads: int) -> None:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
+    torch.set_num_threads(threads)
     try:
         costs(layers())
     finally:
         torch.set_num_threads(before)
-
-
-def _under_autocast() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        costs(layers())
 
 
 CHANGES: dict[str, Callable[[], object]] = {
@@ -160,24 +145,21 @@ CHANGES: dict[str, Callable[[], object]] = {
     "random state": lambda: costs(layers(), preserve_rng_state=False),
     "frozen": lambda: costs(layers().requires_grad_(False).append(nn.Linear(8, 8))),
     "threads": lambda: _with_threads(torch.get_num_threads() + 1),
-    "autocast": _under_autocast,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16)(costs)(layers()),
     "off": lambda: costs(layers(), cache=False),
 }
 
 
-def test_whatever_differs_is_measured(measured: list[str]) -> None:
+def test_whatever_differs_is_measured(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     costs(layers())
     for name, change in CHANGES.items():
         measured.clear()
         change()
         assert "measure_ways" in measured, name
-
-
-def test_what_the_first_walk_finds_otherwise_is_measured(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    costs(layers())
     measured.clear()
-    monkeypatch.setattr(discovery_pass, "find_effects", lambda *_: (GraphEffects(graph_dependent=True), None))
-    costs(layers())
+    with monkeypatch.context() as patch:  # the discovery pass finds other effects
+        patch.setattr(discovery_pass, "find_effects", lambda *_: (GraphEffects(graph_dependent=True), None))
+        costs(layers())
     assert "measure_ways" in measured
 
 
@@ -254,39 +236,28 @@ class Own(nn.Module):
         return value
 
 
-def write(file: Path, text: str) -> None:
-    file.write_text(text)
-    os.utime(file, (time.time() - 60,) * 2)
-
-
 @pytest.mark.slow
 def test_another_process_measures_a_layer_again_only_if_the_code_that_it_calls_has_changed(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).write_text(text)
+        os.utime(tmp_path / name, (time.time() - 60,) * 2)
+
     def measured_stages() -> set[str]:
         environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        ran = subprocess.run(
-            [sys.executable, "run.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-        )
-        return set(ran.stdout.split())
+        options: Any = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True}
+        return set(subprocess.run([sys.executable, "run.py"], **options).stdout.split())
 
     for name, text in (("run.py", RUN), ("layers.py", LAYERS), ("helper.py", HELPER)):
-        write(tmp_path / name, text)
+        write(name, text)
     assert measured_stages() == {"0", "1"}
     assert measured_stages() == set()
-    write(tmp_path / "helper.py", HELPER.replace("sin", "cos"))
+    write("helper.py", HELPER.replace("sin", "cos"))
     assert measured_stages() == {"1"}  # torch's layer is the same
 
 
-def test_what_was_written_since_it_was_read_is_nobody_s_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_STARTED", time.time())
-    cache._digest.cache_clear()
-    assert code_of(Own) is not None
-    monkeypatch.setattr(cache, "_STARTED", Path(__file__).stat().st_mtime - 1)
-    cache._digest.cache_clear()
-    assert code_of(Own) is None
-    cache._digest.cache_clear()
-
-
-def test_a_class_without_a_file_is_not_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_class_is_unknown_without_a_file_or_if_the_file_was_written_since(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Inside(Own):
         pass
 
@@ -296,3 +267,8 @@ def test_a_class_without_a_file_is_not_found_again(monkeypatch: pytest.MonkeyPat
         assert code_of(kind) is None
         with pytest.raises(UnstableKeyError, match="whose code may change"):
             digest_of(stage_signature(kind(), None))
+    for started, known in ((time.time(), True), (Path(__file__).stat().st_mtime - 1, False)):
+        monkeypatch.setattr(cache, "_STARTED", started)
+        cache._digest.cache_clear()
+        assert (code_of(Own) is not None) == known
+    cache._digest.cache_clear()

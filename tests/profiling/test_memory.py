@@ -28,6 +28,8 @@ def test_profilers_after_a_meter_that_an_error_leaves_see_operators_and_the_next
     with torch.autograd.profiler.profile() as after:
         torch.ones(4).exp()
     assert "aten::exp" in {event.name for event in after.function_events}
+    with raises(ValueError, "unknown_device", name="meta"):
+        memory_meter(torch.device("meta"))
     with memory_meter(CPU) as meter:
         kept = block(1)
     assert meter.phases[""].end == KIB
@@ -85,21 +87,12 @@ def test_a_meter_prints_nothing_and_loses_nothing_that_is_printed(capfd: pytest.
     assert capfd.readouterr() == ("", "before\ninside\ninside\nafter\n")
 
 
-def test_a_device_whose_memory_cannot_be_read_is_refused() -> None:
-    with raises(ValueError, "unknown_device", name="meta"):
-        memory_meter(torch.device("meta"))
-
-
 @pytest.mark.gpu
 def test_on_cuda_phases_peaks_and_ends_are_those_of_the_allocator(cuda: torch.device) -> None:
-    def on_cuda(kib: int) -> torch.Tensor:
-        return torch.empty(kib * KIB, dtype=torch.uint8, device=cuda)
-
     with memory_meter(cuda) as meter:
-        kept = on_cuda(4)
+        kept = torch.empty(4 * KIB, dtype=torch.uint8, device=cuda)
         meter.mark("work")
-        scratch = on_cuda(16)
-        del scratch
+        torch.empty(16 * KIB, dtype=torch.uint8, device=cuda)
         odd = torch.empty(1, device=cuda)
     assert meter.phases == {"": Phase(0, 4 * KIB, 4 * KIB), "work": Phase(4 * KIB, 20 * KIB, 4 * KIB + 512)}
     del kept, odd

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_the_clock_stands_still_while_something_else_has_the_core(monkeypatch: p
         assert watch.stop() == pytest.approx([1.0, 0.5])
 
 
-def test_where_nobody_counts_waiting_the_clock_is_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_waiting_is_not_counted_the_clock_is_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> int:
         raise FileNotFoundError
 
@@ -53,17 +53,13 @@ def test_a_run_that_was_disturbed_hardly_counts() -> None:
     assert spread([0.0, 0.0]) == 0.0
 
 
-def test_what_is_quick_runs_more_often_but_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ticking(seconds: float) -> Iterator[float]:
-        now = 0.0
-        while True:
-            yield now
-            now += seconds
-
-    for seconds, runs in ((1e-6, timing.MOST_RUNS), (1.0, timing.FEWEST_RUNS)):
-        clock, count = ticking(seconds), []
-        monkeypatch.setattr(time, "perf_counter", lambda clock=clock: next(clock))
-        monkeypatch.setattr(timing.os, "pread", lambda *_: b"0 0 0")
-        with stopwatch(CPU) as watch:
-            assert seconds_of(lambda count=count: count.append(1), watch) == pytest.approx(seconds)
-        assert len(count) == runs
+@pytest.mark.parametrize(("seconds", "runs"), [(1e-6, timing.MOST_RUNS), (1.0, timing.FEWEST_RUNS)])
+def test_quick_code_runs_more_often_but_not_for_long(
+    seconds: float, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, done = count(step=seconds), []
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(timing.os, "pread", lambda *_: b"0 0 0")
+    with stopwatch(CPU) as watch:
+        assert seconds_of(lambda: done.append(1), watch) == pytest.approx(seconds)
+    assert len(done) == runs
