@@ -80,51 +80,6 @@ class WalkedChain:
         return self.silent if number == len(self.cut.stages) - 1 else ()
 
 
-class GradientLayouts:
-    """For each stage of a chain, the gradient layouts used to measure it, and those that actually arrive.
-
-    A chain is measured forward, and gradients come from its end. So a stage is first measured with gradients laid out
-    like its output, which the next stage's measurement confirms or corrects. A wrong layout makes a backward begin with
-    a copy as large as the output.
-    """
-
-    def __init__(self, stages: int) -> None:
-        self.arriving: list[Layouts] = [()] * stages
-        """Gradient layouts that each stage is measured with; empty if all match its output."""
-        # Gradient layouts that each backward, and finally the loss, gives to its input.
-        self._given: list[Layouts] = [()] * (stages + 1)
-        # Shape and strides of each stage's output, or of this process's part of it.
-        self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in range(stages)]
-
-    def give_output(self, layouts: Layouts) -> None:
-        self._given[-1] = layouts
-
-    def note(self, stage: int, given: Layouts, output: Iterable[torch.Tensor]) -> None:
-        """Record a stage's `output`, and the layouts that its backward gives to the gradients of its input."""
-        self._given[stage] = given
-        self._outputs[stage] = [(tensor.shape, tensor.stride()) for tensor in map(local, output)]
-
-    def last_that_differs(self, known: Callable[[int, Layouts], Layouts | None]) -> int | None:
-        """Return the last stage whose gradients arrive in other layouts than it was measured with.
-
-        `known` returns the layouts that a stage gives its input for arriving ones, None if unknown. If known, the stage
-        counts as measured with them from now on.
-        """
-        last = None
-        for stage in reversed(range(len(self._outputs))):
-            due = _unlike(self._outputs[stage], self._given[stage + 1])
-            if due == self.arriving[stage]:
-                continue
-            if (given := known(stage, due)) is None:
-                last = stage if last is None else last
-            else:
-                self.arriving[stage], self._given[stage] = due, given
-        return last
-
-    def take_over(self) -> None:
-        self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._given[1:], strict=True)]
-
-
 def _unlike(output: Sequence[tuple[torch.Size, tuple[int, ...]]], layouts: Layouts) -> Layouts:
     """Return `layouts`, with None where a gradient matches its tensor; empty if all match."""
     found = tuple(
@@ -184,9 +139,17 @@ class DiscoveryPass:
         """Which tensors of a stage's output need a gradient in training."""
         self._chain = chain
         self._stages = chain.cut.stages
-        self.layouts = GradientLayouts(len(self._stages))
         # Signature of each stage, without the arriving gradients.
         self._alike: dict[int, Hashable] = {}
+        # A chain is measured forward, and gradients come from its end. So a stage is first measured with gradients laid
+        # out like its output, which the next stage's measurement confirms or corrects. A wrong layout makes a backward
+        # begin with a copy as large as the output.
+        self.arriving: list[Layouts] = [()] * len(self._stages)
+        """Gradient layouts that each stage is measured with; empty if all match its output."""
+        # Gradient layouts that each backward, and finally the loss, gives to its input.
+        self._arrived: list[Layouts] = [()] * (len(self._stages) + 1)
+        # Shape and strides of each stage's output, or of this process's part of it.
+        self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in self._stages]
 
     def of(self, chain: WalkedChain) -> DiscoveryPass:
         """Return a discovery pass over the same chain run differently, with the findings by signature."""
@@ -206,19 +169,33 @@ class DiscoveryPass:
             value = self._pass(number, value)
         return value
 
-    def settle(self) -> bool:
-        """Walk until gradients arrive in the known layouts; return whether layouts changed."""
-        chain, before = self._chain, list(self.layouts.arriving)
+    def settle(self, of_output: Layouts | None = None) -> bool:
+        """Walk until gradients arrive in known layouts, of the output in `of_output`; return whether any changed."""
+        if of_output is not None:
+            self._arrived[-1] = of_output
+        chain, before = self._chain, list(self.arriving)
         # Terminates: gradients of a stage depend only on the stages after it, so every walk settles one more.
-        while anywhere((last := self.layouts.last_that_differs(self._known)) is not None, chain.group, chain.device):
-            self.layouts.take_over()
+        while anywhere((last := self._last_that_differs()) is not None, chain.group, chain.device):
+            self.arriving = [_unlike(out, given) for out, given in zip(self._outputs, self._arrived[1:], strict=True)]
             # Processes must run equally many stages, and others may differ at later ones.
             self.walk(last=None if several_processes() else last)
-        return anywhere(self.layouts.arriving != before, chain.group, chain.device)
+        return anywhere(self.arriving != before, chain.group, chain.device)
 
-    def _known(self, number: int, arriving: Layouts) -> Layouts | None:
-        given = self._given.get(self._asked(number, arriving))
-        return None if given is None else self._with_handed_on(number, given, arriving)
+    def _last_that_differs(self) -> int | None:
+        """Return the last stage whose gradients arrive in other layouts than it was measured with.
+
+        A stage whose signature has shown what it gives for them counts as measured with them from now on.
+        """
+        last = None
+        for stage in reversed(range(len(self._stages))):
+            due = _unlike(self._outputs[stage], self._arrived[stage + 1])
+            if due == self.arriving[stage]:
+                continue
+            if (given := self._given.get(self._asked(stage, due))) is None:
+                last = stage if last is None else last
+            else:
+                self.arriving[stage], self._arrived[stage] = due, self._with_handed_on(stage, given, due)
+        return last
 
     def _asked(self, number: int, arriving: Layouts) -> Hashable:
         passed = tuple(offers_of(self._stages[number][1]).handed_on.items())
@@ -246,7 +223,7 @@ class DiscoveryPass:
             # With collectives, all processes run a stage that is new to any of them.
             new = anywhere(alike not in self._effects, chain.group, chain.device)
             self._alike[number] = alike
-            arriving = self.layouts.arriving[number]
+            arriving = self.arriving[number]
             asked = self._asked(number, arriving)
             made = None
             with During("measuring", name):
@@ -267,8 +244,8 @@ class DiscoveryPass:
                     chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)
             # A stage of a known signature did not run yet, and its numbers are its own.
             value = chain.run(chain.runner(number), value) if made is None else made
-            given = self._with_handed_on(number, self._given[asked], arriving)
-            self.layouts.note(number, given, tensors_in(value))
+            self._arrived[number] = self._with_handed_on(number, self._given[asked], arriving)
+            self._outputs[number] = [(tensor.shape, tensor.stride()) for tensor in map(local, tensors_in(value))]
         self.needs_gradient[number] = [tensor.requires_grad for tensor in tensors_in(value)]
         return value
 
@@ -283,21 +260,21 @@ class DiscoveryPass:
             value,
             chain.device,
             silent=chain.silent_of(number),
-            arriving=self._to_run(number, self.layouts.arriving[number]),
+            arriving=self._to_run(number, self.arriving[number]),
             before_backward=None if described else partial(refuse_lost_gradients, name, function, Attributes(function)),
         )
         # Of nested hooks, autograd calls only the innermost. And no process may run a stage more often than the others.
-        together = trials[:1] if not several_processes() else []
-        for trial in trials[len(together) :]:
+        hooked = trials[:1] if not several_processes() else []
+        for trial in trials[len(hooked) :]:
             with suppress(RuntimeError), isolated(function, chain.device), torch.enable_grad():
                 trial.watch(runner.forward)(leaves_of(value))
-        for trial in together:
+        if hooked:
             try:
-                return run(watch=trial.watch)
+                return run(watch=hooked[0].watch)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError:
-                continue  # torch.func transforms refuse hooks; other failures recur without hooks
+                pass  # torch.func transforms refuse hooks; other failures recur without hooks
         return run()
 
     def _refuse_foreign_parameters(self, number: int, value: Any) -> None:

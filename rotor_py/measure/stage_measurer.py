@@ -191,8 +191,7 @@ class StageMeasurer:
 
         `of_output` are the gradient layouts of the chain's output, as made by the loss.
         """
-        self._survey.layouts.give_output(of_output)
-        if self._survey.settle():
+        if self._survey.settle(of_output):
             self._measure()
 
     def _measure(self, progress: Progress | None = None) -> None:
@@ -306,7 +305,7 @@ class StageMeasurer:
         _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
         apart = tuple({*carried.values(), *silent})
-        arriving = self._survey.layouts.arriving[number]
+        arriving = self._survey.arriving[number]
         last = number == len(self._chain.cut.stages) - 1
         # The key contains the input's bytes, which do not follow from its shape, since carried or owned tensors do not
         # count. It also contains the discovery pass's findings, which do not follow from the signature.

@@ -52,7 +52,7 @@ def with_parts_of_other_layouts(rank: int) -> tuple[int, list[bool]]:
     output = stages.walk()
     stages.settle_layouts(loss_layouts(loss, output, device()))
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
-    return len(walks), [bool(layouts) for layouts in survey.layouts.arriving]
+    return len(walks), [bool(layouts) for layouts in survey.arriving]
 
 
 def gradients_laid_out(rank: int) -> None:
