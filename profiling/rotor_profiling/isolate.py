@@ -1,7 +1,4 @@
-"""Run a function of a model without changing its gradients, buffers, attributes or the RNG state.
-
-Exception: caches that the first run makes stay for later runs.
-"""
+"""Run a function of a model without changing its gradients, buffers, attributes (but caches) or the RNG state."""
 
 from __future__ import annotations
 
@@ -104,10 +101,7 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class RandomState:
-    """RNG states of the CPU and of some devices at one moment.
-
-    Kept as Python bytes, so they do not show up as memory of the model.
-    """
+    """RNG states of the CPU and some devices, as Python bytes, so they do not show up as memory of the model."""
 
     cpu: bytes
     devices: tuple[tuple[torch.device, bytes], ...]

@@ -24,10 +24,7 @@ class UnusableLossError(DescribedError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LossCost:
-    """At most `temp_bytes` are held while the loss runs; `kept_bytes` stay to the end of the step.
-
-    Those are the value of the loss, and the gradient of one that starts its backward.
-    """
+    """`temp_bytes` are held while the loss runs; its value and first gradient, `kept_bytes`, to the step's end."""
 
     seconds: float
     temp_bytes: int

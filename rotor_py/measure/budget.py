@@ -239,11 +239,8 @@ class Budget:
         return self._least_sequence() if found is None else found
 
     def refuse(self, mem_limit: int, remedy: str = "") -> InfeasibleError:
-        """Return the error for a limit that is too small, in bytes of the whole step.
-
-        `remedy` is a sentence before the default remedies. The words match those by which accelerate's
-        `find_executable_batch_size` detects a batch that is too large.
-        """
+        """Return the error for a limit that is too small. `remedy` is a sentence before the default remedies."""
+        # The words match those by which accelerate's `find_executable_batch_size` detects a batch that is too large.
         least = self.least_bytes()
         largest = max(range(len(self.chain.stages)), key=lambda i: self.chain.stages[i].options[0].saved, default=None)
         needs = ""
@@ -258,11 +255,8 @@ class Budget:
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 
     def with_fresh_gradients(self, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """Return the budget of this step with gradients, `gradient_bytes` in all, freed between steps.
-
-        With several forwards in flight, unchanged: the first backward leaves gradients for the others.
-        """
-        if self.forwards > 1:
+        """Return the budget of this step with gradients, `gradient_bytes` in all, freed between steps."""
+        if self.forwards > 1:  # the first backward leaves gradients for the others
             return self
         return replace(
             self,

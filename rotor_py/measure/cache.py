@@ -49,9 +49,6 @@ class StageFindings:
 
 
 Runs = Sequence[StageRun]
-"""Timed runs of a stage."""
-
-
 # Import time of this file: a file written later is not the code that this process runs.
 _STARTED = time.time()
 # Packages with a digest of their own.
@@ -214,10 +211,8 @@ def cache_folder() -> Path:
 
 
 def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementCache | None:
-    """Return the cache for `device` and these `settings`; None where measurements are not reusable.
-
-    That holds for several processes, which measure together, and inside a dispatch mode, which changes operators.
-    """
+    """Return the cache for `device` and these `settings`; None where measurements are not reusable."""
+    # Several processes measure together, and a dispatch mode changes operators.
     if several_processes() or current_dispatch_mode() is not None:
         return None
     with suppress(OSError, RuntimeError):  # no home directory, or not writable

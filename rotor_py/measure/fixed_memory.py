@@ -195,8 +195,7 @@ def unaccounted_bytes(
 ) -> int:
     """Return bytes that the process holds on the device beyond `accounted`; zero on the CPU, where they are unknown.
 
-    Subtracts present gradients and optimizer state, which are counted in full elsewhere. On a predicted device, it is
-    the assumed memory of libraries.
+    Present gradients and optimizer state are counted in full elsewhere.
     """
     if (predicted := prediction()) is not None:
         return predicted.workspace_bytes

@@ -145,11 +145,8 @@ class Measurement:
 
 
 def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
-    """Return the solver's option, with the bytes outside the chain. `first` is the cost of the first option.
-
-    A chain has one number per stage for the bytes that a run frees: the first option's. If another option frees less,
-    the difference counts as saved.
-    """
+    # A chain has one number per stage for the bytes that a run frees: that of the first option. If another option frees
+    # less, the difference counts as saved.
     cost = way.cost
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
     held += max(0, first.output_released_bytes - cost.output_released_bytes)

@@ -67,10 +67,7 @@ from rotor_solver.watching import Progress
 
 
 class CarriedTensors:
-    """Track carried tensors while a chain is measured stage by stage.
-
-    `now` has the carried tensors in the current stage's input: name, and index among its tensors.
-    """
+    """Carried tensors while a chain is measured: `now` has name and index of those in the current stage's input."""
 
     def __init__(self) -> None:
         self.now: Mapping[str, int] = {}
@@ -82,10 +79,7 @@ class CarriedTensors:
         return [tensors[position] for position in self.now.values()]
 
     def count_gradients(self, sizes: Sequence[int]) -> None:
-        """Record the gradient bytes that the stage's backward gives to tensors carried into it.
-
-        `sizes` has the gradient bytes of all tensors of the input.
-        """
+        """Record the gradient bytes of carried tensors, given those of all tensors of the stage's input."""
         # The maximum over stages: each may return the gradient in a storage of another size.
         for name, position in self.now.items():
             known = self.found[name]
@@ -187,10 +181,7 @@ class StageMeasurer:
         return output
 
     def settle_layouts(self, of_output: Layouts) -> None:
-        """Remeasure the stages whose gradients arrive in another layout than they were measured with.
-
-        `of_output` are the gradient layouts of the chain's output, as made by the loss.
-        """
+        """Remeasure stages whose gradients arrive in other layouts, if the loss gives the output those `of_output`."""
         if self._survey.settle(of_output):
             self._measure()
 

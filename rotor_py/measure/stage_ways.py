@@ -22,10 +22,7 @@ from rotor_py.stage.storage_modes import ELSEWHERE, base_of, both
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
-    """Return the leading names that all processes share.
-
-    Sizes of sharded tensors differ between processes, and so may their modes. All processes must call this.
-    """
+    """Return the leading names that all processes share, which must all call this: sizes of their shards differ."""
     for position in count():
         name = names[position] if position < len(names) else ""
         code = crc32(name.encode())
@@ -58,11 +55,8 @@ def saving_ones(
 
 
 def worth_choosing(whole: StageCost, ways: Sequence[Way]) -> tuple[Way, ...]:
-    """Drop modes that are no better in any respect, bytes or seconds, than the whole stage or another mode.
-
-    Several processes keep all: clocks differ, and the n-th mode must be the same in each.
-    """
-    if several_processes():
+    """Drop modes that are no better in any respect, bytes or seconds, than the whole stage or another mode."""
+    if several_processes():  # clocks differ, and the n-th mode must be the same in each
         return tuple(ways)
     needs = [_needs(whole), *(_needs(way.cost) for way in ways)]
 

@@ -38,10 +38,7 @@ def gradients_at(value: Any) -> list[torch.Tensor]:
 
 
 def gradients_for(output: Any, silent: Sequence[int] = (), layouts: Layouts = ()) -> list[torch.Tensor | None]:
-    """Make a gradient of ones for each tensor in `output`, laid out as `layouts` says.
-
-    None for a tensor that needs no gradient, and for those at the indices `silent`.
-    """
+    """Make gradients of ones in these `layouts`; None for tensors that need none, and at the indices `silent`."""
     return [make() if make else None for make in _makers(output, silent, layouts)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -17,12 +18,7 @@ from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_compat import is_fsdp_module, tree_flatten
 
 # Tables of hooks that no step calls; `fully_shard` fills some.
-_OF_NO_STEP = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+_OF_NO_STEP = re.compile("_(load_)?state_dict_.*hooks")
 # Tables with options of the hooks in another table.
 _OF_HOOKS = {"_forward_pre_hooks_with_kwargs": "_forward_pre_hooks", "_forward_hooks_with_kwargs": "_forward_hooks"}
 # Prefix of attributes in which `fully_shard` keeps a module's state. A stage is measured with whole parameters and
@@ -76,7 +72,7 @@ def _module_kind(module: nn.Module) -> Hashable:
 def _counts(module: nn.Module, key: str) -> bool:
     if key in _OF_HOOKS:
         return bool(vars(module)[_OF_HOOKS[key]])
-    return key not in _OF_NO_STEP and not (key.startswith(_SHARDING) and is_fsdp_module(module))
+    return not _OF_NO_STEP.fullmatch(key) and not (key.startswith(_SHARDING) and is_fsdp_module(module))
 
 
 def _attribute(value: Any) -> Hashable:
