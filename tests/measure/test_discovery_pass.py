@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -76,9 +77,9 @@ def test_old_objects_are_frozen_while_a_model_is_measured_and_those_of_the_calle
 
 
 class Watched(nn.Linear):
-    """Says of every run whether something sees its operators, and selects numbers if it has 5 outputs."""
+    """Notes of every run whether a mode sees its operators, and selects numbers if it has 5 outputs."""
 
-    seen: list[bool]
+    seen: ClassVar[list[bool]] = []
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         self.seen.append(_get_current_dispatch_mode() is not None)
@@ -88,19 +89,19 @@ class Watched(nn.Linear):
 
 def test_stages_like_one_that_decides_nothing_are_not_watched_for_it() -> None:
     """Watching takes longer than small operators do: timed, the first run of a stage would count as all of them."""
-    Watched.seen = seen = []
+    seen, batch = Watched.seen, torch.randn(3, 4)
     planned = Checkpointable(nn.Sequential(*(Watched(4, 4) for _ in range(6))), loss=torch.sum, cache=False)
-    planned.measure(torch.randn(3, 4))
+    planned.measure(batch)
     assert 1 <= sum(seen) <= 3  # of six stages: the first, the last and those between them are three kinds
     seen.clear()
     assert planned.budget is not None
     planned.compute_sequence(planned.budget.least_bytes())
-    planned(torch.randn(3, 4)).sum().backward()
+    planned(batch).sum().backward()
     assert seen
     assert not any(seen)
     seen.clear()
-    deciding = Checkpointable(nn.Sequential(Watched(4, 5), nn.Linear(5, 4)), loss=torch.sum, cache=False)
-    deciding.measure(torch.randn(3, 4))
+    deciding = nn.Sequential(Watched(4, 5), nn.Linear(5, 4))
+    Checkpointable(deciding, loss=torch.sum, cache=False).measure(batch)
     assert any(seen[len(seen) // 2 :])
 
 

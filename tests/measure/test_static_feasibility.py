@@ -13,7 +13,6 @@ from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, estimate
 from rotor_py.estimation.simulated_target import world_of
-from tests.cli.conftest import model_file, plan  # noqa: F401  # fixtures
 from tests.fields import logged, raises
 
 WIDTH = 128
@@ -54,27 +53,6 @@ def test_the_first_step_is_refused_before_a_stage_is_run(fresh: bool, parts: tup
     assert network.budget is None
     with raises(InfeasibleError, "limit_below_held"):  # at once, if it is made with its input and limit
         Checkpointable(unused(), torch.randn(16, WIDTH), mem_limit="100kB")
-
-
-UNUSED = """
-import torch
-from torch import nn
-
-class Unused(nn.Linear):
-    def forward(self, value):
-        raise AssertionError("a stage was run")
-
-model = nn.Sequential(*(Unused(512, 512) for _ in range(40)))
-sample = torch.randn(4, 512)
-"""
-
-
-@pytest.mark.parametrize("options", [(), ("--device", "h100")], ids=["here", "there"])
-def test_the_command_ends_with_3(plan: Any, model_file: Any, options: tuple[str, ...]) -> None:  # noqa: F811  # fixtures
-    result = plan(model_file(UNUSED), "--mem-limit", "40MB", *options)
-    assert result.exit_code == 3, result.stderr
-    assert result.stderr.startswith("rotor-plan: before measuring: a training step needs at least 84.1 MB")
-    assert "42.0 MB parameters, 42.0 MB gradients" in result.stderr
 
 
 def test_a_model_that_is_larger_than_the_device_is_refused_without_a_limit() -> None:

@@ -28,15 +28,8 @@ COUNTED = {
 @pytest.mark.parametrize("what", COUNTED)
 def test_bytes_of_tensors_are_those_of_their_storages(what: str) -> None:
     tensors, expected = COUNTED[what]
-    assert storage_bytes(tensors) == expected
-    assert sum(storages(tensors).values()) == expected
-
-
-def test_storages_owned_elsewhere_do_not_count() -> None:
-    mine, batch = torch.empty(10), torch.empty(20)
-    assert storages([batch, batch[2:]]) == {batch.data_ptr(): 80}
-    for tensors in ([mine, batch], [mine, batch[5:]], [mine]):
-        assert storage_bytes(tensors, owned_elsewhere=storages([batch])) == 40
+    assert storage_bytes(tensors) == sum(storages(tensors).values()) == expected
+    assert storage_bytes([*tensors, torch.empty(10), BASE[5:]], owned_elsewhere=storages([*tensors, BASE])) == 40
 
 
 def test_tensors_are_found_in_order_in_any_nesting() -> None:
@@ -104,7 +97,7 @@ print(before - begun, torch.cuda.memory_allocated() - before)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("cuda")
 def test_a_linear_layer_that_runs_again_in_a_fresh_process_leaves_nothing_more() -> None:
     printed = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, check=True).stdout
     allocated, more = map(int, printed.split())
