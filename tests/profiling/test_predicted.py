@@ -111,7 +111,8 @@ def test_for_cuda_an_optimizer_steps_as_it_does_there() -> None:
         together = optimizer_cost(torch.optim.AdamW(layers.parameters()))
         fused = optimizer_cost(torch.optim.AdamW(layers.parameters(), fused=True))
         capturable = optimizer_cost(torch.optim.AdamW(layers.parameters(), capturable=True))
+        parameter_bytes = storage_bytes(layers.parameters())
     assert fused.step_bytes < together.step_bytes / 2
     assert together.step_bytes >= 4 * 128 * 128 * 4
-    assert together.state_bytes == 2 * storage_bytes(layers.parameters())
+    assert together.state_bytes == 2 * parameter_bytes
     assert fused.state_bytes == capturable.state_bytes == together.state_bytes + 8 * 512
