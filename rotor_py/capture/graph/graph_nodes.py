@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import sys
@@ -60,21 +61,14 @@ class SymbolValues:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor in this process; an unknown dimension counts as one."""
-        count = tensor.element_size()
-        for size in self._largest_part(tensor):
-            count *= 1 if size is None else size
-        return count
-
-    def _largest_part(self, tensor: torch.Tensor) -> list[int | None]:
-        if not isinstance(tensor, DTensor):
-            return list(map(self.number, local(tensor).shape))
-        sizes: list[int | None] = list(map(self.number, tensor.shape))
-        for number, placement in enumerate(tensor.placements):
+        """Bytes of a tensor in this process, for a `DTensor` those of the largest part; None counts as one."""
+        shape = tensor.shape if isinstance(tensor, DTensor) else local(tensor).shape
+        sizes: list[int | None] = list(map(self.number, shape))
+        for number, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
             divided = getattr(placement, "dim", None)  # of shards of any kind
-            if divided is not None and (whole := sizes[divided]) is not None:
-                sizes[divided] = -(-whole // tensor.device_mesh.size(number))
-        return sizes
+            if divided is not None and (size := sizes[divided]) is not None:
+                sizes[divided] = -(-size // tensor.device_mesh.size(number))
+        return tensor.element_size() * math.prod(1 if size is None else size for size in sizes)
 
 
 def example_of(node: fx.Node) -> Any:
@@ -98,7 +92,6 @@ def carries_gradient(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors of the node's value."""
     example = example_of(node)
     if isinstance(example, torch.Tensor):  # of most nodes; called very often
         return [example]
@@ -196,7 +189,6 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 def lines_of(node: fx.Node) -> list[str]:
-    """The model's frames, outermost first, in which a node was traced."""
     return [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if _OWN not in frame]
 
 
