@@ -24,8 +24,7 @@ from rotor_profiling.backends import operators
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whole_step
-from rotor_py.capture.variants import compiled_variants
-from rotor_py.capture.whole_graph import CompileBudgetOf
+from rotor_py.capture.variants import CompileBudgetOf, compiled_variants
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.sharding import Sharding, as_left, sharding_of
@@ -43,9 +42,8 @@ _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 
 class SavedOutside(saved_tensors_hooks):
-    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it.
-
-    `known` are the addresses of storages that do not count, such as those of parameters.
+    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it; of storages
+    other than those at the addresses `known`, such as those of parameters.
     """
 
     def __init__(self, known: set[int]) -> None:
@@ -59,7 +57,6 @@ class SavedOutside(saved_tensors_hooks):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the hooks: graphs that run inside measure their own saved tensors."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -71,24 +68,21 @@ class SavedOutside(saved_tensors_hooks):
         new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
         if new:
             self.bytes |= new
-            line = _user_line()
+            frame = next((each for each in reversed(traceback.extract_stack()) if _is_users(each.filename)), None)
+            line = "an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}"
             # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
             if any(
-                frame.f_code.co_filename == _RECURRENT and frame.f_locals.get("batch_sizes") is not None
-                for frame, _ in traceback.walk_stack(None)
+                each.f_code.co_filename == _RECURRENT and each.f_locals.get("batch_sizes") is not None
+                for each, _ in traceback.walk_stack(None)
             ):
                 self.packed_line = line
             self.lines[line] += sum(new.values())
         return tensor.detach()  # a result saved with its history would hold its own node for good
 
 
-def _user_line() -> str:
-    """The innermost line outside torch and this package, as path:number."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if not any(library in path.resolve().parents for library in _LIBRARIES) and path.suffix == ".py":
-            return f"{frame.filename}:{frame.lineno}"
-    return "an unknown line"
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    return path.suffix == ".py" and not any(library in path.resolve().parents for library in _LIBRARIES)
 
 
 # Largest share of saved bytes outside the graphs, relative to those inside. A guess: below the 2 % by which a predicted
@@ -117,6 +111,7 @@ def measure_graphs(
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        # Graphs measure their own saved tensors.
         with outside.suspended(), operators():  # not around Dynamo, which would trace the replaced operators
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
             if not graph.trains:  # it saves nothing for a backward, so nothing counts
@@ -162,8 +157,7 @@ def measure_graphs(
 
 
 def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weights: list[int]) -> list[int]:
-    """Weights that all processes of `group` share; their shards may differ in size."""
-    try:
+    try:  # shards may differ in size
         return largest_anywhere(weights, group, device)
     except ValueError as error:
         raise UnsupportedModelError(

@@ -32,8 +32,6 @@ from rotor_solver.watching import Progress
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MeasuredGraph:
-    """A graph with gradients: its cut, the costs of its stages, and the values that all stages share."""
-
     graph: CapturedGraph
     cut: Cut
     stages: StageMeasurer
@@ -47,11 +45,9 @@ class MeasuredGraph:
 
     @property
     def measurement(self) -> Measurement:
-        """The graph as a chain, without anything outside it."""
         return replace(self.stages.measurement(self.loss), prefix=self.context)
 
     def measured_as(self, cut: Cut, progress: Progress | None = None) -> MeasuredGraph:
-        """Measure the same graph with the stages of `cut`. Errors of a stage pass through."""
         stages = self.stages.of(cut)
         stages.walk(progress)
         stages.settle_layouts(())
@@ -67,7 +63,6 @@ class MeasuredGraphs:
     """All graphs with gradients of a model's forward, in the order in which Dynamo called them."""
 
     graphs: list[MeasuredGraph] = field(default_factory=list)
-    # The model's output.
     output: Any = None
     # Bytes that autograd saves for operators outside all graphs.
     outside_bytes: int = 0
@@ -80,7 +75,6 @@ class MeasuredGraphs:
     variants: list[MeasuredGraph] = field(default_factory=list)
 
     def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
-        """Measure the loss on the model's output, and the effect of its gradients' layouts on the main graph."""
         trained_bytes = storage_bytes(tensor for tensor in tensors_in(self.output) if tensor.requires_grad)
         self.loss = measure_loss(loss, self.output, device=device, output_bytes=trained_bytes)
         self.layouts = loss_layouts(loss, self.output, device)
@@ -109,19 +103,13 @@ class MeasuredGraphs:
     @property
     def shared_gradient_bytes(self) -> int:
         """Bytes of gradients of parameters that several graphs use, and that are stepped in the backward."""
-        used = Counter(
-            key
-            for graph in self.graphs
-            for key in {id(each) for _, stage in graph.cut.stages for each in trained_parameters(stage)}
-        )
-        stepped = {
-            id(each): each
-            for graph in self.graphs
-            for _, stage in graph.cut.stages
-            for each in graph.stages.stepped.among(trained_parameters(stage))
-            if used[id(each)] > 1
-        }
-        return bytes_like(stepped.values())
+        uses: Counter[torch.Tensor] = Counter()
+        stepped: set[torch.Tensor] = set()
+        for graph in self.graphs:
+            trained = {each for _, stage in graph.cut.stages for each in trained_parameters(stage)}
+            uses.update(trained)
+            stepped.update(graph.stages.stepped.among(trained))
+        return bytes_like(each for each in stepped if uses[each] > 1)
 
 
 # A whole step of which only the main graph is planned.

@@ -38,7 +38,7 @@ from rotor_py.units import format_seconds
 from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
-    from rotor_py.capture.whole_graph import CompileBudget
+    from rotor_py.capture.variants import CompileBudget
 
 _log = logging.getLogger("rotor_py")
 
@@ -89,7 +89,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         _warn_of_a_profiler()
 
     def room(measurement: Measurement, sample: Any) -> CompileBudget:
-        from rotor_py.capture.whole_graph import CompileBudget
+        from rotor_py.capture.variants import CompileBudget
 
         budget = model.with_communication(model.budget(measurement, sample, device))
         return CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)

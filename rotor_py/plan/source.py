@@ -26,7 +26,7 @@ from rotor_py.stage.storage_modes import Keeper
 from rotor_solver import Sequence
 
 if TYPE_CHECKING:
-    from rotor_py.capture.whole_graph import CompileBudget
+    from rotor_py.capture.variants import CompileBudget
 
 _MOST_READ = 8
 """Parsed sequences to cache. A guess: each forward in flight may follow its own. Too few are parsed again in each
