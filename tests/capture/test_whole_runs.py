@@ -19,8 +19,9 @@ from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
-from tests.capture.steps import compare, limits
+from tests.capture.steps import compare
 from tests.capture.test_graph_facts import planned_tower, tower_loss
+from tests.checkpointable.steps import between, square
 
 _seen: list[weakref.ref[torch.UntypedStorage]] = []
 _there: list[bool] = []
@@ -56,10 +57,6 @@ def mixed(**options: Any) -> tuple[Checkpointable, nn.Module, dict[str, Any]]:
     return planned, copy.deepcopy(model), inputs
 
 
-def square(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
 def stages_called(monkeypatch: Any) -> list[str]:
     """The names of the stages that are run one by one in the graph around them."""
     found: list[str] = []
@@ -73,20 +70,17 @@ def stages_called(monkeypatch: Any) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", [mixed, planned_tower])
-@pytest.mark.parametrize("share", [0.4, 1.0])
-def test_stages_that_are_stored_run_as_one_and_as_in_plain_training(case: Any, share: float, monkeypatch: Any) -> None:
-    planned, plain, inputs = case()
-    least, whole = limits(planned)
-    # The optimizer comes with the first step: a limit without room for it would be planned for anew.
-    planned.compute_sequence(10**9 if share == 1 else int(least + share * (whole - least)))
-    assert planned.budget is not None
+def test_stages_that_are_stored_run_as_one_and_as_in_plain_training(monkeypatch: Any) -> None:
+    planned, plain, inputs = mixed()
     called = stages_called(monkeypatch)
-    peak = compare(planned, plain, inputs, square if case is mixed else tower_loss, steps=3)
-    assert planned.sequence is not None
-    assert peak <= planned.budget.peak_bytes(planned.sequence)
-    if share == 1:
-        assert called == []
+    # The optimizer comes with the first step: a limit without room for it would be planned for anew.
+    for limit in (10**9, between(planned, 0.4)):
+        planned.compute_sequence(limit)
+        assert planned.budget is not None
+        peak = compare(planned, plain, inputs, square)
+        assert planned.sequence is not None
+        assert peak <= planned.budget.peak_bytes(planned.sequence)
+        assert bool(called) == (limit < 10**9)
 
 
 def test_layers_that_do_nothing_are_run_too() -> None:
@@ -97,7 +91,7 @@ def test_layers_that_do_nothing_are_run_too() -> None:
 
 def test_another_tensor_in_the_place_of_a_parameter_is_used() -> None:
     planned, plain, inputs = mixed(mem_limit="1GB")
-    compare(planned, plain, inputs, square)
+    compare(planned, plain, inputs, square, steps=1)
     for network in (planned.model, plain):
         torch.manual_seed(1)
         network.second.weight = nn.Parameter(torch.randn(24, 24))
