@@ -91,11 +91,17 @@ def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_
         context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_alone)
         if hasattr(context, "callback"):  # absent where TorchDynamo is switched off
             context.callback = _tracing_as_noted(context.callback)
-        _compiled[key] = context(_own_function())
+        # With a code object of its own: Dynamo limits recompilations by code object.
+        _compiled[key] = context(FunctionType(_forward.__code__.replace(), _forward.__globals__, "forward"))
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:
         _compiled.popitem(last=False)
     return _compiled[key]
+
+
+def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
+    NOW.asking = asking  # set inside the traced code
+    return model.forward(*args, **kwargs)
 
 
 def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedGraph:
@@ -145,16 +151,6 @@ def _structure(model: nn.Module) -> Hashable:
     # `remove_duplicate=False`: a model with two tied weights differs from one where they are not tied.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
     return modules, kinds, tuple(map(Autocast.now, ("cpu", "cuda")))
-
-
-def _own_function() -> Callable[..., Any]:
-    """A function with a code object of its own: Dynamo limits recompilations by code object."""
-
-    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
-        NOW.asking = asking  # set inside the traced code
-        return model.forward(*args, **kwargs)
-
-    return FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
 
 
 RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]

@@ -173,24 +173,22 @@ class FSDPMarks:
 
     def enter(self, place: str, *tensors: torch.Tensor) -> Tensors:
         """Gather the entered module's parameters, as FSDP's pre-forward hook does."""
-        group, module = self.group_at(place)
-        if self.measuring:
-            return tensors
-        # A stage is being recomputed. FSDP's hook would take it for a new forward, and wait for another backward.
-        if _in_backward():
-            group.gather()
-            return tensors
-        return group.enter(module, tensors)
+        return self._through(place, tensors, ShardGroup.gather, ShardGroup.enter)
 
     def leave(self, place: str, *tensors: torch.Tensor) -> Tensors:
         """Free the left module's parameters, as FSDP's post-forward hook does."""
+        return self._through(place, tensors, ShardGroup.let_go, ShardGroup.leave)
+
+    def _through(self, place: str, tensors: Tensors, in_backward: Hook, in_forward: Hook) -> Tensors:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        if _in_backward():
-            group.let_go()
+        # Autograd runs a backward in this thread: a stage is being recomputed. FSDP's hook would take it for a new
+        # forward, and wait for another backward. PyTorch has no public way to ask; its own FSDP reads the same number.
+        if torch_compat.current_graph_task_id() != -1:
+            in_backward(group)
             return tensors
-        return group.leave(module, tensors)
+        return in_forward(group, module, tensors)  # type: ignore[no-any-return]
 
     def group_at(self, place: str) -> tuple[ShardGroup, int]:
         number, position = map(int, place.split())
@@ -204,9 +202,3 @@ def is_mark(node: fx.Node) -> bool:
 
 def passed_through(place: str, *tensors: torch.Tensor) -> Tensors:
     return tensors
-
-
-def _in_backward() -> bool:
-    """Whether autograd runs a backward in this thread, so that a stage is being recomputed."""
-    # PyTorch has no public way to ask. Its own FSDP reads the same number.
-    return bool(torch_compat.current_graph_task_id() != -1)

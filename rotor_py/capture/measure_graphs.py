@@ -18,7 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rotor_profiling import RandomState, buffers_kept, storages, tensors_in
+from rotor_profiling import (
+    RandomState,
+    buffers_kept,
+    loss_layouts,
+    measure_loss,
+    storage_bytes,
+    storages,
+    tensors_in,
+)
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_py.capture.captured_forward import CapturedForward
@@ -139,12 +147,19 @@ def measure_graphs(
                 kind="no_graph",
                 name=type(model).__name__,
             )
-        found.count_returned([*model.parameters(), *model.buffers(), *tensors_in([args, kwargs])])
+        main = found.main
+        # Parameters, the batch and what the main graph reads or makes is counted elsewhere.
+        known = tensors_in([args, kwargs, [each() for each in main.around]])
+        elsewhere = storages([*model.parameters(), *model.buffers(), *known])
+        found.returned_bytes = storage_bytes(tensors_in(found.output), owned_elsewhere=elsewhere)
+        del known
         if options.loss is not None:
+            trained_bytes = storage_bytes(tensor for tensor in tensors_in(found.output) if tensor.requires_grad)
             with operators():
-                found.measure_loss(options.loss, device)
+                found.loss = measure_loss(options.loss, found.output, device=device, output_bytes=trained_bytes)
+                found.layouts = loss_layouts(options.loss, found.output, device)
+                found.settle(main)
         if compiler is not None:
-            main = found.main
             # Where stages wait for other processes, all of these would have to agree on what fits.
             fits = room if options.group is None else None
             budget = None if fits is None else fits(whole_step(found, main.measurement), main.shared)

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from rotor_profiling import (
-    Layouts,
-    LossCost,
-    bytes_like,
-    loss_layouts,
-    measure_loss,
-    storage_bytes,
-    storages,
-    tensors_in,
-)
+from rotor_profiling import Layouts, LossCost, bytes_like, tensors_in
 from rotor_profiling.isolate import trained_parameters
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.fsdp_markers import TORCH
@@ -73,17 +63,6 @@ class MeasuredGraphs:
     layouts: Layouts | None = None
     # The main graph compiled, the likely fastest first; empty if nothing is or can be compiled.
     variants: list[MeasuredGraph] = field(default_factory=list)
-
-    def measure_loss(self, loss: Callable[[Any], torch.Tensor], device: torch.device) -> None:
-        trained_bytes = storage_bytes(tensor for tensor in tensors_in(self.output) if tensor.requires_grad)
-        self.loss = measure_loss(loss, self.output, device=device, output_bytes=trained_bytes)
-        self.layouts = loss_layouts(loss, self.output, device)
-        self.settle(self.main)
-
-    def count_returned(self, known: Iterable[torch.Tensor]) -> None:
-        """Count the model's output, except `known` tensors such as parameters and the batch."""
-        around = [tensor for each in self.main.around if (tensor := each()) is not None]
-        self.returned_bytes = storage_bytes(tensors_in(self.output), owned_elsewhere=storages([*known, *around]))
 
     def settle(self, graph: MeasuredGraph) -> None:
         """Remeasure the graph, which makes the model's output, for gradients in the layouts that the loss gives."""

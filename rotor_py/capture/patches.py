@@ -20,13 +20,11 @@ from rotor_py.capture.guarded_branches import holds
 
 Replaced = tuple[Any, str, Callable[..., Any]]
 """The owner of the function, a module or a class; its name there; its replacement."""
-Function = Callable[..., Any]
 
 
 class _Replacement:
-    """Replaces functions of torch and transformers as long as any thread captures a model.
-
-    Outside traced code, a replacement has to behave like the original, so that other threads see no difference.
+    """Replaces functions of torch and transformers as long as any thread captures a model. Outside traced code, a
+    replacement has to behave like the original, so that other threads see no difference.
     """
 
     def __init__(self) -> None:
@@ -59,17 +57,11 @@ class _Replacement:
 
 
 def batch_norm_over_all(
-    value: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    batches: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
+    value: torch.Tensor, batches: torch.Tensor, eps: float, *others: torch.Tensor | None
 ) -> torch.Tensor:
     batches.add_(1)
     momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
-    return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
+    return F.batch_norm(value, *others, True, momentum, eps)  # type: ignore[misc]
 
 
 @cache  # TorchDynamo has to meet the same function at every step
@@ -82,8 +74,8 @@ def _forward() -> Any:
         if not (averages and self.track_running_stats and torch.compiler.is_compiling()):
             return original(self, input)
         self._check_input_dim(input)
-        buffers = self.running_mean, self.running_var, self.num_batches_tracked
-        return operator(input, *buffers, self.weight, self.bias, self.eps)
+        others = self.running_mean, self.running_var, self.weight, self.bias
+        return operator(input, self.num_batches_tracked, self.eps, *others)
 
     return forward
 
@@ -98,16 +90,13 @@ _PRODUCT = "_grouped_mm"
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
-    made: torch.Tensor
     if is_fake(input) or is_fake(weight):
-        made = torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
-    else:
-        made = getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
-    return made
+        return torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)  # type: ignore[no-any-return]
+    return getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)  # type: ignore[no-any-return]
 
 
 @cache  # TorchDynamo has to meet the same function at every step
-def _at_once(original: Function) -> Function:
+def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     operator = torch_compat.allow_in_graph(grouped_products)
 
     def multiply_experts(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
@@ -132,7 +121,7 @@ _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @cache  # TorchDynamo has to meet the same function at every step
-def _asking(original: Function, has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Function:
+def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def ask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         found: torch.Tensor | None = original(*args, **kwargs)
         if found is None or not torch.compiler.is_compiling() or found.is_floating_point():

@@ -36,18 +36,15 @@ class SymbolValues:
         self._known: dict[Any, sympy.Integer] = {}
         for node, argument in zip(placeholders, arguments, strict=True):
             example = example_of(node)
+            pairs = [(example, argument)]
             if isinstance(example, torch.Tensor) and isinstance(argument, torch.Tensor):
                 # The local shard of a `DTensor` has symbols of its own.
-                for seen, given in ((example, argument), (local(example), local(argument))):
-                    for size, found in zip(seen.shape, given.shape, strict=False):
-                        self._learn(size, found)
-            else:
-                self._learn(example, argument)
-
-    def _learn(self, size: Any, found: Any) -> None:
-        expression = getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
-        if expression is not None and expression.is_Symbol:
-            self._known[expression] = sympy.Integer(int(found))
+                alike = ((example, argument), (local(example), local(argument)))
+                pairs = [pair for seen, given in alike for pair in zip(seen.shape, given.shape, strict=False)]
+            for size, found in pairs:
+                expression = getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
+                if expression is not None and expression.is_Symbol:
+                    self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
         """A number of the graph without symbols: TorchDynamo's hint for unknown ones, None if there is none."""
@@ -64,10 +61,11 @@ class SymbolValues:
         """Bytes of a tensor in this process, for a `DTensor` those of the largest part; None counts as one."""
         shape = tensor.shape if isinstance(tensor, DTensor) else local(tensor).shape
         sizes: list[int | None] = list(map(self.number, shape))
-        for number, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
-            divided = getattr(placement, "dim", None)  # of shards of any kind
-            if divided is not None and (size := sizes[divided]) is not None:
-                sizes[divided] = -(-size // tensor.device_mesh.size(number))
+        if isinstance(tensor, DTensor):
+            for number, placement in enumerate(tensor.placements):
+                divided = getattr(placement, "dim", None)  # of shards of any kind
+                if divided is not None and (size := sizes[divided]) is not None:
+                    sizes[divided] = -(-size // tensor.device_mesh.size(number))
         return tensor.element_size() * math.prod(1 if size is None else size for size in sizes)
 
 

@@ -99,7 +99,7 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
         whole = graph.call_function(_function_of(region, inputs, outputs), tuple(inputs))
         whole.meta = {**region[0].meta, "example_value": tuple(example_of(node) for node in outputs)}
         for number, node in enumerate(outputs):
-            taken = graph.call_function(_take, (whole, number))
+            taken = graph.call_function(operator.getitem, (whole, number))
             taken.meta = dict(node.meta)
             node.replace_all_uses_with(taken, lambda user: user not in members)
     for node in reversed(region):
@@ -134,10 +134,6 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
         transformed.__name__ = transformed.__qualname__ = f"transformed({', '.join(map(name_of, region))})"
         _functions[key] = transformed
     return _functions[key]
-
-
-def _take(values: tuple[Any, ...], number: int) -> Any:
-    return values[number]
 
 
 # The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one after the other, so one operator for each does the same,

@@ -139,6 +139,9 @@ class WholeRun:
         return made
 
 
+_SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
 @dataclass(slots=True)
 class OfKind:
     """Data shared by stages of a kind, which do the same with the same sizes: their parts, once requested, and graphs
@@ -266,7 +269,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         for example in self._like:
             # Without sizes: a graph has no symbol for a size of 1.
             theirs, own = (
-                {number: node for number, node in enumerate(each.body.graph.nodes) if not _is_size(node)}
+                {at: node for at, node in enumerate(each.body.graph.nodes) if not isinstance(example_of(node), _SIZES)}
                 for each in (example, self)
             )
             if [*map(_operator, theirs.values())] == [*map(_operator, own.values())]:
@@ -317,10 +320,6 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     def _divide(self, values: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         count = len(values) - self.shared
         return values[:count], values[count:]
-
-
-def _is_size(node: fx.Node) -> bool:
-    return isinstance(example_of(node), int | float | torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _operator(node: fx.Node) -> tuple[str, str]:
