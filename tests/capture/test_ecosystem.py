@@ -29,14 +29,16 @@ SMALL = {
     "small U-Net": small_unet,
 }
 """A decoder, an encoder of pictures, and convolutions with skip connections: other models show the same."""
-SLOW = ("T5", "Swin", "Mixtral", "Whisper")
+MODELS = {**SMALL, **{name: ecosystem.MODELS[name] for name in ("T5", "Swin", "Whisper")}}
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "small U-Net" else pytest.mark.slow) for name in MODELS]
+)
 def test_a_model_trains_inside_a_limit_with_the_same_numbers(name: str) -> None:
     torch.manual_seed(0)
-    model, inputs, loss = {**ecosystem.MODELS, **SMALL}[name]()
+    model, inputs, loss = MODELS[name]()
     shares = (0.5, 0.0) if name == "small U-Net" else (0.5,)
     assert_trains_inside(model.train(), inputs, loss, shares, exact=0.97)
 
@@ -58,6 +60,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 def test_experts_are_multiplied_at_once_and_gradients_are_those_of_plain_training() -> None:
     moe = pytest.importorskip("transformers.integrations.moe")
     if not hasattr(moe, "_grouped_mm"):

@@ -139,7 +139,9 @@ def only_some(model: Tower) -> None:
         parameter.requires_grad_("wide" in name)
 
 
-@pytest.mark.parametrize(("change", "dtype"), [(frozen_first, None), (only_some, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("change", "dtype"), [pytest.param(frozen_first, None, marks=pytest.mark.slow), (only_some, torch.bfloat16)]
+)
 def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     model, ids = Tower(depth=3), torch.randint(20, (8, 24))

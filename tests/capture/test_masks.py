@@ -109,7 +109,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [case if case.startswith("llama") else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=() if case == "llama, padded" else pytest.mark.slow) for case in CASES]
 )
 def test_gradients_are_those_of_the_model_run_eagerly_and_a_decoder_without_a_mask_has_the_fast_attention(
     case: str,
@@ -136,6 +136,7 @@ def test_a_window_shorter_than_the_text_and_packed_sequences_stay_masked() -> No
     assert_same_gradients(planned, model, packed)
 
 
+@pytest.mark.slow
 def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
     model, batch = llama().train(), words(mask=True, length=24)
     kept: list[torch.Tensor] = []
@@ -171,6 +172,7 @@ def test_an_encoder_and_a_decoder_are_masked_each_by_its_own_batch() -> None:
         assert_same_gradients(planned, model, batch)
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_refuses_batches_that_are_masked_otherwise(tmp_path: Path) -> None:
     model = llama()
     Checkpointable(model, words(mask=True), mem_limit="1GB").save_plan(tmp_path / "plan.json")
@@ -180,6 +182,7 @@ def test_a_plan_from_a_file_refuses_batches_that_are_masked_otherwise(tmp_path: 
         again(**words(padded=True))
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each has another batch, and all have to run the same stages.
     batches = [words(padded=True), words(mask=True)]
@@ -198,6 +201,7 @@ def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: 
         assert all((node.kwargs["attn_mask"] is not None) == (batch is batches[0]) for node in attentions(planned))
 
 
+@pytest.mark.slow
 def test_the_library_is_as_it_was_after_a_step() -> None:
     before = (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices)
     planned = Checkpointable(llama(), words(mask=True), mem_limit="1GB")

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_py.execute.instructions import joined_run
 from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
 from rotor_py.stage.runner import StageRunner
@@ -74,18 +73,17 @@ def test_stages_that_are_stored_run_as_one_and_as_in_plain_training(monkeypatch:
     planned, plain, inputs = mixed()
     called = stages_called(monkeypatch)
     # The optimizer comes with the first step: a limit without room for it would be planned for anew.
-    for limit in (10**9, between(planned, 0.4)):
-        planned.compute_sequence(limit)
+    for share in (None, 0.4):
+        planned.compute_sequence(10**9 if share is None else between(planned, share))
         assert planned.budget is not None
         peak = compare(planned, plain, inputs, square)
         assert planned.sequence is not None
         assert peak <= planned.budget.peak_bytes(planned.sequence)
-        assert bool(called) == (limit < 10**9)
+        assert bool(called) == (share is not None)
 
 
 def test_layers_that_do_nothing_are_run_too() -> None:
     network = Checkpointable(nn.Sequential(nn.Sequential(), nn.Sequential(), nn.Linear(4, 4)), mem_limit="1GB")
-    assert joined_run([("nothing", nn.Sequential()), ("nothing", nn.Sequential())]) is None
     network(torch.randn(2, 4)).sum().backward()
 
 
@@ -176,25 +174,22 @@ def test_what_goes_into_a_run_is_freed_as_soon_as_it_was_used() -> None:
 def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:
     state = ModelState.of(nn.Linear(1, 1))
 
-    def step_on(value: Any) -> StepSpec:
-        return StepSpec(state, spec_of(value))
+    def spec(value: Any, number: int = 2, rest: Any = (None, "a"), **others: Any) -> StepSpec:
+        return StepSpec(state, spec_of(((value, number, rest), {"mask": torch.ones(3), **others})))
 
-    def spec(value: Any, **others: Any) -> StepSpec:
-        return step_on(((value, 2, [None, "a"]), {"mask": torch.ones(3), **others}))
-
-    known = spec(torch.ones(4, 5))
+    known, ones = spec(torch.ones(4, 5)), torch.ones(4, 5)
     assert known.identical(spec(torch.zeros(4, 5)))
     for other in (
         spec(torch.ones(4, 6)),
-        spec(torch.ones(4, 5, dtype=torch.float64)),
+        spec(ones.double()),
         spec(torch.ones(4, 5, requires_grad=True)),
-        spec(torch.ones(4, 5), mask=torch.ones(3, 1)),
-        spec(torch.ones(4, 5), more=1),
-        step_on(((torch.ones(4, 5), 1, [None, "a"]), {"mask": torch.ones(3)})),
-        step_on(((torch.ones(4, 5), 2, (None, "a")), {"mask": torch.ones(3)})),
+        spec(ones, mask=torch.ones(3, 1)),
+        spec(ones, more=1),
+        spec(ones, number=1),
+        spec(ones, rest=[None, "a"]),
     ):
         assert not known.identical(other)
-    assert not step_on((np.ones(3),)).identical(step_on((np.ones(3),)))  # their elements would be compared
+    assert not spec(np.ones(3)).identical(spec(np.ones(3)))  # their elements would be compared
 
 
 def test_a_step_leaves_nothing_behind_in_the_context_of_the_thread() -> None:
@@ -205,4 +200,4 @@ def test_a_step_leaves_nothing_behind_in_the_context_of_the_thread() -> None:
         return len(contextvars.copy_context())
 
     variables()
-    assert len({variables() for _ in range(3)}) == 1
+    assert len({variables() for _ in range(2)}) == 1
