@@ -35,7 +35,7 @@ from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whol
 from rotor_py.capture.variants import CompileBudgetOf, compiled_variants
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
-from rotor_py.distributed.sharding import Sharding, as_left, sharding_of
+from rotor_py.distributed.sharding import as_left, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
@@ -125,8 +125,17 @@ def measure_graphs(
             if not graph.trains:  # it saves nothing for a backward, so nothing counts
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            measured, outputs = _measure_graph(graph, arguments, device, sharding, options)
-        found.graphs.append(measured)
+            value, values = graph.enter(arguments)
+            # The graph's caller holds its inputs, so they are no checkpoints that a plan could drop.
+            cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
+            stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
+            made = stages.walk(options.progress)
+            stages.settle_layouts(())
+            returned = tuple(map(weakref.ref, tensors_in(made)))
+            context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
+            outputs = graph.leave(made, values)
+            around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
+            found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around))
         return outputs
 
     # Measuring runs stages several times, each drawing random numbers.
@@ -180,27 +189,6 @@ def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weigh
             "all of them the same model, and call measure() in all of them with inputs of the same shape",
             kind="different_graphs",
         ) from None
-
-
-def _measure_graph(
-    graph: CapturedGraph,
-    arguments: tuple[Any, ...],
-    device: torch.device,
-    sharding: Sharding,
-    options: MeasuringOptions,
-) -> tuple[MeasuredGraph, list[Any]]:
-    """Measure a graph with gradients. Also return its outputs, with which the model's forward goes on."""
-    value, values = graph.enter(arguments)
-    # The graph's caller holds its inputs, so they are no checkpoints that a plan could drop.
-    cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
-    stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
-    made = stages.walk(options.progress)
-    stages.settle_layouts(())
-    returned = tuple(map(weakref.ref, tensors_in(made)))
-    context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
-    outputs = graph.leave(made, values)
-    around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
-    return MeasuredGraph(graph, cut, stages, context, loss, value, returned, around), outputs
 
 
 def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int) -> None:

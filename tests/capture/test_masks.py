@@ -39,13 +39,6 @@ def llama(kind: str = "Llama", **settings: Any) -> nn.Module:
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-    )
-
-
 def bert() -> nn.Module:
     torch.manual_seed(0)
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, max_position_embeddings=32))
@@ -78,7 +71,7 @@ def attentions(planned: Checkpointable) -> Iterator[fx.Node]:
 def gradients(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(2)
-    # With a plan it is off anyway. GPT-2's attention would read keys in another layout from a cache.
+    # With a plan it is off anyway.
     off = {"use_cache": False} if hasattr(model.config, "use_cache") and not isinstance(model, Checkpointable) else {}
     model(**batch, **off).loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -101,7 +94,6 @@ CASES = {
     "llama, padded": (llama, words(padded=True), 2),
     "mistral, nothing masked": (lambda: llama("Mistral"), words(mask=True), 0),
     "bert, nothing masked": (bert, words(mask=True), 0),
-    "gpt2, padded": (gpt2, words(padded=True), 2),
     # A mask of Bart's is for its encoder, and for the decoder where it looks at that; what the decoder reads is whole.
     "bart, padded": (bart, words(padded=True), 4),
 }

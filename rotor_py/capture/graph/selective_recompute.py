@@ -243,11 +243,7 @@ def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence
     try:
         found = find_saved_values(body, sizes, arguments)
     except refusals as error:
-        _log.debug(
-            "a stage is stored whole or not at all, since nobody can say what its graph saves: %s",
-            error,
-            extra=record_fields("not_in_part"),
-        )
+        _log.debug("the values that a stage saves are unknown: %s", error, extra=record_fields("not_in_part"))
         return None
     # A node may return several tensors, one saved and another overwritten. Telling them apart would take entries by
     # tensor.
