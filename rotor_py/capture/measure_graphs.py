@@ -31,8 +31,7 @@ from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whole_step
-from rotor_py.capture.variants import CompileBudgetOf, compiled_variants
+from rotor_py.capture.variants import CompileBudgetOf, MeasuredGraph, MeasuredGraphs, compiled_variants, whole_step
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.sharding import as_left, sharding_of

@@ -19,9 +19,8 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.guarded_branches import Answers
 from rotor_py.capture.measure_graphs import measure_graphs
-from rotor_py.capture.measured_graphs import whole_step
 from rotor_py.capture.tracing import MOST_GRAPHS
-from rotor_py.capture.variants import CompileBudgetOf
+from rotor_py.capture.variants import CompileBudgetOf, whole_step
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut, Layer, joined
