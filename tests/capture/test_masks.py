@@ -142,15 +142,21 @@ def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
     assert sum(saved) <= 1.02 * eager
 
 
-def test_padded_batches_have_a_plan_of_their_own_that_waits_for_the_next(caplog: Any) -> None:
+def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(caplog: Any) -> None:
+    functions = "prepare_padding_mask", "find_packed_sequence_indices"
+    before = [getattr(masking_utils, name) for name in functions]
     model = llama()
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
     with caplog.at_level(logging.WARNING, "rotor_py"):
-        for padded in (False, True, False):
-            assert_same_gradients(planned, model, words(mask=True, padded=padded))
-            assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
+        for length in (16, 8):
+            for padded in (False, True):
+                assert_same_gradients(planned, model, words(mask=True, padded=padded, length=length))
+                assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
     assert len(logged(caplog, "planning_again")) == 1
     assert logged(caplog, "planning_again", cause="mask")
+    with pytest.raises(IndexError):
+        planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
+    assert [getattr(masking_utils, name) for name in functions] == before, "the library is as it was"
 
 
 @pytest.mark.slow
@@ -193,36 +199,10 @@ def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: 
         assert all((node.kwargs["attn_mask"] is not None) == (batch is batches[0]) for node in attentions(planned))
 
 
-@pytest.mark.slow
-def test_the_library_is_as_it_was_after_a_step() -> None:
-    before = (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices)
-    planned = Checkpointable(llama(), words(mask=True), mem_limit="1GB")
-    planned(**words(padded=True)).loss.backward()
-    assert (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices) == before
-    with pytest.raises(IndexError):
-        planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
-    assert (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices) == before
-
-
 def test_a_question_breaks_no_graph() -> None:
     forward = CapturedForward(llama(), granularity=1)
     forward.call((), words(padded=True), CapturedGraph.run_unplanned)
     assert forward.tracing.breaks_at is None
-
-
-@pytest.mark.slow
-def test_smaller_batches_use_the_plan_for_their_mask_at_once(caplog: Any) -> None:
-    model = llama()
-    planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        assert_same_gradients(planned, model, words(mask=True, padded=True))
-        caplog.clear()
-        for length in (16, 12, 8):
-            for padded in (False, True):
-                assert_same_gradients(planned, model, words(mask=True, padded=padded, length=length))
-                assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
-    assert not logged(caplog, "planning_again")
-    assert not logged(caplog, "captured_again")
 
 
 class Broken(nn.Module):
