@@ -107,14 +107,6 @@ def test_a_smaller_batch_and_a_plan_from_a_file_are_stored_in_part_as_well(tmp_p
         assert least[1] < 0.75 * predicted
 
 
-def test_nothing_of_what_layers_save_is_held_when_they_have_been_measured() -> None:
-    planned, _ = measured(Block(), nn.Linear(WIDTH, WIDTH))
-    assert names(planned)[0]
-    gc.collect()
-    held = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.grad_fn is not None]
-    assert [each.shape for each in held if each.shape == (ROWS, 4 * WIDTH)] == []
-
-
 @pytest.mark.parametrize("rows", [32, ROWS])
 def test_small_layers_and_those_that_are_not_captured_keep_their_other_ways(rows: int) -> None:
     hooked = Block()
@@ -128,21 +120,21 @@ def test_small_layers_and_those_that_are_not_captured_keep_their_other_ways(rows
     compare(planned, copy.deepcopy(planned.model), {"input": batch}, loss)
 
 
-def test_what_a_layer_does_beside_its_operators_is_done() -> None:
+def test_a_layer_stored_in_part_has_its_side_effects_and_later_hooks_and_holds_nothing_when_it_was_measured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     planned, batch = measured(Noting(), nn.Linear(WIDTH, WIDTH))
     assert names(planned)[0]
+    gc.collect()
+    held = [each for each in gc.get_objects() if type(each) is torch.Tensor and each.grad_fn is not None]
+    assert [each.shape for each in held if each.shape == (ROWS, 4 * WIDTH)] == []
     planned.sequence = in_part(planned)
+    layer: Noting = planned.model[0]  # type: ignore[index]
     for each in (batch, 2 * batch):
         planned(each).sum().backward()
-        assert torch.equal(planned.model[0].mean, each.mean())  # type: ignore[index, union-attr, arg-type]
-
-
-def test_a_hook_that_comes_later_is_called_and_the_user_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    planned, batch = measured(Block(), nn.Linear(WIDTH, WIDTH))
-    planned.sequence = in_part(planned)
-    planned(batch).sum().backward()
+        assert torch.equal(layer.mean, each.mean())  # type: ignore[arg-type]
     calls: list[torch.Size] = []
-    planned.model[0].inner.register_forward_hook(lambda module, args, output: calls.append(output.shape))  # type: ignore[index]
+    layer.inner.register_forward_hook(lambda module, args, output: calls.append(output.shape))
     with caplog.at_level(logging.WARNING, logger="rotor_py"):
         planned(batch).sum().backward()
     assert len(calls) == 1
