@@ -56,12 +56,11 @@ class _Replacement:
 # TorchDynamo would break the graph. As one operator, the layer counts and reads when it runs.
 
 
-def batch_norm_over_all(
-    value: torch.Tensor, batches: torch.Tensor, eps: float, *others: torch.Tensor | None
-) -> torch.Tensor:
+def batch_norm_over_all(value: torch.Tensor, batches: torch.Tensor, eps: float, *others: Any) -> torch.Tensor:
     batches.add_(1)
     momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
-    return F.batch_norm(value, *others, True, momentum, eps)  # type: ignore[misc]
+    mean, variance, weight, bias = others
+    return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
 
 
 @cache  # TorchDynamo has to meet the same function at every step
