@@ -27,7 +27,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaModel
 
 from rotor_py import estimate, models
-from rotor_py.stage.storage_modes import ELSEWHERE
+from rotor_py.stage.protocol import ELSEWHERE
 from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, store_all
 from rotor_solver.chain import LARGEST_SIZE
 from rotor_solver.moving import Link, MovingPlan, simulate_moves, solve_moving

@@ -30,7 +30,6 @@ from torch import nn
 
 from rotor_profiling import memory_meter, storage_bytes, tensors_in
 from rotor_py import Checkpointable, format_bytes
-from rotor_py.offload.offload import Bandwidth
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence, store_all
 
 CPU = torch.device("cpu")
@@ -219,7 +218,7 @@ def planned(network: nn.Module, kind: Kind, folder: str = "") -> tuple[Checkpoin
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
     told = {"step_in_backward": optimizer} if kind.stepped else {"optimizer": optimizer, "fresh_grads": True}
     options = {**kind.options, **told, "cache": False, **({"offload": f"file:{folder}"} if kind.moves else {})}
-    fast = Bandwidth(1e13, 1e13)
+    fast = 1e13
     with (
         patch("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways)),
         patch("rotor_py.offload.offload.measure_bandwidth", lambda *_: fast),

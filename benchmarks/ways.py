@@ -37,8 +37,8 @@ from rotor_py.measure import stage_measurer
 from rotor_py.measure.measurement import Way
 from rotor_py.measure.stage_ways import saving_ones, worth_choosing
 from rotor_py.models import resnet50
-from rotor_py.stage.low_precision import word_of
-from rotor_py.stage.storage_modes import ELSEWHERE
+from rotor_py.stage.compression import word_of
+from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.validate.comparison import OneWay
 from rotor_solver import Algorithm, InfeasibleError, Simulation, simulate, store_all
 

@@ -16,7 +16,7 @@ from rotor_cli.text_report import Comparison, console, render, usage_lines, veri
 from rotor_cli.trace import trace
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.sweep import Point, Sweep
-from rotor_py.stage.low_precision import rounded_stages
+from rotor_py.stage.compression import rounded_stages
 from rotor_py.validate.comparison import ComparedStrategy
 from rotor_py.validate.verification import Verification
 

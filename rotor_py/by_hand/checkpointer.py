@@ -19,8 +19,8 @@ from rotor_profiling.isolate import accelerators
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.by_hand.strategy import whole_number
 from rotor_py.errors import CheckpointLimitError, InvalidStateError, InvalidValueError, MissingCheckpointError
+from rotor_py.execute.backward_passes import ActivationStore
 from rotor_py.execute.instructions import read_sequence
-from rotor_py.execute.store import ActivationStore
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.forward_state import Surroundings, recorded
 from rotor_py.stage.runner import StageRunner

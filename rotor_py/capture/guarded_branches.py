@@ -30,6 +30,8 @@ Answers = tuple[bool, ...]
 
 
 class OtherAnswerError(Exception):
+    """The data answer question `number` with `answer`, contrary to the graph's assumption."""
+
     def __init__(self, number: int, answer: bool) -> None:
         super().__init__(f"question {number} about the data is answered {answer}, and not as it was")
         self.number = number
@@ -94,6 +96,14 @@ def is_question(node: fx.Node) -> bool:
     return node.target in (answered, torch.ops.rotor.answered, torch.ops.rotor.answered.default)
 
 
+def questions_of(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_question(node)]
+
+
+def answers_of(graph: fx.Graph) -> Answers:
+    return tuple(bool(node.args[2]) for node in questions_of(graph))
+
+
 def give_up(node: fx.Node) -> None:
     """Stop checking a question that cannot be asked. Raises OtherAnswerError if yes was assumed."""
     condition, number, assumed = node.args[:3]
@@ -104,13 +114,12 @@ def give_up(node: fx.Node) -> None:
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph without questions about the batch, a copy if it asks any: other models may share the graph."""
-    if not any(is_question(node) and _is_about_the_batch(node) for node in graph_module.graph.nodes):
+    if not any(map(_is_about_the_batch, questions_of(graph_module.graph))):
         return graph_module
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
-    for node in graph.nodes:
-        if is_question(node) and _is_about_the_batch(node):
-            give_up(node)
+    for question in filter(_is_about_the_batch, questions_of(graph)):
+        give_up(question)
     return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import nn
 from torch.nn import functional as F
 
 from rotor_profiling import torch_compat
@@ -20,11 +19,13 @@ from rotor_py.capture.guarded_branches import holds
 
 Replaced = tuple[Any, str, Callable[..., Any]]
 """The owner of the function, a module or a class; its name there; its replacement."""
+Function = Callable[..., Any]
 
 
 class _Replacement:
-    """Replaces functions of torch and transformers as long as any thread captures a model. Outside traced code, a
-    replacement has to behave like the original, so that other threads see no difference.
+    """Replaces functions of torch and transformers as long as any thread captures a model.
+
+    Outside traced code, a replacement has to behave like the original, so that other threads see no difference.
     """
 
     def __init__(self) -> None:
@@ -56,10 +57,17 @@ class _Replacement:
 # TorchDynamo would break the graph. As one operator, the layer counts and reads when it runs.
 
 
-def batch_norm_over_all(value: torch.Tensor, batches: torch.Tensor, eps: float, *others: Any) -> torch.Tensor:
+def batch_norm_over_all(
+    value: torch.Tensor,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    batches: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
     batches.add_(1)
     momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
-    mean, variance, weight, bias = others
     return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
 
 
@@ -73,8 +81,8 @@ def _forward() -> Any:
         if not (averages and self.track_running_stats and torch.compiler.is_compiling()):
             return original(self, input)
         self._check_input_dim(input)
-        others = self.running_mean, self.running_var, self.weight, self.bias
-        return operator(input, self.num_batches_tracked, self.eps, *others)
+        buffers = self.running_mean, self.running_var, self.num_batches_tracked
+        return operator(input, *buffers, self.weight, self.bias, self.eps)
 
     return forward
 
@@ -89,13 +97,16 @@ _PRODUCT = "_grouped_mm"
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
+    made: torch.Tensor
     if is_fake(input) or is_fake(weight):
-        return torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)  # type: ignore[no-any-return]
-    return getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)  # type: ignore[no-any-return]
+        made = torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
+    else:
+        made = getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
+    return made
 
 
 @cache  # TorchDynamo has to meet the same function at every step
-def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
+def _at_once(original: Function) -> Function:
     operator = torch_compat.allow_in_graph(grouped_products)
 
     def multiply_experts(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
@@ -120,7 +131,7 @@ _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @cache  # TorchDynamo has to meet the same function at every step
-def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+def _asking(original: Function, has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Function:
     def ask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         found: torch.Tensor | None = original(*args, **kwargs)
         if found is None or not torch.compiler.is_compiling() or found.is_floating_point():
@@ -128,12 +139,6 @@ def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor]
         return None if holds(has_no_effect(found)) else found
 
     return ask
-
-
-def calls_replaced(model: nn.Module) -> bool:
-    """Whether a model may call any of these functions. Guards compare them in every step, so then all are replaced."""
-    averages = (isinstance(each, BatchNorm) and each.momentum is None for each in model.modules())
-    return _EXPERTS in sys.modules or _MASKS in sys.modules or any(averages)
 
 
 def _replaced() -> list[Replaced]:

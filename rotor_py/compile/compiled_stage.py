@@ -16,9 +16,8 @@ from rotor_profiling.stage.stage_signature import HasKind, stage_signature
 from rotor_profiling.torch_compat import disable_current_modes, tree_flatten, tree_leaves, tree_unflatten
 from rotor_py.compile.stage_code import WAYS, Config, StageCode, compile_code, owned_slots
 from rotor_py.errors import InfeasibleError, record_fields
-from rotor_py.stage.forward_state import autocast_now, recall_moving, remember_moving
+from rotor_py.stage.forward_state import autocast_now, recall_effects, recall_moving, remember_effects, remember_moving
 from rotor_py.stage.protocol import Run, StageOffers, offers_of
-from rotor_py.stage.side_effects import recall_effects, remember_effects
 
 if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn
@@ -171,8 +170,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient
-        offers = offers_of(plain)
-        self.carried, self.wiring, self.shared, self.last = offers.carried, offers.wiring, offers.shared, offers.last
+        self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
         # In a list, which hides the pieces' parameters: they are those of `plain`.
         self._pieces: list[CompiledStage] = []
         self._in_pieces = offers_of(plain).in_pieces(self._piece)

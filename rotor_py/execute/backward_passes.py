@@ -19,10 +19,11 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rotor_profiling import torch_compat
+from rotor_profiling import storage_bytes, tensors_in, torch_compat
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.errors import InvalidStateError
 from rotor_py.execute.instructions import Instructions
-from rotor_py.execute.store import ActivationStore
+from rotor_py.stage.compression import Converted
 from rotor_py.stage.runner import AttachedStage
 
 current_task: Callable[[], int] = torch_compat.current_graph_task_id
@@ -45,6 +46,77 @@ def goes_through(node: Node) -> bool:
 
 def goes_through_any(nodes: Iterable[Node | None]) -> bool:
     return any(node is not None and goes_through(node) for node in nodes)
+
+
+class ActivationStore:
+    """Values (tensors, or nested structures of them) by index. They are detached, so that they hold no graph.
+
+    With a `storage_dtype`, wider floating tensors are kept in it, and come back in their own dtype, rounded. A tensor
+    of finite numbers that overflows in it (float16 ends at 65504) is kept as it is.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
+        self.storage_dtype = storage_dtype
+        self._held: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._held
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._held)
+
+    def __getitem__(self, index: int) -> Any:
+        value = self._held[index]
+        return value if self.storage_dtype is None else tree_map_only(Converted, Converted.tensor, value)
+
+    def get(self, index: int) -> Any:
+        return self[index] if index in self._held else None
+
+    def keep(self, index: int, value: Any) -> None:
+        value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
+        self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
+
+    def keep_first(self, index: int, value: Any) -> None:
+        """Keep `value` unless there is one: a graph may hold the earlier one anyway, and a copy would come on top."""
+        if index not in self._held:
+            self.keep(index, value)
+
+    def adopt(self, index: int, other: ActivationStore, there: int) -> None:
+        """Share the value of `other` at the index `there`: it is in memory once."""
+        self._held[index] = other._held[there]
+
+    def clear(self) -> None:
+        self._held.clear()
+
+    def drop_all_but(self, live: Iterable[int]) -> None:
+        for index in self._held.keys() - live:
+            del self._held[index]
+
+    def copy(self) -> ActivationStore:
+        twin = ActivationStore(self.storage_dtype)
+        twin._held = dict(self._held)
+        return twin
+
+    def held_tensors(self, index: int | None = None) -> list[torch.Tensor]:
+        values = list(self._held.values()) if index is None else self._held[index]
+        return tensors_in(tree_map_only(Converted, lambda each: each.values, values))
+
+    @property
+    def nbytes(self) -> int:
+        return storage_bytes(self.held_tensors())
+
+    def _packed(self, tensor: torch.Tensor) -> Any:
+        dtype = self.storage_dtype
+        assert dtype is not None
+        if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
+            return tensor
+        small = tensor.to(dtype)
+        # Compared, because an infinity that was there before is no overflow.
+        overflown = bool((small.isinf() != tensor.isinf()).any())
+        return tensor if overflown else Converted(small, tensor.dtype)
 
 
 @dataclass(slots=True)
@@ -74,8 +146,6 @@ class Pass:
 
 
 class Passes:
-    """Hands the values of a forward to the backward passes that follow it."""
-
     def __init__(self, held: Held, instructions: Instructions) -> None:
         self.left: Held | None = held
         """what the next pass finds; None once a pass has begun that leaves nothing for another one"""
@@ -127,25 +197,15 @@ class Passes:
 
 # Parameter gradients for the second pass of a split backward.
 #
-# A zero-bubble pipeline first asks for the gradients of a stage's input, which the previous rank waits for, with the
-# graph retained. Later it passes the same gradients again, node by node, for the parameters. A stage that must be
-# recomputed is recomputed for the first pass only, which computes both: recomputing twice costs time, keeping the graph
-# costs the memory that the plan saves.
+# A zero-bubble pipeline first asks for the gradients of a stage's input, with the graph retained. Later it passes the
+# same gradients again, node by node, for the parameters. A stage is recomputed for the first pass only, which computes
+# both: recomputing twice costs time, keeping the graph costs the memory that the plan saves.
 
 
 Gradients = Sequence[torch.Tensor | None]
 _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """Whether `torch.distributed.pipelining` starts the second pass of a node from one new tensor, the sum of the gradients
 that arrived at all outputs, as the gradient of the first output. Seen in torch 2.11, not in 2.13."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    others: tuple[torch.Tensor | None, ...]
-    """the other gradients that arrived with the one used as key"""
-    versions: tuple[int | None, ...]
-    """versions of the key gradient and of the others"""
-    parameters: Gradients
 
 
 class Unclaimed:
@@ -157,27 +217,28 @@ class Unclaimed:
 
     def __init__(self) -> None:
         self._computed: Any = WeakTensorKeyDictionary()
+        """by one of the gradients that arrived: the others, the versions of all, and the gradients of parameters"""
 
     def keep(self, arrived: Gradients, parameters: Gradients) -> None:
         first, others = _split(arrived)
-        self._computed[first] = _Computed(others, _versions(first, others), parameters)
+        self._computed[first] = others, _versions(first, others), parameters
 
     def take(self, arrived: Gradients, *, leave: bool) -> Gradients | None:
-        """Return the parameter gradients kept for the gradients that `arrived`, if any; `leave` keeps the entry."""
         key = self._key_of(*_split(arrived))
         if key is None:
             return None
-        found: _Computed = self._computed[key] if leave else self._computed.pop(key)
-        return found.parameters
+        _, _, parameters = self._computed[key] if leave else self._computed.pop(key)
+        return parameters  # type: ignore[no-any-return]  # a dictionary of torch's
 
     def _key_of(self, first: torch.Tensor, others: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-        """Find the key tensor for these gradients, if they arrived before and are unchanged."""
-        found: _Computed | None = self._computed.get(first)
-        if found is not None:
-            same = all(a is b for a, b in zip(others, found.others, strict=True))
-            return first if same and found.versions == _versions(first, others) else None
+        if (found := self._computed.get(first)) is not None:
+            known, versions, _ = found
+            same = all(a is b for a, b in zip(others, known, strict=True))
+            return first if same and versions == _versions(first, others) else None
         if _ADDED_UP and all(other is None for other in others):
-            return next((each for each, found in self._computed.items() if _adds_up(each, found, first)), None)
+            for key, (known, versions, _) in self._computed.items():
+                if versions == _versions(key, known) and _add_up_to(first, [key, *known]):
+                    return key  # type: ignore[no-any-return]  # a dictionary of torch's
         return None
 
 
@@ -192,9 +253,6 @@ def _versions(first: torch.Tensor, others: Gradients) -> tuple[int | None, ...]:
     return tuple(None if gradient is None else gradient._version for gradient in (first, *others))
 
 
-def _adds_up(first: torch.Tensor, found: _Computed, total: torch.Tensor) -> bool:
-    """Whether `total` is the sum of the gradients that arrived, which are unchanged."""
-    if found.versions != _versions(first, found.others):
-        return False
-    terms = [first, *(gradient for gradient in found.others if gradient is not None)]
+def _add_up_to(total: torch.Tensor, gradients: Gradients) -> bool:
+    terms = [gradient for gradient in gradients if gradient is not None]
     return all(term.shape == total.shape for term in terms) and torch.equal(sum(terms[1:], terms[0]), total)

@@ -1,18 +1,15 @@
-"""Compile a sequence into instructions for the executor, with stage runners that serve all forwards of a plan.
-
-Runners are made on demand: consecutive stages that are stored whole run as one function and need none.
-"""
+"""Compile a sequence into instructions for the executor, with stage runners that serve all forwards of a plan."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from collections.abc import Sequence as Operations
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, overload
+from typing import Any
 
 from rotor_profiling.storage import wait_for
 from rotor_py.errors import InvalidValueError
@@ -131,22 +128,10 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     )
 
 
-def in_nodes(instructions: Instructions) -> Instructions:
-    """Put every stage in its own node, so that any can be recomputed: see `OOMRetryTape`."""
-    return replace(
-        instructions,
-        pieces=tuple((step,) for step in instructions.forward),
-        in_graph=frozenset(),
-        runs_again=frozenset(range(len(instructions.backward_at))),
-        awaited=frozenset(),
-    )
-
-
 def from_input(stages: int, sequence: Sequence) -> Instructions:
-    """Read `sequence` for the first `stages` stages of a chain, to resume a backward.
+    """Read `sequence` for the first `stages` stages of a chain, to resume a backward from the chain's input.
 
-    Only the chain's input is held, so every run is a recompute and belongs to the replay. The loss in `sequence` stands
-    for the gradient of these stages' output, which is at hand.
+    Every run is a recompute. The loss in `sequence` stands for the gradient of these stages' output, which is at hand.
     """
     read_sequence(stages, sequence)  # ValueError if it is not valid
     operations = [each for each in sequence if not isinstance(each, Loss)]
@@ -184,9 +169,8 @@ def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
     """Return, for every operation, the inputs that a later run of their stage reads and that are not recomputed before.
 
-    Liveness analysis, from the end. The `first` run of a stage, by its position, takes its input from the run of the
-    stage before, not from the tape. Inputs inside some ā are read from there, even if they are recomputed in the
-    meantime.
+    The `first` run of a stage, by position, takes its input from the run of the stage before, not from the tape. Inputs
+    inside some ā are read from there, even if they are recomputed in the meantime.
     """
     saved: list[frozenset[int]] = [frozenset()]
     """for every operation, the indices of the ā that exist when it begins"""
@@ -225,7 +209,6 @@ class JoinedRun:
     """whether its output is the chain's output"""
 
     def __call__(self, values: list[Any], context: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Run the stages on the `values` in a list, which is emptied, so that each is freed right after its use."""
         carried = 0 if context else self.shared
         shared = values[len(values) - carried :]
         values += context
@@ -235,7 +218,6 @@ class JoinedRun:
 
 
 def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
-    """Return a function that runs the stages as one; None if they cannot."""
     parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
@@ -246,8 +228,11 @@ def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
 _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
-class Runners(Operations[StageRunner]):
-    """One runner for each of `stages`, made once by `make`, with the storage `options` of stages not stored whole."""
+class Runners:
+    """Runners of `stages`, made on demand by `make`, with the storage `options` of stages not stored whole.
+
+    Consecutive stages that are stored whole run as one function and need none.
+    """
 
     def __init__(
         self,
@@ -263,8 +248,6 @@ class Runners(Operations[StageRunner]):
 
     @classmethod
     def of(cls, runners: Operations[StageRunner]) -> Runners:
-        if isinstance(runners, Runners):
-            return runners
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
@@ -277,7 +260,6 @@ class Runners(Operations[StageRunner]):
         return found
 
     def joined(self, first: int, stop: int) -> JoinedRun | None:
-        """Return a function that runs stages `first` to `stop` - 1 as one; None if they cannot."""
         key = first, stop
         if key not in self._joined:
             self._joined[key] = joined_run(self.stages[first:stop])
@@ -286,18 +268,11 @@ class Runners(Operations[StageRunner]):
     def __len__(self) -> int:
         return len(self.stages)
 
-    @overload
-    def __getitem__(self, index: int) -> StageRunner: ...
+    def __iter__(self) -> Iterator[StageRunner]:
+        return (self[stage] for stage in range(len(self.stages)))
 
-    @overload
-    def __getitem__(self, index: slice) -> list[StageRunner]: ...
-
-    def __getitem__(self, index: int | slice) -> StageRunner | list[StageRunner]:
-        if isinstance(index, slice):
-            return [self[stage] for stage in range(len(self.stages))[index]]
-        found = self._made.get(index)
+    def __getitem__(self, stage: int) -> StageRunner:
+        found = self._made.get(stage)
         if found is None:
-            stage = range(len(self.stages))[index]  # IndexError at the end, where an iteration stops
-            found = self._made.get(stage) or self._make(stage)
-            self._made[stage] = found
+            found = self._made[stage] = self._make(stage)
         return found

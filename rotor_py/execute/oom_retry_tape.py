@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Operations
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +36,7 @@ from rotor_profiling.isolate import RandomState, buffer_slots
 from rotor_profiling.storage import tensors_in
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.execute.backward_passes import Held, Passes
-from rotor_py.execute.instructions import Instructions, from_input, in_nodes, read_sequence
+from rotor_py.execute.instructions import Instructions, Runners, from_input, read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.error_context import is_out_of_memory
 from rotor_py.stage.forward_state import slots_that_move
@@ -50,8 +51,7 @@ class SmallerPlans(Protocol):
         """Return a plan for the whole chain, after `error` in its forward."""
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
-        """Return a plan for the first `stages` stages, after `error` in the backward. Their output gradient is at
-        hand."""
+        """Return a plan for the first `stages` stages, whose output gradient is there, after a backward's `error`."""
 
     def rest_as_before(self, stages: int) -> Sequence:
         """Return a plan for the first `stages` stages, where another pass begins after a failed one."""
@@ -88,7 +88,6 @@ class Undo:
 
 
 def undo_bytes(functions: Iterable[nn.Module]) -> int:
-    """Return the most bytes of an `Undo` for one of these stages. Each is released before the next is made."""
     return max((bytes_like(slot[2] for slot in slots_that_move(function)) for function in functions), default=0)
 
 
@@ -99,7 +98,7 @@ class OOMRetryTape(Tape):
 
     def __init__(
         self,
-        runners: Operations[StageRunner],
+        runners: Operations[StageRunner] | Runners,
         instructions: Instructions,
         plans: SmallerPlans,
         context: tuple[Any, ...] = (),
@@ -130,17 +129,30 @@ class OOMRetryTape(Tape):
         operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
         self._stored = {each.stage: each.option for each in operations if each.stage in instructions.in_graph}
         """options of the stages that the forward stores"""
-        self._begin_anew(in_nodes(instructions))
+        nodes = replace(
+            instructions,
+            pieces=tuple((step,) for step in instructions.forward),
+            in_graph=frozenset(),
+            runs_again=frozenset(range(len(instructions.backward_at))),
+            awaited=frozenset(),
+        )
+        self._begin_anew(nodes)
 
     def run_first(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        """Run a stage inside its node: for the first time, or once more if it has completed before."""
         before = self._versions(value)
-        made = self._run_stored(stage, value) if stage in self._stored else self._run_without_graph(stage, value)
+        if stage in self._stored:
+            made = self._run_stored(self.runners[stage].by(self._stored[stage]), stage, value)
+        else:
+            runner = self.runners[stage]
+            if stage in self.surroundings:
+                output = runner.again(value, self.surroundings[stage], self.context)
+            else:
+                output, self.surroundings[stage] = self._undone_on_error(runner, runner.first, value)
+            made = output, self._without_gradient(runner, value, output)
         self._refuse_overwritten(stage, value, before)
         return made
 
-    def _run_stored(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        runner = self.runners[stage].by(self._stored[stage])
+    def _run_stored(self, runner: StageRunner, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
         if stage in self.surroundings:
             attached, output = runner.attach(value, self.surroundings[stage], self.context)
         else:
@@ -149,14 +161,6 @@ class OOMRetryTape(Tape):
         needed = [tensor.requires_grad for tensor in tensors_in(output)]
         output = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         return output, [tensor for tensor, need in zip(tensors_in(output), needed, strict=True) if not need]
-
-    def _run_without_graph(self, stage: int, value: Any) -> tuple[Any, list[torch.Tensor]]:
-        runner = self.runners[stage]
-        if stage in self.surroundings:
-            output = runner.again(value, self.surroundings[stage], self.context)
-        else:
-            output, self.surroundings[stage] = self._undone_on_error(runner, runner.first, value)
-        return output, self._without_gradient(runner, value, output)
 
     def _undone_on_error(self, runner: StageRunner, run: Any, value: Any) -> Any:
         undo = Undo(runner.function, runner.devices(value, self.context))
@@ -198,7 +202,7 @@ class OOMRetryTape(Tape):
         """Say why stages 0 … `stage` cannot be recomputed exactly; None if they can."""
         if self._written(stage + 1) != self._then[: stage + 2]:
             return "the input or a parameter was written to after the forward"
-        for number, runner in enumerate(self.runners[: stage + 1]):
+        for number, runner in zip(range(stage + 1), self.runners, strict=False):
             found = self.surroundings.get(number)
             if found is not None and found.earlier is not None and found.earlier.switched:
                 return f"stage {runner.name!r} was switched between training and evaluation after the forward"
@@ -208,7 +212,7 @@ class OOMRetryTape(Tape):
         return None
 
     def _written(self, stages: int) -> list[list[int]]:
-        modules = map(_module_of, self.runners[:stages])
+        modules = [_module_of(self.runners[stage]) for stage in range(stages)]
         return [self._versions(self._input), *([each._version for each in module.parameters()] for module in modules)]
 
 

@@ -1,9 +1,8 @@
 """Run a sequence as nested regions, each of which autograd's own nodes recompute.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
-is recomputed just before its backward, when part of it may again be a region. The engine sees the operators themselves
-and no node of ours, so hooks on modules and parameters keep working: `fully_shard` gathers parameters before a stage
-runs, and again before its backward. That is why such models do not use a tape.
+is recomputed just before its backward, when part of it may again be a region. The engine sees no node of ours, so hooks
+keep working: `fully_shard` gathers parameters before a stage runs, and again before its backward.
 
 # Note [Recomputing inside autograd's own graph]
 #
@@ -39,6 +38,7 @@ from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.distributed.sharding import gathered_again
 from rotor_py.errors import InvalidStateError, InvalidValueError
+from rotor_py.execute.instructions import Runners
 from rotor_py.stage.forward_state import Surroundings
 from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
@@ -111,7 +111,7 @@ def _stages(items: tuple[int | Region, ...]) -> list[int]:
 
 
 def run(
-    runners: Operations[StageRunner],
+    runners: Operations[StageRunner] | Runners,
     items: tuple[int | Region, ...],
     value: Any,
     options: Mapping[int, int] = MappingProxyType({}),
@@ -128,11 +128,8 @@ def run(
 
 
 def _wait_before_recompute(value: Any) -> None:
-    """Wait for pending collectives before a region is recomputed: sent tensors stay in memory until then.
-
-    A function of its own: in `_Chain.store`, the last tensor would stay in a local variable, and in memory, until the
-    next region.
-    """
+    """Wait for pending collectives before a region is recomputed: sent tensors stay in memory until then."""
+    # A function of its own: in `_Chain.store`, the last tensor would stay in a local variable until the next region.
     for tensor in tensors_in(value):
         if tensor.requires_grad:
             tensor.register_hook(wait_for)
@@ -142,7 +139,7 @@ def _wait_before_recompute(value: Any) -> None:
 class _Chain:
     """The stages in one forward: runners to recompute (`again`), and the forward state of each first run."""
 
-    runners: Operations[StageRunner]
+    runners: Operations[StageRunner] | Runners
     stored: list[StageRunner]
     """the stages with their storage options"""
     again: frozenset[int]
@@ -162,7 +159,6 @@ class _Chain:
         return value
 
     def _run_first(self, stages: list[int], value: Any) -> Any:
-        """Run the stages of a region, and store nothing of them."""
         for stage in stages:
             # Storing in part would hold the values to be recomputed. But storage modes that are other code give other
             # digits.
@@ -204,7 +200,6 @@ class _Recomputed:
         self._to_the_end = False
 
     def run(self, first: Callable[[Any], Any], value: Any) -> Any:
-        """Return `first(value)`, in the surrounding graph, which saves handles only."""
         outside = innermost_run.get()
         last = 0
         """number of the node that saved the last tensor, in the order in which autograd makes nodes"""
@@ -236,7 +231,6 @@ class _Recomputed:
         return None if self._to_the_end else len(self._handles)
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
-        """Fill a handle, if the graph still has it. Raises RuntimeError if the tensor is not the expected one."""
         if number >= len(self._handles):
             raise InvalidStateError(
                 f"a stage saved {len(self._handles)} tensors for its backward in the forward, and more when it was run "
@@ -257,8 +251,6 @@ class _Recomputed:
 
 
 class _Later:
-    """Stands in the graph for a saved tensor."""
-
     __slots__ = ("__weakref__", "_region", "saved")
 
     def __init__(self, region: _Recomputed) -> None:
@@ -266,7 +258,6 @@ class _Later:
         self.saved: Saved | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor. Raises RuntimeError if the recompute does not save it."""
         if self.saved is None:
             self._region.recompute()
         saved, self.saved = self.saved, None

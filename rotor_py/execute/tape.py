@@ -42,27 +42,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Operations
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 from rotor_py.errors import InvalidStateError, InvalidValueError
-from rotor_py.execute.backward_passes import Held, Pass, Passes, Unclaimed, goes_through_any, retains_graph
+from rotor_py.execute.backward_passes import (
+    ActivationStore,
+    Held,
+    Pass,
+    Passes,
+    Unclaimed,
+    goes_through_any,
+    retains_graph,
+)
 from rotor_py.execute.instructions import Instructions, Runners, Step, read_sequence
-from rotor_py.execute.store import ActivationStore
-from rotor_py.offload.offload_saved import OffloadableStorages
-from rotor_py.offload.tier import Tier
-from rotor_py.stage.error_context import is_watched
-from rotor_py.stage.forward_state import Surroundings
+from rotor_py.offload.offload_saved import OffloadableStorages, Tier
+from rotor_py.stage.error_context import watchers
+from rotor_py.stage.forward_state import Surroundings, recall_effects
 from rotor_py.stage.replayed_routing import draws
 from rotor_py.stage.runner import StageRunner, run_offloadable
-from rotor_py.stage.side_effects import recall_effects
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.moving import Moves
 
@@ -71,9 +77,8 @@ from rotor_solver.moving import Moves
 class Moving:
     """The offloads of one forward and its backward, to `tier`. `position` is the first operation that is still to come.
 
-    Waits and fetches happen once, in the order of the sequence, whether the forward or the engine runs the operations.
-    A pass that deviates from the plan is still correct: a tensor that has not been fetched is fetched when it is read
-    (`offload.tier`).
+    Waits and fetches happen once, in the order of the sequence. A pass that deviates from it is still correct: a tensor
+    that has not been fetched is fetched when it is read.
     """
 
     moves: Moves
@@ -94,7 +99,6 @@ class Moving:
             self.position += 1
 
     def forward(self, runner: StageRunner, stage: int, value: Any, context: tuple[Any, ...]) -> Any:
-        """Run a stage in the graph of plain training, and begin to offload its saved tensors if the plan says so."""
         if stage not in self.moves.stages:
             return runner.forward(value, context)
         output, offloadable = run_offloadable(runner, value, context)
@@ -133,7 +137,6 @@ class StageNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tape: Tape, stage: int, frame: Frame, *tensors: torch.Tensor) -> Any:
-        """Run the stage. `tensors` are those of the input, then the parameters, so that the engine knows both."""
         ctx.tape, ctx.stage, ctx.input_tensors, ctx.unclaimed = tape, stage, frame.tensors, None
         tape.passes.nodes[stage] = ctx
         ctx.set_materialize_grads(False)  # missing gradients stay None, as in plain training
@@ -204,7 +207,7 @@ class Tape:
 
     def __init__(
         self,
-        runners: Operations[StageRunner],
+        runners: Operations[StageRunner] | Runners,
         instructions: Instructions,
         store: ActivationStore | None = None,
         tier: Tier | None = None,
@@ -213,7 +216,7 @@ class Tape:
         self.context = context
         self._shared = tensors_in(context)
         # With their options from the start: for some stages, runs without a graph differ by option, too.
-        self.runners = Runners.of(runners).by(instructions.options)
+        self.runners = (runners if isinstance(runners, Runners) else Runners.of(runners)).by(instructions.options)
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
@@ -231,11 +234,7 @@ class Tape:
             self._moving = Moving(instructions.moves, tier)
 
     def forward(self, value: Any) -> Any:
-        """Run the operations before the loss; return the output, in the caller's graph.
-
-        Raises RuntimeError if a stage overwrites its own input and has to be recomputed from it, OffloadError if
-        something cannot be moved.
-        """
+        """Run the operations before the loss; return the output, in the caller's graph."""
         held = self.passes.left
         assert held is not None
         try:
@@ -251,7 +250,7 @@ class Tape:
         position = 0
         for steps in self.instructions.pieces:
             stop = frontier + len(steps)
-            run = self.runners.joined(frontier, stop) if len(steps) > 1 and not is_watched() else None
+            run = self.runners.joined(frontier, stop) if len(steps) > 1 and not watchers else None
             if run is not None:  # Rule 16: as one function
                 values = list(value)
                 del value
@@ -384,11 +383,9 @@ class Tape:
         return runner if runner.option == option else runner.by(option)
 
     def _versions(self, value: Any) -> list[int]:
-        """Versions of the tensors that a stage reads, except its parameters and buffers."""
         return [tensor._version for tensor in tensors_in(value) + self._shared]
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
-        """Raise RuntimeError if the run of a stage wrote into its own input, which a recompute would read."""
         if self._versions(value) != before:
             name = self.runners[stage].name
             raise InvalidStateError(
@@ -398,3 +395,27 @@ class Tape:
                 stage=stage,
                 name=name,
             )
+
+
+# A single stage as a node of the caller's graph, to time it with the overhead that it has in training.
+#
+# A node takes a frame, entries in a tape, a recorded run, and a backward inside a backward: as long as a small stage
+# itself. So it is timed by the code that replays a sequence.
+
+
+class _LoneTape(Tape):
+    """Allows a stage that overwrites its input: no plan recomputes it, but it has to be measured."""
+
+    def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None: ...
+
+
+def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
+    """Return a function that runs the stage as a node: without a graph at first, recomputed in the backward.
+
+    In a step, another node has run right before it, so its code is in the core's caches. So an empty stage runs here.
+    """
+    instructions = read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
+    value = torch.ones(1, device="cpu", requires_grad=True)
+    with torch.enable_grad():
+        Tape([StageRunner(nn.Identity(), "trivial")], instructions).forward(value).backward()
+    return _LoneTape([runner], instructions).forward

@@ -25,10 +25,9 @@ from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.fixed_memory import SteppedParameters
 from rotor_py.stage.error_context import During
-from rotor_py.stage.protocol import StageOffers, offers_of
+from rotor_py.stage.forward_state import GraphEffects, find_effects, remember_effects
+from rotor_py.stage.protocol import Keeper, StageOffers, Trial, offers_of
 from rotor_py.stage.runner import StageRunner, edges_and_owners, leaves_behind
-from rotor_py.stage.side_effects import GraphEffects, Steady, find_effects, remember_effects, remember_steady
-from rotor_py.stage.storage_modes import Keeper, Trial
 from rotor_solver.watching import Progress
 
 
@@ -130,7 +129,7 @@ class DiscoveryPass:
 
     def __init__(self, chain: WalkedChain, stepped: SteppedParameters) -> None:
         self._stepped = stepped
-        self._effects: dict[Hashable, tuple[GraphEffects, Steady | None]] = {}
+        self._effects: dict[Hashable, GraphEffects] = {}
         self._trials: dict[Hashable, Mapping[str, Trial]] = {}
         # Layouts of a stage's input gradients, by its signature and those of the arriving gradients, without tensors
         # that it only hands on.
@@ -232,13 +231,10 @@ class DiscoveryPass:
                 if new or anywhere(asked not in self._given, chain.group, chain.device):
                     self._given[asked], made = self._run(number, value, new=new)
                 if new:
-                    recorded = chain.runner(number).recorded(value)
-                    self._effects[alike] = find_effects(function, value, made, chain.device, recorded)
+                    self._effects[alike] = find_effects(function, value, made, chain.device)
                     if self._stepped:
                         self._refuse_foreign_parameters(number, value)
-                effects, steady = self._effects[alike]
-                remember_effects(function, effects)
-                remember_steady(function, steady)
+                remember_effects(function, self._effects[alike])
                 if chain.layer_offers is not None:
                     saved = max((trial.saved_bytes or 0 for trial in self._trials[alike].values()), default=0)
                     chain.layer_offers.look_at(function, name, alike, value, chain.device, saved)

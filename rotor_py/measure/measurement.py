@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from rotor_profiling import LossCost, StageCost
-from rotor_py.stage.low_precision import word_of
+from rotor_py.stage.compression import word_of
 from rotor_solver import Chain, Option, Stage
 
 # Scratch bytes that no device has (256 TiB), to exclude an operation from plans. The solver takes sizes up to 1 PiB.

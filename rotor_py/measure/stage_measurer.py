@@ -55,14 +55,18 @@ from rotor_py.measure.stage_ways import (
     with_offloading,
     worth_choosing,
 )
+from rotor_py.stage.compression import word_of
 from rotor_py.stage.error_context import During
-from rotor_py.stage.forward_state import moving_buffers, recall_moving, remember_moved_elsewhere, remember_moving
-from rotor_py.stage.low_precision import word_of
-from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.forward_state import (
+    moving_buffers,
+    recall_effects,
+    recall_moving,
+    remember_moved_elsewhere,
+    remember_moving,
+)
+from rotor_py.stage.protocol import Keeper, offers_of
 from rotor_py.stage.replayed_routing import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.side_effects import recall_effects
-from rotor_py.stage.storage_modes import Keeper
 from rotor_solver.watching import Progress
 
 

@@ -16,9 +16,9 @@ from rotor_profiling.storage import allocated
 from rotor_profiling.timing import several_processes
 from rotor_py.distributed.processes import anywhere, largest_anywhere
 from rotor_py.measure.measurement import Way
-from rotor_py.stage.low_precision import word_of
+from rotor_py.stage.compression import word_of
+from rotor_py.stage.protocol import ELSEWHERE, base_of, both
 from rotor_py.stage.runner import StageRunner, run_offloadable
-from rotor_py.stage.storage_modes import ELSEWHERE, base_of, both
 
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from rotor_py.errors import OffloadError
+from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import format_bytes
 
 _CHUNK = 8 * 2**20
@@ -33,16 +34,12 @@ ALIGNMENT = 4096
 """Ranges begin and end at multiples of this, in bytes, so that no two copies write to one page."""
 
 
-class FileTier:
-    """An unnamed file in `folder`, with a writing and a reading thread. For storages on the CPU.
-
-    All storages share one file: creating a file costs more than a small copy, and a file per storage could not be
-    preallocated. Raises OffloadError if the file cannot be created.
-    """
+class FileTier(Tier):
+    """An unnamed file in `folder` for all storages on the CPU, preallocated, with a writing and a reading thread."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self.moved_bytes = 0
+        self.name = f"file:{self.folder}"
         self._process = os.getpid()
         self._file = NamelessFile(self.folder)
         self._space = FileSpace()
@@ -51,10 +48,6 @@ class FileTier:
         """Released ranges, each free once its last copy is over. Appending needs no lock."""
         self.leaving, self.returning = CopyingThread("rotor writes"), CopyingThread("rotor reads")
         self._closing = weakref.finalize(self, _close, self._file, self.leaving, self.returning)
-
-    @property
-    def name(self) -> str:
-        return f"file:{self.folder}"
 
     @property
     def held_bytes(self) -> int:
@@ -110,9 +103,7 @@ class FileTier:
                 self._given_up.append((extent, copy))
 
 
-class MovedToFile:
-    """A storage in a file; see `Moved`. It owns a range of the file until the bytes are back or it is dropped."""
-
+class MovedToFile(Moved):
     def __init__(self, tier: FileTier, file: NamelessFile, extent: Extent, storage: torch.UntypedStorage) -> None:
         self.nbytes = storage.nbytes()
         self._tier, self._file = tier, file
@@ -233,7 +224,6 @@ class CopyingThread:
         self._starting = threading.Lock()
 
     def start(self, copy: Copy) -> None:
-        """Queue a copy. Raises RuntimeError if the interpreter cannot start a thread."""
         with self._starting:
             if self._thread is None:
                 # The thread refers to the queue only, so this object can be collected and end it.
@@ -282,7 +272,6 @@ class FileSpace:
     _free: list[Extent] = field(default_factory=list)
 
     def take(self, nbytes: int) -> Extent:
-        """Take a free range of at least `nbytes`. If none is free, the file has to grow to `end`."""
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self.taken += size
         for position, free in enumerate(self._free):
@@ -313,7 +302,6 @@ class NamelessFile:
     """A preallocated, unnamed file of `size` bytes. It disappears with its last reference, however a process ends."""
 
     def __init__(self, folder: Path) -> None:
-        """Raise OffloadError if `folder` does not allow a file."""
         self.folder = folder
         self.size = 0
         self.stopped = False
@@ -347,25 +335,21 @@ class NamelessFile:
         self.size = size
 
     def write(self, data: Any, start: int) -> None:
-        """Write all of the buffer `data` at byte `start`. Raises OffloadError on failure."""
-        done = 0
-        while done < len(data):
-            self.refuse_stopped()
-            try:
-                done += os.pwrite(self.descriptor, data[done : done + _CHUNK], start + done)
-            except OSError as error:
-                raise self._failed(f"{format_bytes(len(data))} ({len(data)} bytes) cannot be written", error) from error
+        self._copy(data, start, lambda part, at: os.pwrite(self.descriptor, part, at), "written")
 
     def read(self, data: Any, start: int) -> None:
-        """Fill the buffer `data` from byte `start`. Raises OffloadError on failure or if bytes are missing."""
+        self._copy(data, start, lambda part, at: os.preadv(self.descriptor, [part], at), "read")
+
+    def _copy(self, data: Any, start: int, call: Callable[[Any, int], int], done_to: str) -> None:
         done = 0
         while done < len(data):
             self.refuse_stopped()
             try:
-                found = os.preadv(self.descriptor, [data[done : done + _CHUNK]], start + done)
+                copied = call(data[done : done + _CHUNK], start + done)
             except OSError as error:
-                raise self._failed(f"{format_bytes(len(data))} ({len(data)} bytes) cannot be read", error) from error
-            if not found:
+                size = f"{format_bytes(len(data))} ({len(data)} bytes)"
+                raise self._failed(f"{size} cannot be {done_to}", error) from error
+            if not copied:
                 raise OffloadError(
                     f"the file of moved activations in {self.folder} was cut short: it ends at byte {start + done}, "
                     f"and {len(data)} bytes were written from byte {start} on; run the step again, and keep other "
@@ -373,7 +357,7 @@ class NamelessFile:
                     kind="file_cut_short",
                     name=str(self.folder),
                 )
-            done += found
+            done += copied
 
     def refuse_stopped(self) -> None:
         if self.stopped:

@@ -15,28 +15,26 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from rotor_py.errors import OffloadError
 from rotor_py.host_memory import available_host_bytes
+from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import format_bytes
 
 _LEAST = 2**20
 """Bytes of the smallest buffer. A guess; smaller wastes time on pinning, larger wastes memory."""
 _WASTE = 2
-"""Most ratio of a buffer's size to its request, and of all buffers to all requests. Requests are rounded up to a power
-of two, as PyTorch does anyway; a smaller ratio would give each size its own buffers.
-"""
+"""Most ratio of a buffer's size to its request, and of all buffers to all requests. A smaller one would give each size
+its own buffers: requests are rounded up to a power of two, as PyTorch does anyway."""
 
 
-class HostTier:
-    """Pinned memory with a stream per direction and device."""
-
-    name = "host"
-
+class HostTier(Tier):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise OffloadError(
@@ -45,7 +43,6 @@ class HostTier:
                 kind="no_cuda",
                 name="host",
             )
-        self.moved_bytes = 0
         self.buffers = PinnedBuffers()
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
@@ -88,7 +85,7 @@ class HostTier:
         self.buffers.clear()
 
 
-class MovedToHost:
+class MovedToHost(Moved):
     """A storage in pinned memory; see `Moved`. Numbers in comments are rules of the Note."""
 
     def __init__(self, tier: HostTier, storage: torch.UntypedStorage) -> None:
@@ -170,12 +167,14 @@ class PinnedBuffer:
         return self.memory.numel()
 
 
+_size: Callable[[PinnedBuffer], int] = attrgetter("nbytes")
+
+
 class PinnedBuffers:
     """A pool of pinned buffers, reused because pinning takes as long as many copies.
 
-    `take` returns the smallest free buffer that is large enough and at most twice the request: otherwise a small
-    activation would occupy a large buffer, and another would have to be pinned. All buffers together take at most twice
-    the peak of requests: the excess is left over from steps of other sizes.
+    A request gets the smallest free buffer that is large enough and at most twice its size. All buffers together take
+    at most twice the peak of requests: the excess is left over from steps of other sizes.
     """
 
     def __init__(self) -> None:
@@ -190,7 +189,6 @@ class PinnedBuffers:
         self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> PinnedBuffer:
-        """Take a buffer of at least `nbytes`. Raises OffloadError if the host cannot pin that much."""
         size = max(_LEAST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             most_asked = max(self._most_asked, self._asked + size)
@@ -207,7 +205,6 @@ class PinnedBuffers:
             return buffer
 
     def give_back(self, buffer: PinnedBuffer, used: Any) -> None:
-        """Free a buffer, usable after the event `used`."""
         with self._lock:
             self._asked -= buffer.asked
             self.taken_bytes -= buffer.nbytes
@@ -215,7 +212,6 @@ class PinnedBuffers:
             insort(self._free, buffer, key=_size)
 
     def clear(self) -> None:
-        """Release all free buffers."""
         with self._lock:
             self._let_go(0)
 
@@ -240,7 +236,3 @@ class PinnedBuffers:
                 kind="cannot_pin",
                 nbytes=size,
             ) from error
-
-
-def _size(buffer: PinnedBuffer) -> int:
-    return buffer.nbytes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import torch
@@ -15,7 +14,7 @@ from rotor_py.errors import OffloadError, kind_of
 from rotor_py.offload import FILE, refuse_other_names
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.offload.host_tier import HostTier
-from rotor_py.offload.tier import Moved, Tier
+from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_solver import InvalidValueError
 from rotor_solver.moving import Link
 
@@ -33,30 +32,17 @@ class Offload:
     """The tier of one model, opened at first use."""
 
     def __init__(self, name: str) -> None:
-        """Raise ValueError for an unknown or unavailable tier."""
         self.name = checked_name(name)
-        self._tier: Tier | None = None
 
-    @property
+    @cached_property
     def tier(self) -> Tier:
-        """The tier. Raises OffloadError if it can no longer be opened."""
-        if self._tier is None:
-            self._tier = _opened(self.name)
-        return self._tier
-
-
-@dataclass(frozen=True, slots=True)
-class Bandwidth:
-    """Bytes a second out and back, measured with copies in both directions."""
-
-    out: float
-    back: float
+        return _opened(self.name)
 
 
 def link_of(name: str, device: torch.device) -> Link:
     """Bandwidth from memory of `device` to a tier and back; of a simulated device, from the device table."""
     found = prediction()
-    return measured_link(name, device) if found is None else _planned_with(found.host_bandwidth, found.host_bandwidth)
+    return measured_link(name, device) if found is None else _planned_with(found.host_bandwidth)
 
 
 @cache
@@ -64,18 +50,17 @@ def measured_link(name: str, device: torch.device) -> Link:
     """Measure once per process, so that plans for other batches or copies of a model agree."""
     tier = _opened(name)
     try:
-        found = measure_bandwidth(tier, device)
+        return _planned_with(measure_bandwidth(tier, device))
     finally:
         tier.close()
-    return _planned_with(found.out, found.back)
 
 
-def _planned_with(out: float, back: float) -> Link:
-    return Link(math.floor(_SHARE * out), math.floor(_SHARE * back))
+def _planned_with(rate: float) -> Link:
+    return Link(math.floor(_SHARE * rate), math.floor(_SHARE * rate))
 
 
-def measure_bandwidth(tier: Tier, device: torch.device) -> Bandwidth:
-    """Measure the bandwidth of `tier`, both directions at once. Needs the memory of three pieces of 4 MiB."""
+def measure_bandwidth(tier: Tier, device: torch.device) -> float:
+    """Return the bytes a second of `tier`, both ways at once. Needs the memory of three pieces of 4 MiB."""
     source = torch.ones(_PIECE, dtype=torch.uint8, device=device).untyped_storage()
     warm = tier.move_out(source)  # the first copy makes threads, streams and the start of the file
     warm.wait_out()
@@ -95,8 +80,7 @@ def measure_bandwidth(tier: Tier, device: torch.device) -> Bandwidth:
         pieces += 1
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    rate = pieces * _PIECE / (time.perf_counter() - begun)
-    return Bandwidth(rate, rate)
+    return pieces * _PIECE / (time.perf_counter() - begun)
 
 
 def checked_name(name: str) -> str:
@@ -119,46 +103,5 @@ def _opened(name: str) -> Tier:
                 kind="device_elsewhere",
                 name=found.name,
             )
-        return PredictedTier()
+        return Tier()
     return HostTier() if name == "host" else FileTier(name.removeprefix(FILE))
-
-
-class PredictedTier(Tier):
-    """A tier for fake tensors."""
-
-    name = "host"
-    moved_bytes = 0
-    held_bytes = 0
-
-    def reserve(self, nbytes: int) -> None:
-        """Always succeeds: the host is unknown."""
-
-    def move_out(self, storage: torch.UntypedStorage) -> Moved:
-        """Return a storage that exists until its copy is waited for."""
-        self.moved_bytes += storage.nbytes()
-        return _Moved(storage)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class _Moved(Moved):
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._nbytes = storage.nbytes()
-        self._storage: torch.UntypedStorage | None = storage
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    def wait_out(self) -> None:
-        self._storage = None
-
-    def fetch(self) -> None:
-        if self._storage is None:
-            self._storage = torch.empty(self._nbytes, dtype=torch.uint8).untyped_storage()
-
-    def storage(self) -> torch.UntypedStorage:
-        self.fetch()
-        assert self._storage is not None
-        return self._storage

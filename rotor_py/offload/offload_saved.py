@@ -1,8 +1,15 @@
-"""Offload the saved tensors of a stage run to a tier and fetch them back, as a keeper of saved tensors.
+"""A memory tier that holds saved tensors until their backward, and the saved tensors of a stage run that go there."""
 
-Offloading starts after the stage: only then is it known which storages the next stage reads, and which are referenced
-elsewhere, so that moving them would free nothing.
-"""
+# Note [Moving activations to another tier and back]
+#
+#  1. Offloading moves a storage, not a tensor: views that share one move together, once.
+#  2. Copies run concurrently with training. The caller that starts one waits for it: `wait_out` before the memory is
+#     released, `storage` before the bytes are read.
+#  3. The training thread allocates and frees memory, never a copying thread: this gives one order of all allocations,
+#     so that a plan can promise a peak, and CUDA's allocator knows the stream.
+#  4. Memory that a copy reads or writes stays until the copy is over, even if the bytes are no longer needed.
+#  5. A failed copy raises OffloadError where it is waited for, in the training thread. It leaks nothing: the tier's
+#     room is free again as soon as the handle is dropped.
 
 from __future__ import annotations
 
@@ -12,7 +19,66 @@ import torch
 
 from rotor_profiling import torch_compat
 from rotor_py.errors import InvalidStateError
-from rotor_py.offload.tier import Moved, Tier
+
+
+class Moved:
+    """One storage on its way out, in the tier, or on its way back. Dropping it frees its room.
+
+    This one, of fake tensors, exists until its copy is waited for, and costs no time.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.nbytes = storage.nbytes()
+        self._storage: torch.UntypedStorage | None = storage
+
+    def wait_out(self) -> None:
+        """Wait until the bytes have left, and release the storage. Raises OffloadError if the copy failed.
+
+        Does nothing if they have left already or were fetched again.
+        """
+        self._storage = None
+
+    def fetch(self) -> None:
+        """Allocate a storage and start the copy back. Does nothing if done before, or if none has left."""
+        if self._storage is None:
+            self._storage = torch.empty(self.nbytes, dtype=torch.uint8).untyped_storage()
+
+    def storage(self) -> torch.UntypedStorage:
+        """Fetch the bytes if necessary, wait, and return them. Raises OffloadError if the copy failed."""
+        self.fetch()
+        assert self._storage is not None
+        return self._storage
+
+
+class Tier:
+    """A memory tier for storages, used by one thread at a time. This one is for fake tensors: its host is unknown."""
+
+    name = "host"
+    """Name in options: `host`, or `file:/path`."""
+    moved_bytes = 0
+    """Bytes offloaded so far."""
+
+    @property
+    def held_bytes(self) -> int:
+        return 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve room for `nbytes` at once. Raises OffloadError if there is less."""
+
+    def move_out(self, storage: torch.UntypedStorage) -> Moved:
+        """Start to offload a storage, which must not be written to from now on. Raises OffloadError without room."""
+        self.moved_bytes += storage.nbytes()
+        return Moved(storage)
+
+    def close(self) -> None:
+        """Free all room after the running copies. Offloaded bytes are lost."""
+
+
+# Saved tensors of a stage run that can be offloaded.
+#
+# Offloading starts after the stage: only then is it known which storages the next stage reads, and which are referenced
+# elsewhere, so that moving them would free nothing.
+
 
 LEAST_BYTES = 64 * 2**10
 """Smaller storages stay: passing a copy to a thread takes as long as copying this much. Rough figure of one machine."""
@@ -38,26 +104,21 @@ class OffloadableStorages:
         return [each for saved in self._saved if (each := saved()) is not None]
 
     def offload(self, tier: Tier) -> None:
-        """Start offloading. Raises OffloadError if the tier is full."""
         offloadable = self.offloadable()
         self._saved = [ref(each) for each in offloadable]
         for each in offloadable:
             each.offload(tier)
 
     def wait_out(self) -> None:
-        """Wait until all has left, and release its memory. Raises OffloadError if a copy failed."""
         for each in self._alive():
             each.wait_out()
 
     def fetch(self) -> None:
-        """Allocate the memory again and start all copies back."""
         for each in self._alive():
             each.fetch()
 
 
 class SavedStorage:
-    """One storage saved by autograd, in memory or offloaded."""
-
     __slots__ = ("__weakref__", "_device", "_dtype", "_memory", "_moved", "_overwritten", "_writes", "nbytes")
 
     def __init__(self, memory: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from rotor_py.plan.source import Following, SequenceExecutor, Source
 from rotor_py.plan.step_spec import describe, reaches, spec_of
 
 if TYPE_CHECKING:
-    from rotor_py.capture.variants import CompileBudget
+    from rotor_py.capture.whole_graph import CompileBudget
 
 _log = logging.getLogger("rotor_py")
 
@@ -90,7 +90,7 @@ class GraphSource:
 
     def _run_stages(self, how: Following, cut: Cut, value: Any) -> Any:
         """Run the stages of the main graph; `cut` is for the shapes that TorchDynamo found this time."""
-        from rotor_py.capture.captured_graph import runners_of, shared_apart
+        from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 
         for _, layer in cut.prefix:
             value = layer(value)

@@ -22,9 +22,8 @@ from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measu
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.source import Following, SequenceExecutor, Source
 from rotor_py.plan.step_spec import covers
-from rotor_py.stage.protocol import StageOffers
+from rotor_py.stage.protocol import StageOffers, calls_forward_alone, own_of
 from rotor_py.stage.runner import StageRunner
-from rotor_py.stage.storage_modes import calls_forward_alone, own_of
 
 if TYPE_CHECKING:
     from rotor_py.capture.captured_layer import CapturedLayer

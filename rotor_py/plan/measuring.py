@@ -19,7 +19,7 @@ from rotor_profiling.backends import allocate_workspaces, prediction
 from rotor_profiling.step import give_way
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.errors import record_fields
-from rotor_py.execute.single_stage_replay import single_stage_node
+from rotor_py.execute.tape import single_stage_node
 from rotor_py.measure.fixed_memory import stepped_parameters
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import freeze_gc, planning
@@ -32,13 +32,13 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
+from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.stage.replayed_routing import streams_kept
-from rotor_py.stage.storage_modes import ELSEWHERE
 from rotor_py.units import format_seconds
 from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
-    from rotor_py.capture.variants import CompileBudget
+    from rotor_py.capture.whole_graph import CompileBudget
 
 _log = logging.getLogger("rotor_py")
 
@@ -89,7 +89,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         _warn_of_a_profiler()
 
     def room(measurement: Measurement, sample: Any) -> CompileBudget:
-        from rotor_py.capture.variants import CompileBudget
+        from rotor_py.capture.whole_graph import CompileBudget
 
         budget = model.with_communication(model.budget(measurement, sample, device))
         return CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)

@@ -22,7 +22,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
-from rotor_py.stage.side_effects import recall_effects
+from rotor_py.stage.forward_state import recall_effects
 from rotor_py.transparent import Transparent, in_training
 from rotor_solver import Chain, Sequence
 from rotor_solver.memory_timeline import PlanMemory, plan_memory

@@ -21,7 +21,7 @@ from rotor_py.measure.cut import Cut, Layer, is_chain, joined, layers
 from rotor_py.plan import plan_file
 from rotor_py.plan.plan_file import CompiledStages, PlanCosts
 from rotor_py.plan.step_spec import TensorSpec
-from rotor_py.stage.side_effects import GraphEffects, remember_effects
+from rotor_py.stage.forward_state import GraphEffects, remember_effects
 from rotor_solver import Sequence
 
 

@@ -20,13 +20,13 @@ from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
-from rotor_py.offload.tier import Tier
+from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
-from rotor_py.stage.storage_modes import Keeper
+from rotor_py.stage.protocol import Keeper
 from rotor_solver import Sequence
 
 if TYPE_CHECKING:
-    from rotor_py.capture.variants import CompileBudget
+    from rotor_py.capture.whole_graph import CompileBudget
 
 _MOST_READ = 8
 """Parsed sequences to cache. A guess: each forward in flight may follow its own. Too few are parsed again in each

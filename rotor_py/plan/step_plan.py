@@ -21,7 +21,7 @@ from rotor_py.plan.settings import Settings
 from rotor_py.plan.source import Source
 from rotor_py.plan.step_spec import StepSpec
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.stage.side_effects import GraphEffects, recall_effects, remember_effects
+from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_effects
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, store_all
 

@@ -11,9 +11,8 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.provenance import Basis
 from rotor_py.report.sweep import Sweep, format_share
-from rotor_py.stage.compression import Packed
-from rotor_py.stage.low_precision import rounded_stages, word_of
-from rotor_py.stage.storage_modes import parted
+from rotor_py.stage.compression import Packed, rounded_stages, word_of
+from rotor_py.stage.protocol import parted
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
 

@@ -55,13 +55,12 @@ class KeptStorage:
 
     def read_by(self, node: int | None) -> None:
         """Note that a node has saved it and may need its numbers; None if it certainly needs them."""
-        if node is not None and self.need is not Need.NUMBERS:
-            self.undecided.add(node)
-        elif node is None:
+        if node is None:
             self._needs(Need.NUMBERS)
+        elif self.need is not Need.NUMBERS:
+            self.undecided.add(node)
 
     def settle(self, found: Mapping[int, Node]) -> None:
-        """Resolve the needs of the `found` nodes, by sequence number."""
         for number in self.undecided & found.keys():
             self.undecided.discard(number)
             self._needs(need_of(found[number], self._writes.device))
@@ -78,7 +77,6 @@ class KeptStorage:
             return self._writes._version == tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """Return all elements of the storage, flat."""
         if (shared := self._still_held()) is not None:
             return shared
         made = memory_of(self.kept.tensor())
@@ -99,18 +97,13 @@ class KeptStorage:
 
 
 class SavedView:
-    """A view of a kept storage."""
+    __slots__ = ("_storage", "_view")
 
-    __slots__ = ("_offset", "_size", "_storage", "_stride")
-
-    def __init__(self, storage: KeptStorage, size: torch.Size, stride: tuple[int, ...], offset: int) -> None:
-        self._storage = storage
-        self._size = size
-        self._stride = stride
-        self._offset = offset
+    def __init__(self, storage: KeptStorage, *view: Any) -> None:
+        self._storage, self._view = storage, view
 
     def tensor(self) -> torch.Tensor:
-        return self._storage.tensor().as_strided(self._size, self._stride, self._offset)
+        return self._storage.tensor().as_strided(*self._view)
 
 
 # Saved tensors in another form, restored when the backward asks for them.
@@ -150,7 +143,7 @@ LEAST_BYTES = 4096
 
 
 class Form(Protocol):
-    """A form in which saved tensors are kept. It may also have `keep_sign` (see `compression.SmallerForm`)."""
+    """A form in which saved tensors are kept. It may also have `keep_sign` (see `compression.Packed`)."""
 
     def keep(self, memory: torch.Tensor) -> Saved | None:
         """Keep `memory`, the flat tensor of all elements of a storage. None declines: it is saved unchanged.
@@ -162,12 +155,8 @@ class Form(Protocol):
 class Keeping:
     """Context for one run of a stage whose saved tensors are kept in a form.
 
-    Args:
-        form: The form.
-        untouched: Tensors in memory anyway: parameters, buffers and inputs of the stage.
-        least_bytes: Smaller storages are saved unchanged.
-        reads_values: Whether the form reads values. If not, it also keeps fake tensors, by which a device is predicted.
-        seen: Receives address and bytes of all saved storages.
+    `untouched` tensors are in memory anyway: parameters, buffers and inputs of the stage. A form that does not read
+    values also keeps fake tensors, by which a device is predicted. `seen` receives address and bytes of all storages.
     """
 
     def __init__(
@@ -265,7 +254,6 @@ class Keeping:
                 kept.settle(found)
 
     def _waiting(self) -> Iterator[KeptStorage]:
-        """Iterate over the storages not yet converted."""
         return (kept for kept in (each() for each in self._fresh) if kept is not None)
 
     def spare(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -333,7 +321,6 @@ innermost_keeping: ContextVar[Keeping | None] = ContextVar("innermost_keeping", 
 
 
 def owned_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a module."""
     return [*function.parameters(), *function.buffers()] if isinstance(function, nn.Module) else []
 
 

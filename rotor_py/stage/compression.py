@@ -1,27 +1,25 @@
-"""Forms with fewer bytes: lossless packing, and the hooks that any smaller form needs."""
+"""Keep saved tensors in fewer bytes: packed without loss, or rounded if `keep=` asks for it."""
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from rotor_profiling.storage import storages, tensors_in
 from rotor_py.stage.compressing_hooks import LEAST_BYTES, Form, Keeping, owned_tensors
-from rotor_py.stage.protocol import Run, offers_of
+from rotor_py.stage.protocol import Keeper, Run, Trial, offers_of, parted
+from rotor_py.stage.replayed_routing import not_deciding
 from rotor_py.stage.saved_tensors import Need, Saved
-from rotor_py.stage.storage_modes import Trial
+from rotor_solver import Chain, ForwardEnable, Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """The `values` of a tensor, converted from `dtype`."""
-
     values: torch.Tensor
     dtype: torch.dtype
 
@@ -62,7 +60,6 @@ def packed_bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Restore the `count` booleans that `packed_bits` packed."""
     whole = count // 8
     values = torch.empty(count, dtype=torch.bool, device=bits.device)
     if whole:
@@ -83,52 +80,25 @@ may be several times larger."""
 
 
 class SmallerKept(Saved, Protocol):
-    """A tensor in fewer bytes."""
-
     @property
     def nbytes(self) -> int: ...
 
 
-class SmallerForm(Protocol):
-    """A form that takes fewer bytes in the same memory tier."""
-
-    @property
-    def name(self) -> str:
-        """Name of the form in plans and reports."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether the restored tensor equals the saved one bit for bit."""
-
-    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
-        """Keep `memory`, as `Form.keep`; None if it would not get smaller."""
-
-    def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Keep of floating `memory` only the bits that `need` names (neither NUMBERS nor SHAPE).
-
-        The restored tensor is 1 where the answer is yes, and 0 or -1 elsewhere. None declines.
-        """
-
-
 @dataclass(frozen=True, slots=True)
-class FormKeeper:
-    """Keeper that stores the saved tensors of a stage in a form."""
+class FormKeeper(Keeper):
+    """Keeper that stores the saved tensors of a stage in a form, which takes fewer bytes of the same memory."""
 
-    form: SmallerForm
-    keeps_the_rest: ClassVar[bool] = False
+    form: Packed
 
     @property
-    def name(self) -> str:
-        """Name of the form."""
+    def name(self) -> str:  # type: ignore[override]  # it never changes
         return self.form.name
 
     def suits(self, function: Callable[..., Any]) -> bool:
-        """Whether hooks see the saved tensors of the stage; compiled code saves without them."""
+        # Hooks do not see what compiled code saves.
         return offers_of(function).saves_through_hooks
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
-        """Wrap `run`, a run of `function`, so that its graph saves in this form. The values are the same."""
-
         def kept(value: Any) -> Any:
             with self.keeping_in(self.form, function, value) as keeping:
                 output = run(value)
@@ -147,16 +117,13 @@ class FormKeeper:
         return Keeping(form, [*inputs, *owned_tensors(function)], least_bytes=least, seen=seen)
 
     def trial(self, function: Callable[..., Any]) -> Trial:
-        """Return a trial that tells from a run of `function` whether the form spares enough to be worth measuring."""
-        return _Trial(self, function)
+        return _FormTrial(self, function)
 
 
-class _Trial:
+class _FormTrial(Trial):
     """Run a stage unchanged, and count the bytes that the form of `keeper` would save."""
 
     def __init__(self, keeper: FormKeeper, function: Callable[..., Any]) -> None:
-        self.pays = False
-        self.saved_bytes: int | None = None
         self._keeper, self._function = keeper, function
 
     def watch(self, run: Run) -> Run:
@@ -181,7 +148,7 @@ class _Trial:
 class _Tried:
     """A form that keeps nothing and records the bytes of another form."""
 
-    def __init__(self, form: SmallerForm) -> None:
+    def __init__(self, form: Packed) -> None:
         self.storages: dict[int, tuple[int, int]] = {}
         """address: (bytes unchanged, bytes in the other form)"""
         self.memory: list[torch.Tensor] = []
@@ -221,16 +188,6 @@ _SAMPLE = 1024
 """Elements checked before the whole tensor: they rule out nearly all tensors that are no masks."""
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by bytes, for bitwise comparison: -0.0 equals 0.0, and NaN does not equal itself."""
-_INFINITY = {
-    torch.float16: 0x7C00,
-    torch.bfloat16: 0x7F80,
-    torch.float32: 0x7F800000,
-    torch.float64: 0x7FF0000000000000,
-}
-"""Bit pattern of infinity as an integer. Positive numbers are below it, NaNs above; with the sign bit, all are
-negative."""
-_FORMATS = {torch.float16: ("e", "h"), torch.float32: ("f", "i"), torch.float64: ("d", "q")}
-"""`struct` codes of a dtype and of its integer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +195,11 @@ class Packed:
     """Keep booleans, masks and signs as bits, and integers in the narrowest type that holds them."""
 
     name: str = "packed"
+    """Name in plans and reports."""
     exact: bool = True
+    """Whether restored tensors have the same bits."""
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
-        """Pack `memory`; None if it does not get smaller."""
         if memory.dtype == torch.bool:
             return _Bits(packed_bits(memory), memory.numel(), unpacked_bits)
         if memory.is_floating_point():
@@ -249,18 +207,17 @@ class Packed:
         return _narrow(memory)
 
     def keep_sign(self, memory: torch.Tensor, need: Need) -> SmallerKept | None:
-        """Keep the signs of `memory`, as `need` asks; None for other dtypes."""
-        if memory.dtype not in _INFINITY:
+        """Keep of `memory` only the bits that `need` names (neither NUMBERS nor SHAPE); None for other dtypes.
+
+        The restored tensor is 1 where the answer is yes, and 0 or -1 elsewhere.
+        """
+        if not memory.is_floating_point() or memory.element_size() not in _BITS:
             return None
-        # As integers: a comparison of floats would count as a decision, which a recomputation has to replay.
-        integer, infinity = _BITS[memory.element_size()], _INFINITY[memory.dtype]
-        bits, minus_zero = memory.view(integer), torch.iinfo(integer).min
-        if need is Need.POSITIVE_OR_NAN:
-            where = bits.ne(0).logical_and_(bits.gt(minus_zero + infinity))
-        elif need is Need.POSITIVE:
-            where = bits.gt(0).logical_and_(bits.le(infinity))
-        else:
-            where = bits.ge(0).logical_and_(bits.le(infinity)).logical_or_(bits.eq(minus_zero))
+        with not_deciding():  # to look at a number is no decision of the stage
+            if need is Need.POSITIVE_OR_NAN:
+                where = memory.le(0).logical_not_()
+            else:
+                where = memory.gt(0) if need is Need.POSITIVE else memory.ge(0)
         restored = partial(_signed, -1 if need is Need.NOT_NEGATIVE else 0, memory.dtype)
         return _Bits(packed_bits(where), memory.numel(), restored)
 
@@ -287,7 +244,6 @@ def _masked(other: int, dtype: torch.dtype, bits: torch.Tensor, count: int) -> t
 
 
 def _signed(other: int, dtype: torch.dtype, bits: torch.Tensor, count: int) -> torch.Tensor:
-    """1 where the bit is set, and `other` elsewhere."""
     found = unpacked_bits(bits, count).to(dtype)
     return found if other == 0 else found.mul_(1 - other).add_(other)
 
@@ -329,14 +285,110 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _number(bits: int, dtype: torch.dtype) -> float:
-    """Return the number of a dtype with the bits of an integer.
+    with not_deciding():  # to look at a number is no decision of the stage
+        return float(torch.tensor(bits, dtype=_BITS[dtype.itemsize]).view(dtype))
 
-    Uses no torch operator: a recomputation would take it for a decision of the stage (`stage.replayed_routing`).
-    """
-    if dtype is torch.bfloat16:  # the upper half of a float32
-        bits, dtype = bits << 16, torch.float32
-    if dtype not in _FORMATS:
-        return float(bits)
-    number, integer = _FORMATS[dtype]
-    (found,) = struct.unpack(number, struct.pack(integer, bits))
-    return float(found)
+
+# Saved floating tensors in low precision, rounded; opt-in only.
+#
+# The forward computes with the exact numbers; only gradients come from rounded ones. Tensors that pack without loss are
+# packed (`compression`). All others are rounded to bfloat16, which has the range of float32, or to eight bits with a
+# scale for each block of 128 adjacent numbers. Blocks, not channels: a channel of an activation is a column, spread
+# over memory and over perhaps a thousand tokens, one of which may be large; and a storage shared by several views has
+# no channels.
+#
+# A tensor that has or would get a non-finite number is saved unchanged.
+
+
+BLOCK = 128
+"""Numbers per scale: rows of activations are multiples of it, and the scales add 3 % to the rounded bytes."""
+_CHUNK = 2**20
+"""Numbers rounded at once, to bound the temporary memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class FewerBits(Packed):
+    """Keep floating tensors in `dtype` if that is narrower; pack tensors that pack without loss."""
+
+    exact: bool = False
+    dtype: torch.dtype = torch.bfloat16
+
+    def keep(self, memory: torch.Tensor) -> SmallerKept | None:
+        packed = Packed.keep(self, memory)  # `super()` needs a cell that a class with slots does not have
+        if packed is not None:
+            return packed
+        if not memory.is_floating_point() or memory.element_size() <= self.dtype.itemsize:
+            return None
+        with not_deciding():  # whether numbers can be rounded, and to which integers, is no decision of the stage
+            return _rounded(memory, self.dtype) if self.dtype.itemsize > 1 else _scaled(memory, self.dtype)
+
+
+_WORDS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+FEWER_BITS = {word: FewerBits(f"in {word}", dtype=dtype) for word, dtype in _WORDS.items()}
+"""By the words that users pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scaled:
+    """Blocks in eight bits, their scales, and the unrounded rest after the last block."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    rest: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + self.rest.nbytes
+
+    def tensor(self) -> torch.Tensor:
+        blocked = self.values.numel()
+        found = self.rest.new_empty(blocked + self.rest.numel())
+        found[blocked:] = self.rest
+        for start, stop in _chunks(blocked):
+            scales = self.scales[start // BLOCK : stop // BLOCK]
+            block = self.values[start:stop].view(-1, BLOCK).to(scales.dtype)
+            found[start:stop].view(-1, BLOCK).copy_(block.mul_(scales[:, None]))
+        return found
+
+
+def _rounded(memory: torch.Tensor, dtype: torch.dtype) -> Converted | None:
+    if memory.numel() and not bool(torch.stack(memory.aminmax()).to(dtype).isfinite().all()):  # NaN is both
+        return None
+    return Converted(memory.to(dtype), memory.dtype)
+
+
+def _scaled(memory: torch.Tensor, dtype: torch.dtype) -> _Scaled | None:
+    blocked = memory.numel() // BLOCK * BLOCK
+    precise = torch.promote_types(memory.dtype, torch.float32)
+    largest = torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max
+    scales = torch.linalg.vector_norm(memory[:blocked].view(-1, BLOCK), torch.inf, dim=1, dtype=precise).div_(largest)
+    if not bool(scales.isfinite().all()):
+        return None
+    scales.clamp_(min=torch.finfo(precise).tiny)  # blocks of zeros and of denormal numbers
+    values = torch.empty(blocked, dtype=dtype, device=memory.device)
+    for start, stop in _chunks(blocked):
+        block = memory[start:stop].view(-1, BLOCK) / scales[start // BLOCK : stop // BLOCK, None]
+        block.clamp_(-largest, largest)  # the division may round up
+        values[start:stop].view(-1, BLOCK).copy_(block if dtype.is_floating_point else block.round_())
+    return _Scaled(values, scales, memory[blocked:].clone())
+
+
+def _chunks(count: int) -> list[tuple[int, int]]:
+    return [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
+
+
+def word_of(ways: Iterable[str]) -> str | None:
+    """Return the `keep=` word of the first storage mode whose backward reads inexact values; None if all are exact."""
+    words = {form.name: word for word, form in FEWER_BITS.items()}
+    return next((words[keeper] for way in ways if (keeper := parted(way, words)[1]) is not None), None)
+
+
+def rounded_stages(chain: Chain, sequence: Sequence) -> dict[int, str]:
+    """Return the stages that `sequence` ever keeps in low precision, with their `keep=` words."""
+    found = {}
+    for operation in (each for one in (sequence, *sequence.beside) for each in one):
+        if isinstance(operation, ForwardEnable):
+            word = word_of([chain.stages[operation.stage].options[operation.option].name])
+            if word is not None:
+                found[operation.stage] = word
+    return found

@@ -22,7 +22,6 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator of PyTorch raised `error` for lack of memory."""
     return isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and _CPU in str(error))
 
 
@@ -47,23 +46,17 @@ The backward of a stage in the caller's graph begins when its gradient arrives. 
 engine has no callback for it.
 """
 
-_watchers: list[Watcher] = []
+watchers: list[Watcher] = []
 
 
 # Not per thread: the engine runs CUDA backwards in threads of its own.
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Report every pass of a stage in this process to `watcher`."""
-    _watchers.append(watcher)
+    watchers.append(watcher)
     try:
         yield
     finally:
-        _watchers.remove(watcher)
-
-
-def is_watched() -> bool:
-    """Whether a watcher is active."""
-    return bool(_watchers)
+        watchers.remove(watcher)
 
 
 class During:
@@ -77,29 +70,28 @@ class During:
         self.name = name
 
     def __enter__(self) -> None:
-        if _watchers:
+        if watchers:
             _tell(self.doing, self.name, True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if _watchers:
+        if watchers:
             _tell(self.doing, self.name, False)
         if error is not None:
             add_note(error, f"in the {self.doing} of stage {self.name!r}")
 
 
 def tell_of_backward(output: Any, name: str) -> None:
-    """Report the begin of the backward of a stage that ran in the caller's graph."""
     # Hooks cost time in every step, and watchers are rare.
-    if _watchers and torch.is_grad_enabled():
+    if watchers and torch.is_grad_enabled():
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _: _tell(BACKWARD, name, True))
 
 
 def _tell(doing: str, name: str, begins: bool) -> None:
-    for watcher in _watchers:
+    for watcher in watchers:
         watcher(doing, name, begins)
 
 

@@ -1,4 +1,4 @@
-"""Record the state that a forward starts from, and restore it for a recomputation."""
+"""Record the state that a forward starts from, restore it for a recomputation, and find effects of a graph."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from rotor_profiling import storages
+from rotor_profiling import isolated, leaves_of, storages, tensors_in
 from rotor_profiling.attributes import Attributes, Change
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots
-from rotor_profiling.storage import equal
+from rotor_profiling.storage import equal, local, wait_for
+from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import TorchDispatchMode
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.replayed_routing import Decisions, Drawn, decisions_recorded, decisions_repeated, other_draws
@@ -35,16 +36,13 @@ class EarlierRuns:
         """parameter versions after the last run"""
 
     def note(self) -> None:
-        """Record that the stage has run and may be recomputed."""
         self._written = [each._version for each in self._module.parameters()]
 
     @property
     def switched(self) -> bool:
-        """Whether a module was switched between training and evaluation since the first run."""
         return self._modes != [each.training for each in self._module.modules()]
 
     def refuse_changes(self) -> None:
-        """Raise RuntimeError if a module switched between training and evaluation, or a parameter was written to."""
         if self.switched:
             raise InvalidStateError(
                 f"stage {self._name!r} was switched between training and evaluation after its forward, and has to be "
@@ -64,31 +62,21 @@ class EarlierRuns:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """State of autocast for one device type."""
-
     device_type: str
     enabled: bool
     dtype: torch.dtype
     cache: bool
 
-    @classmethod
-    def now(cls, device_type: str) -> Autocast:
-        """Return the current state."""
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
     def context(self, cache: bool) -> torch.autocast:
-        """Return an autocast context in this state. With `cache`, it caches cast weights until its end."""
         return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=cache)
 
 
 def autocast_now(devices: Iterable[torch.device]) -> tuple[Autocast, ...]:
-    """Return the current autocast state of the CPU and of each type of `devices`."""
-    return tuple(map(Autocast.now, sorted({"cpu", *(device.type for device in devices)})))
+    cache = torch.is_autocast_cache_enabled()
+    return tuple(
+        Autocast(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each), cache)
+        for each in sorted({"cpu", *(device.type for device in devices)})
+    )
 
 
 @contextmanager
@@ -121,8 +109,6 @@ _STATISTICS = ("running_mean", "running_var")
 
 
 class WrittenStatistics(TorchDispatchMode):
-    """Dispatch mode that records the running statistics written under it."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
         self._addresses: set[int] = set()
@@ -132,7 +118,6 @@ class WrittenStatistics(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled layers run compiled."""
         return True
 
     def __torch_dispatch__(
@@ -209,11 +194,13 @@ class Surroundings:
                 stack.callback(table.__setitem__, name, table[name])
                 table[name] = before.clone()
             for module in _tracking_batch_norms(function):
-                if alike:
-                    _let_copies_track(module, stack)
-                else:
+                if not alike:
                     stack.callback(setattr, module, "track_running_stats", True)
                     module.track_running_stats = False
+                    continue
+                for name, buffer in module.named_buffers(recurse=False):  # it updates copies
+                    stack.callback(module._buffers.__setitem__, name, buffer)
+                    module._buffers[name] = buffer.clone()
             stack.enter_context(decisions_repeated(self.decisions))
             yield
 
@@ -265,7 +252,6 @@ def _find_moving(
     statistics: WrittenStatistics | None,
     name: str,
 ) -> list[int]:
-    """Return the indices of the buffers to restore for a recomputation, and remember them."""
     assert isinstance(function, nn.Module)
     now = [table[name] for table, name, _ in slots]
     changed = {i for i, (_, _, old) in enumerate(slots) if now[i] is not old or old._version != versions[i]}
@@ -286,14 +272,6 @@ def _find_moving(
             buffer=surprise[0],
         )
     return sorted(changed)
-
-
-def _let_copies_track(module: nn.Module, stack: ExitStack) -> None:
-    """Let a batch norm update copies of its statistics until `stack` exits."""
-    for name, buffer in list(module._buffers.items()):
-        if buffer is not None:
-            stack.callback(module._buffers.__setitem__, name, buffer)
-            module._buffers[name] = buffer.clone()
 
 
 def present(function: Callable[..., Any], devices: tuple[torch.device, ...]) -> Surroundings:
@@ -365,3 +343,70 @@ def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
     own = own_buffers(function)
     still = set() if known is None else {id(slot[2]) for i, slot in enumerate(own) if i not in known}
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]
+
+
+# Differences between runs with and without a graph.
+#
+# Some operators use another kernel without a graph, which rounds differently: the recurrent layers on the CPU do. For
+# the numbers of plain training, such a stage always runs with a graph. And without a graph, an output does not show
+# whether it would require a gradient.
+#
+# Both are found once, when the stage is measured, and remembered for its lifetime.
+
+
+@dataclass(frozen=True, slots=True)
+class GraphEffects:
+    """Whether outputs have other numbers with a graph than without, and which output tensors have no gradient."""
+
+    graph_dependent: bool = False
+    without_gradient: tuple[int, ...] = ()
+
+
+_remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()
+
+
+def recall_effects(function: Callable[..., Any]) -> GraphEffects:
+    """Return the measured effects of a stage; if never measured, those that its layer types suggest."""
+    if not isinstance(function, nn.Module):
+        return GraphEffects()
+    if function not in _remembered:
+        # A plan made by hand: layers known to differ on one device count as different on all.
+        return GraphEffects(any(isinstance(module, nn.RNNBase) for module in function.modules()))
+    return _remembered[function]
+
+
+def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
+    _remembered[function] = effects
+
+
+def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
+    """Run a stage on `value` without a graph, and compare with its output `made` with one. Restores the stage.
+
+    `made` is detached, with its `requires_grad`. A stage that is not deterministic does not count as dependent on the
+    graph, which would not help.
+    """
+    attached = _detached(made)
+    with isolated(function, device), torch.no_grad():
+        differs = not _equal(_outputs(function, value), attached)
+    # With collectives, all processes must run the stage equally often, whatever each finds.
+    if differs or several_processes():
+        with isolated(function, device), torch.enable_grad():
+            differs = _equal(attached, _outputs(function, value)) and differs
+    return GraphEffects(differs, tuple(i for i, tensor in enumerate(attached) if not tensor.requires_grad))
+
+
+def _outputs(function: Callable[..., Any], value: Any) -> list[torch.Tensor]:
+    output = function(leaves_of(value))
+    wait_for(output)
+    return _detached(output)
+
+
+def _detached(output: Any) -> list[torch.Tensor]:
+    return [local(tensor.detach()).requires_grad_(tensor.requires_grad) for tensor in tensors_in(output)]
+
+
+def _equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Whether tensors are equal bit for bit, except that all NaNs are alike."""
+    return len(found) == len(expected) and all(
+        equal(a, b) or equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(found, expected, strict=True)
+    )

@@ -15,13 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.compressing_hooks import innermost_keeping
 from rotor_py.stage.forward_state import autocast_now, restored_autocast
-from rotor_py.stage.saved_tensors import Saved, SavedAsItIs, innermost_run, overwritten, tensor_of
+from rotor_py.stage.saved_tensors import Saved, SavedAsItIs, innermost_run, tensor_of
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value in the arguments of a `Call`, by its number."""
-
     number: int
 
 
@@ -71,9 +69,8 @@ class Recipe:
 class PartialSaving:
     """Context for one run of a stage that drops some values and recomputes them by a recipe.
 
-    The run calls `keep` or `drop` for its values as soon as it has computed them; each has memory of its own. Tensors
-    not dropped are saved as without this context: unchanged, or by a keeper.
-    `around` makes the context in which values are recomputed, unless all that they are made of is in memory.
+    The run calls `keep` or `drop` for its values as soon as it has computed them; each has memory of its own. Other
+    tensors are saved as without this context. `around` makes the context in which values are recomputed.
     """
 
     def __init__(self, recipe: Recipe, devices: Iterable[torch.device], around: Around | None = None) -> None:
@@ -105,7 +102,6 @@ class PartialSaving:
         self._kept.clear()
 
     def keep(self, number: int, value: Any) -> None:
-        """Keep value `number`, just computed."""
         if not isinstance(value, torch.Tensor):
             self._kept[number] = lambda: value
         elif self._keeper is None:
@@ -114,7 +110,6 @@ class PartialSaving:
             self._kept[number] = self._keeper.save(value, for_numbers=True).tensor
 
     def drop(self, number: int, value: torch.Tensor) -> None:
-        """Drop value `number`, just computed."""
         # By address: autograd saves views and detached aliases, which are other objects. The weak reference keeps
         # another storage from reusing the address.
         storage = value.untyped_storage()
@@ -135,10 +130,7 @@ class PartialSaving:
         if found is not None and found[2] == tensor.dtype:
             saved.content = self._dropped(found[1]), view
         else:
-            if self._keeper is None:  # a `SavedAsItIs`, inline
-                saved.content, saved.writes = tensor.detach(), tensor._version
-            else:
-                saved.content = self._keeper.save(tensor)
+            saved.content = SavedAsItIs(tensor) if self._keeper is None else self._keeper.save(tensor)
             if found is None:
                 early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
                 self._early.setdefault(storage._cdata, []).append(early)
@@ -173,7 +165,6 @@ class _Dropped:
         self.made: Any = None
 
     def value(self) -> torch.Tensor:
-        """Return the value. Other dropped values computed on the way stay until they are read."""
         if self.made is None:
             there, missing = self._plan()
             # No cache: a weight cast here has no history, and a later forward would find it so.
@@ -223,21 +214,12 @@ _View = tuple[torch.Size, tuple[int, ...], int]
 
 
 class _Saved:
-    """The handle that autograd holds of a saved tensor."""
-
     # No `__init__`: one is made for every saved tensor.
-    __slots__ = ("__weakref__", "content", "writes")
-    content: torch.Tensor | Saved | tuple[_Dropped, _View]
-    writes: int
-    """version of `content` when it was saved, if it is the tensor"""
+    __slots__ = ("__weakref__", "content")
+    content: Saved | tuple[_Dropped, _View]
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor, recomputed if dropped. Raise RuntimeError if a recomputed one needs a double backward."""
         content = self.content
-        if isinstance(content, torch.Tensor):
-            if content._version != self.writes:
-                raise overwritten(content)
-            return content
         if not isinstance(content, tuple):
             return content.tensor()
         if torch.is_grad_enabled():

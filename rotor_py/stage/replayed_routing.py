@@ -24,8 +24,6 @@ from rotor_py.errors import InvalidStateError
 
 
 class Stream(NamedTuple):
-    """A random stream: its comparable state, and a function that sets it."""
-
     state: Callable[[], Hashable]
     set: Callable[[Any], object]
 
@@ -38,7 +36,6 @@ _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
 
 
 def streams_of(function: Callable[..., Any]) -> list[Stream]:
-    """Return the streams that a run of `function` may draw from, as far as they can be found."""
     found = [Stream(random.getstate, random.setstate)]
     if "numpy" in sys.modules:
         found.append(_numpy_stream())
@@ -68,7 +65,6 @@ def draws(function: Callable[..., Any]) -> bool:
 
 @contextmanager
 def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
-    """Restore these streams when the context exits."""
     before = [(stream, stream.state()) for stream in streams_of(function)]
     try:
         yield
@@ -149,10 +145,9 @@ _bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 @contextmanager
 def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]]:
-    """Record the decisions of `function`, run inside this context.
+    """Yield a list that holds the decisions of `function`, run inside this context, once the context exits.
 
-    Yields a list that holds them once the context exits. A module that decided nothing in its first run is not watched
-    again: watching takes time for every operator.
+    A module that decided nothing in its first run is not watched again: watching takes time for every operator.
     """
     result: list[Decisions] = []
     if isinstance(function, nn.Module) and function in _undecided:
@@ -187,7 +182,6 @@ def not_deciding() -> Iterator[None]:
 
 
 def decided_bytes(function: Callable[..., Any]) -> int:
-    """Return the bytes of the recorded decisions of a stage, as far as known."""
     return _bytes.get(function, 0) if isinstance(function, nn.Module) else 0
 
 
@@ -204,17 +198,16 @@ def remember_undecided(function: Callable[..., Any]) -> None:
 class _Watching(TorchDispatchMode):
     """Dispatch mode below autograd, which continues from the result that the mode returns."""
 
+    def __init__(self, decisions: Decisions = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self.decisions = list(decisions)
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled layers run compiled; their decisions are not seen."""
         return True
 
 
 class _Recording(_Watching):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self.decisions: list[tuple[Any, Any]] = []
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -225,10 +218,6 @@ class _Recording(_Watching):
 
 
 class _Repeating(_Watching):
-    def __init__(self, decisions: Decisions) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        self._remaining = iter(decisions)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -236,7 +225,7 @@ class _Repeating(_Watching):
         if not _decides(func, (args, kwargs), made):
             return made
         nothing: tuple[Any, Any] = (None, None)
-        decided, before = next(self._remaining, nothing)
+        decided, before = self.decisions.pop(0) if self.decisions else nothing
         if decided is not func:
             raise InvalidStateError(
                 f"{func} decides something that the stage did not decide in the forward, so it cannot be run again "
@@ -265,7 +254,6 @@ def _decides(func: Any, given: Any, made: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value may vary in its last digits."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 

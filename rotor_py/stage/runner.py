@@ -6,13 +6,13 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from rotor_profiling import leaves_of
 from rotor_profiling.isolate import (
     accelerators,
     alias,
@@ -21,15 +21,14 @@ from rotor_profiling.isolate import (
 )
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
 from rotor_py.stage.compressing_hooks import Keeping, owned_tensors
 from rotor_py.stage.error_context import During, tell_of_backward
-from rotor_py.stage.forward_state import Surroundings, recorded
-from rotor_py.stage.protocol import StageOffers, offers_of
-from rotor_py.stage.side_effects import before_first, recall_effects, run_with_graph
+from rotor_py.stage.forward_state import Surroundings, recall_effects, recorded
+from rotor_py.stage.protocol import Keeper, StageOffers, Trial, both, offers_of, parted
 from rotor_py.stage.skipped_output import forward_skipping_output
-from rotor_py.stage.storage_modes import Keeper, Trial, both, parted
 
 Edges = list[GradientEdge | None]
 """Edges of tensors into their graph, in order; None for a tensor without gradient."""
@@ -69,7 +68,6 @@ class AttachedStage:
         return [None if source is None else next(found) for source in sources]
 
     def refuse_other_leaves(self, origin: torch.Tensor) -> None:
-        """Raise RuntimeError if the graph, which ends at `origin`, reaches a parameter that the stage does not own."""
         known = {id(tensor) for tensor in (origin, *self.parameters)}
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
@@ -82,7 +80,6 @@ class AttachedStage:
 
 
 def leaves_behind(edges: Edges) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors at which the graph behind `edges` ends, each once."""
     pending = [edge.node for edge in edges if edge is not None]
     seen = set()
     # A loop, not recursion: a graph can be deeper than Python's stack.
@@ -117,13 +114,11 @@ Context = tuple[Any, ...]
 class StageRunner:
     """Run `function` in the surrounding graph, without a graph, or with a graph of its own.
 
-    A runner keeps no state of a forward, so it serves several in flight. Inputs and outputs are tensors or nested
-    structures of them. All stages of a forward share its `context`: a function gets it after its own values, in one
-    tuple, and returns it likewise if it `hands_on`.
+    A runner keeps no state of a forward, so it serves several in flight. All stages of a forward share its `context`: a
+    function gets it after its own values, in one tuple, and returns it likewise if it `hands_on`.
 
-    `option` says how a graph is stored: 0 stores all that autograd saves, n the n-th of `ways`; by default these are
-    all `offered`, of the stage, of suitable `keepers`, and of both combined. An `open` module runs functions of the
-    caller's: parameters that it uses but does not own raise an error.
+    `option` says how a graph is stored: 0 stores all that autograd saves, n the n-th of `ways`, by default of all
+    `offered`. An `open` module runs functions of the caller's: parameters that it does not own raise an error.
     """
 
     def __init__(
@@ -152,7 +147,6 @@ class StageRunner:
         self.open = open or not isinstance(function, nn.Module)
 
     def by(self, option: int) -> StageRunner:
-        """Return the same stage with another option. Raises ValueError if the stage has no such option."""
         if option == self.option:
             return self
         other = copy(self)  # other runs of the stage in the same step may use another option
@@ -175,7 +169,6 @@ class StageRunner:
 
     @property
     def offered(self) -> tuple[str, ...]:
-        """Names of the storage modes other than whole."""
         return self._ways_with(self._suiting, self._offers.ways())
 
     def trials(self) -> dict[str, Trial]:
@@ -201,7 +194,6 @@ class StageRunner:
 
     @property
     def can_skip_output(self) -> bool:
-        """Whether the stage has a run that skips its output."""
         return forward_skipping_output(self.function) is not None
 
     def make_ready(self) -> None:
@@ -228,12 +220,7 @@ class StageRunner:
         return output, surroundings[0]
 
     def recorded(self, value: Any, context: Context = ()) -> AbstractContextManager[list[Surroundings]]:
-        """Return a context that records the state around a first run of the stage on `value` inside it."""
         return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name)
-
-    def before_first(self, value: Any) -> tuple[Surroundings, int] | None:
-        """Return the present state and the most bytes of a first run; None if only a first run shows this."""
-        return before_first(self.function, self.devices(value))
 
     def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
         """Recompute it without a graph, exactly as in the first run."""
@@ -250,7 +237,9 @@ class StageRunner:
         # Without a graph nothing is stored, so all options agree, except for rounding by other code.
         way = self._way if self._offers.ways_are_code else None
         if recall_effects(self.function).graph_dependent:
-            return run_with_graph(partial(self._run, way, context=context), value)
+            with torch.enable_grad():
+                output = self._run(way, leaves_of(value), context)
+            return tree_map_only(torch.Tensor, torch.Tensor.detach, output)
         return self._run(way, value, context)
 
     def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
@@ -279,9 +268,6 @@ class StageRunner:
 
         With `skip_output`, the output has no values. The graph ends at aliases of the parameters. The calling engine
         gets their gradients, calls the hooks of the real parameters and accumulates into `grad`, once.
-
-        Raises RuntimeError if the stage was switched between training and evaluation since, a parameter changed, or an
-        `open` stage uses a parameter that it does not own.
         """
         earlier = surroundings.earlier
         if earlier is not None:
@@ -305,7 +291,6 @@ class StageRunner:
         context: Context,
         skip_output: bool = False,
     ) -> tuple[AttachedStage, Any, T]:
-        """Run it with a graph of its own inside `around`; return the graph, the output and the value of `around`."""
         slots = parameter_slots(self.function)
         # Not the parameters themselves: their hooks would fire here, and again when the outer engine has the gradient.
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}

@@ -42,17 +42,12 @@ class SavedAsItIs:
 
     def tensor(self) -> torch.Tensor:
         if self._tensor._version != self._writes:
-            raise overwritten(self._tensor)
+            raise InvalidStateError(
+                f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
+                "an in-place operation since the forward; change it after the backward",
+                kind="saved_tensor_changed",
+            )
         return self._tensor
-
-
-def overwritten(tensor: torch.Tensor) -> InvalidStateError:
-    """Return the error for a saved tensor that was written to."""
-    return InvalidStateError(
-        f"a tensor of shape {tuple(tensor.shape)} that is needed for the backward has been modified by an in-place "
-        "operation since the forward; change it after the backward",
-        kind="saved_tensor_changed",
-    )
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,8 +67,6 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Need(Enum):
-    """The information that a backward reads of a saved tensor."""
-
     SHAPE = "its shape"
     POSITIVE = "which numbers are greater than 0"
     POSITIVE_OR_NAN = "which numbers are greater than 0, or NaN"
@@ -102,7 +95,6 @@ def last_node() -> int:
 
 
 def own_need(tensor: torch.Tensor, number: int) -> Need | None:
-    """Return the need of node `number`, which saves `tensor`, if `tensor` is its result; else None."""
     node = _origin(tensor)
     return need_of(node, tensor.device) if node is not None and node._sequence_nr() == number else None
 
@@ -205,12 +197,10 @@ class HandingOver:
         return isinstance(error, Complete) and error.run is self
 
     def hand_over(self, saved: Saved, tensor: torch.Tensor) -> None:
-        """Hand over `saved`, which stands for the next `tensor`."""
         self._waiting.receive(self._handed, saved, tensor)
         self._handed += 1
 
     def end_if_complete(self) -> None:
-        """Leave the run, by `Complete`, once all tensors are handed over."""
         if self._handed == self._waiting.ends_after:
             raise Complete(self)
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only
-from rotor_py.stage.protocol import Run, offers_of
+from rotor_py.stage.protocol import Run, calls_forward_alone, offers_of
 
 _aten = torch.ops.aten
 _PRODUCTS: tuple[type[nn.Module], ...] = (
@@ -35,18 +35,18 @@ _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     """Return how to run a stage right before its backward; None if there is nothing to skip.
 
-    The result has the graph, shapes and types of the output of `function`, but not its values. Without an offer of its
-    own, a stage qualifies as a chain of known layers with a matrix product or convolution near its end.
+    Without an offer of its own, a stage qualifies as a chain of layers with a matrix product near its end.
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
-    layers = _flat(function) if isinstance(function, nn.Module) else []
-    last = len(layers) - 1
-    while last >= 0 and _is_one_of(layers[last], _FOLLOWING):
-        last -= 1
-    if last < 0 or not _is_one_of(layers[last], _PRODUCTS):
+    # A hook, a compiler or another forward may read the output.
+    if not isinstance(function, nn.Module) or not calls_forward_alone(function):
         return None
-    return partial(_run, layers, last)
+    layers = _flat(function)
+    last = len(layers) - 1
+    while last >= 0 and type(layers[last]) in _FOLLOWING and not getattr(layers[last], "inplace", False):
+        last -= 1
+    return partial(_run, layers, last) if last >= 0 and type(layers[last]) in _PRODUCTS else None
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,28 +65,11 @@ def _run(layers: list[nn.Module], last: int, value: Any) -> Any:
 
 
 def _flat(module: nn.Module) -> list[nn.Module]:
-    if type(module) is nn.Sequential and not _watched(module):
-        return [layer for child in module for layer in _flat(child)]
-    return [module]
-
-
-def _is_one_of(layer: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
-    """Whether a layer has exactly one of these types, no hooks, and does not overwrite its input."""
-    return type(layer) in kinds and not _watched(layer) and not getattr(layer, "inplace", False)
-
-
-def _watched(module: nn.Module) -> bool:
-    # A hooked, compiled or replaced forward may read the output.
-    tables = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(tables) or module._compiled_call_impl is not None or "forward" in vars(module)
+    return [layer for child in module for layer in _flat(child)] if type(module) is nn.Sequential else [module]
 
 
 class _SkippedOutputs(TorchDispatchMode):
-    """Dispatch mode in which operators that save only their inputs return uninitialized memory.
-
-    A dispatch mode, so autocast and autograd come first: types and graph are theirs. Operators not in `_MAKERS`, such
-    as a cast of the input, run as usual.
-    """
+    """Operators of `_MAKERS` return uninitialized memory. Below autocast and autograd: types and graph are theirs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -113,17 +96,13 @@ class _SkippedOutputs(TorchDispatchMode):
 
 
 def _widens_nothing(a: torch.Tensor, b: Any) -> bool:
-    """Whether a + b has the shape, dtype and device of a."""
     if not isinstance(b, torch.Tensor) or (a.dtype, a.device) != (b.dtype, b.device) or b.dim() > a.dim():
         return False
     return all(size in (1, wide) for size, wide in zip(reversed(b.shape), reversed(a.shape), strict=False))
 
 
-def _product(_: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[-1]))
-
-
-def _sum_with_product(_: Any, __: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **___: Any) -> torch.Tensor:
+def _product(_: Any, *args: torch.Tensor, **__: Any) -> torch.Tensor:
+    a, b = args[-2:]
     return a.new_empty((*a.shape[:-1], b.shape[-1]))
 
 
@@ -142,8 +121,8 @@ def _as_on_meta(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.mm.default: _product,
     _aten.bmm.default: _product,
-    _aten.addmm.default: _sum_with_product,
-    _aten.baddbmm.default: _sum_with_product,
+    _aten.addmm.default: _product,
+    _aten.baddbmm.default: _product,
     _aten.add.Tensor: _sum,
     _aten.convolution.default: _as_on_meta,  # output strides follow the memory format, per backend
 }

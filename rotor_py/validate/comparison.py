@@ -16,9 +16,8 @@ from rotor_py.measure.measurement import Measurement
 from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.report import sweep_of
 from rotor_py.report.sweep import Sweep
-from rotor_py.stage.compression import Packed
-from rotor_py.stage.low_precision import FEWER_BITS
-from rotor_py.stage.storage_modes import ELSEWHERE
+from rotor_py.stage.compression import FEWER_BITS, Packed
+from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.validate.verification import Verification, measured
 from rotor_solver import (
     Algorithm,

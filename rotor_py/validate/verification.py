@@ -14,7 +14,7 @@ from torch import nn
 from rotor_profiling import tensors_in
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
-from rotor_py.stage.low_precision import rounded_stages
+from rotor_py.stage.compression import rounded_stages
 from rotor_py.validate.steps import Network, TimedOperation, TrainingStep, state_restored
 from rotor_solver import Sequence, store_all
 from rotor_solver.watching import Progress

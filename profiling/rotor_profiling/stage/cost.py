@@ -113,15 +113,10 @@ def _measure_once(
     context: StageContext,
     watch: Stopwatch | None,
 ) -> tuple[tuple[StageBytes, ...], StageRun | None]:
-    # Processes must run equally often, and their findings may differ.
-    known = None if several_processes() else runners[0].before_first(value)
-    if known is None:
-        with memory_meter(context.device) as meter, torch.no_grad():
-            output, surroundings = runners[0].first(value)
-        del output
-        rise = meter.phases[""].rise
-    else:
-        surroundings, rise = known
+    with memory_meter(context.device) as meter, torch.no_grad():
+        output, surroundings = runners[0].first(value)
+    del output
+    rise = meter.phases[""].rise
     seconds, shown = [], []
     for runner in runners:
         if not context.fresh_gradients:

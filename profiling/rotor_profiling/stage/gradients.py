@@ -167,12 +167,6 @@ class Runner(Protocol):
     def first(self, value: Any) -> tuple[Any, Any]:
         """Run it without a graph; return its output, and the state for recomputing it."""
 
-    def before_first(self, value: Any) -> tuple[Any, int] | None:
-        """Return the state for a recomputation as before a first run, and the most bytes of such a run.
-
-        None if only a first run shows this.
-        """
-
     def again(self, value: Any, surroundings: Any) -> Any:
         """Recompute it without a graph, exactly as in the first run."""
 

@@ -110,6 +110,7 @@ _ARITHMETIC: set[Any] = named(_SIMPLE, torch, operator, F)
 
 
 def price_of(node: fx.Node, flops: int, sizes: SymbolValues) -> int:
+    """The price of recomputing a node that takes `flops` floating point operations."""
     written = largest_bytes(node, sizes)
     read = sum(largest_bytes(each, sizes) for each in node.all_input_nodes)
     found = flops * (_FOR_ATTENTION if kind_of(node) == "attention" else 1) + _FOR_A_BYTE * (read + written)
@@ -119,15 +120,16 @@ def price_of(node: fx.Node, flops: int, sizes: SymbolValues) -> int:
 
 
 def largest_bytes(node: fx.Node, sizes: SymbolValues) -> int:
+    """Bytes of the largest tensor in a node's value."""
     return max(map(sizes.bytes_of, tensors_of(node)), default=0)
 
 
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
 # The kernel of the CPU, which torch's counter does not know.
-_MORE_FLOPS = {
-    torch_compat.scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
-        query, key, value
-    )
-}
+_MORE_FLOPS = {torch_compat.scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,29 +137,33 @@ class SavedValues:
     """Results of running a graph with autograd.
 
     `saved`: nodes whose memory is saved. `roots`: for every node with a tensor, the one that allocated its memory or
-    wrote to it last. `in_graph`: nodes whose tensor needs a gradient. `flops`: of expensive nodes. An `overwritten`
-    value is gone: it can be recomputed, but not kept. A `stale` node reads memory through a view from before a write:
-    recomputed from that, it would differ.
+    wrote to it last. `in_graph`: nodes whose tensor needs a gradient. `flops`: of expensive nodes.
+
+    An `overwritten` value is gone: it can be recomputed, but not kept. A `stale` node reads memory through a view from
+    before a write: recomputed from that, it would differ.
     """
 
-    saved: set[fx.Node] = field(default_factory=set)
-    roots: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    in_graph: set[fx.Node] = field(default_factory=set)
-    flops: dict[fx.Node, int] = field(default_factory=dict)
+    saved: set[fx.Node]
+    roots: dict[fx.Node, fx.Node]
+    in_graph: set[fx.Node]
+    flops: dict[fx.Node, int]
     overwritten: set[fx.Node] = field(default_factory=set)
     stale: set[fx.Node] = field(default_factory=set)
 
 
 def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None = None) -> SavedValues:
     """Find the tensors that autograd saves of `body`, run on `arguments` or on fake tensors. May raise TypeError."""
-    found = SavedValues()
+    found = SavedValues(set(), {}, set(), {})
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
     readers = Counter({node: len(node.users) for node in body.graph.nodes})
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if arguments is None else None
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if arguments is None else nullcontext()
     given = iter(arguments or ())
-    hooks = torch.autograd.graph.saved_tensors_hooks(memories.save, lambda tensor: tensor)
-    with mode or nullcontext(), torch.enable_grad(), hooks:
+    with (
+        mode,
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(memories.save, lambda tensor: tensor),
+    ):
         for node in body.graph.nodes:
             if node.op == "output":
                 break
@@ -166,7 +172,10 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
             with (
                 FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) if kind_of(node) else nullcontext() as count
             ):
-                values[node] = _value_of(body, node, values, given, mode, sizes)
+                if isinstance(mode, FakeTensorMode):
+                    values[node] = _without_memory(body, node, values, mode, sizes)
+                else:
+                    values[node] = _on(given, body, node, values)
             if count is not None:
                 found.flops[node] = count.get_total_flops()
             after = [tensor for tensors in read.values() for tensor in tensors]
@@ -245,28 +254,39 @@ class _Memories:
         self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
 
 
-def _value_of(
-    body: fx.GraphModule,
-    node: fx.Node,
-    values: dict[fx.Node, Any],
-    given: Iterator[Any],
-    mode: FakeTensorMode | None,
-    sizes: SymbolValues,
-) -> Any:
-    """Run a node on the inputs `given`, or in a `mode` on fake ones."""
-    if node.op not in ("placeholder", "get_attr"):
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        if is_mark(node):
-            return args[1:]
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
-    if mode is not None and (node.op == "placeholder" or GATHERED in node.meta):
-        return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
-    found = next(given) if node.op == "placeholder" else owned_by(body, node)
+def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    if node.op == "placeholder":
+        found = next(arguments)
+    elif node.op == "get_attr":
+        found = owned_by(body, node)
+    else:
+        return _called(node, *fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
     for tensor in _tensors(found):
         _refuse_special(tensor)
-    return mode.from_tensor(found) if mode is not None and isinstance(found, torch.Tensor) else found
+    return found
+
+
+def _without_memory(
+    body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: SymbolValues
+) -> Any:
+    if node.op == "placeholder":
+        return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
+    if node.op == "get_attr":
+        found = owned_by(body, node)
+        if not isinstance(found, torch.Tensor):
+            return found
+        if GATHERED in node.meta:
+            return _like(found, sizes)
+        _refuse_special(found)
+        return mode.from_tensor(found)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+    return args[1:] if is_mark(node) else _called(node, args, kwargs)
+
+
+def _called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
 
 
 def _like(value: Any, sizes: SymbolValues) -> Any:
@@ -304,8 +324,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """The values that a partially stored stage keeps for its backward and drops, by the number of their node in the
-    graph, so that they mean the same for all equal stages; and how to recompute these.
+    """The values that a partially stored stage keeps for its backward and drops, and how to recompute these.
+
+    Values are named by the number of their node in the stage's graph, so that they mean the same for all equal stages.
     """
 
     kept: frozenset[int]
@@ -366,6 +387,7 @@ def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _needs(calls: dict[int, Call], kept: set[int], number: int) -> frozenset[int]:
+    """The kept values from which value `number` is made."""
     found: set[int] = set()
     pending, seen = [number], set[int]()
     while pending:
