@@ -18,7 +18,6 @@ from rotor_py import (
     largest_batch,
 )
 from rotor_py.batch_size.measured_batches import MeasuredBatches
-from rotor_py.offload.offload import Bandwidth
 from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all
 from tests.fields import raises
@@ -132,7 +131,7 @@ def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_inside_t
 
 
 def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
 
     def rows(batch: int) -> torch.Tensor:
         return torch.randn(16 * batch, 64)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from rotor_py.estimation.device_table import find_device
-from rotor_py.offload.offload import Bandwidth
 from tests.fields import ends
 
 MODEL = """
@@ -40,7 +39,7 @@ SIZED = MODEL.replace("sample = torch.randn(256, 64)", "def sample(batch): retur
 
 @pytest.fixture(autouse=True)
 def fast_link(monkeypatch):
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
 
 
 def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, report, model_file, tmp_path):

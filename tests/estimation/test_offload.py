@@ -19,7 +19,7 @@ from rotor_py.estimation.reservation import FollowedStep
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.report import Report
 from rotor_py.stage.compression import Packed
-from rotor_py.stage.storage_modes import ELSEWHERE
+from rotor_py.stage.protocol import ELSEWHERE
 from tests.estimation.shared import WIDTH, Block
 from tests.fields import raises
 

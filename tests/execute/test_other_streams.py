@@ -63,20 +63,18 @@ def seed(number: int) -> None:
 
 
 @pytest.mark.parametrize("make", [Skipped, Scaled, Noisy])
-@pytest.mark.parametrize("share", [0.0, 0.3])
-def test_numbers_and_streams_are_those_of_plain_training(make: Callable[[], nn.Module], share: float) -> None:
+def test_numbers_and_streams_are_those_of_plain_training(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     seed(0)
-    model, value = nn.Sequential(*(make() for _ in range(5))), torch.randn(64, WIDTH)
+    model, value = nn.Sequential(*(make() for _ in range(4))), torch.randn(64, WIDTH)
     plain, trained = copy.deepcopy(model), copy.deepcopy(model)
     before = states(trained)
     planned = Checkpointable(trained, value, "1GB", fresh_grads=True, cache=False, watch=False)
     assert states(trained) == before, "measuring draws nothing"
     found = planned.budget
-    assert found is not None
     least, most = found.least_bytes(), found.peak_bytes(store_all(found.chain))
-    planned.compute_sequence(int(least + share * (most - least)))
     for step in range(4):
+        planned.compute_sequence(int(least + step * 0.1 * (most - least)))
         after = []
         for network, own in ((plain, plain), (planned, trained)):
             network.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -102,52 +103,44 @@ def split(model: nn.Sequential, sequence: str | None, order: str) -> list[torch.
     return found + [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("order", ["F0 I0 W0", "F0 F1 I0 F2 I1 W0 I2 W1 W2", "F0 F1 F2 I2 I1 I0 W0 W2 W1"])
-@pytest.mark.parametrize("make", NETWORKS)
+@pytest.mark.parametrize("order", ["F0 F1 I0 F2 I1 W0 I2 W1 W2", "F0 F1 F2 I2 I1 I0 W0 W2 W1"])
 @pytest.mark.parametrize("sequence", SPLIT)
-def test_gradients_are_those_of_plain_training(sequence: str, make: Any, order: str) -> None:
-    found, expected = (split(make(), each, order) for each in (sequence, None))
-    assert len(found) == len(expected)
-    assert all(map(same, found, expected))
-    assert any(gradient is not None for gradient in found)
-
-
-def forwards_of(model: nn.Sequential) -> list[int]:
-    counts = [0] * len(model)
-    for i, stage in enumerate(model):
-        stage.register_forward_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
-    return counts
+def test_gradients_are_those_of_plain_training(sequence: str, order: str) -> None:
+    for make in NETWORKS:
+        found, expected = (split(make(), each, order) for each in (sequence, None))
+        assert len(found) == len(expected)
+        assert all(map(same, found, expected))
+        assert any(gradient is not None for gradient in found)
 
 
 @pytest.mark.parametrize("sequence", SPLIT)
 def test_no_stage_runs_again_for_its_parameters(sequence: str) -> None:
-    model = network()
-    counts = forwards_of(model)
-    split(model, sequence, "F0 I0")
-    before = list(counts)
-    model = network()
-    counts = forwards_of(model)
-    split(model, sequence, "F0 I0 W0")
-    assert counts == before
+    counts = []
+    for order in ("F0 I0", "F0 I0 W0"):
+        model, runs = network(), Counter[int]()
+        for i, stage in enumerate(model):
+            stage.register_forward_hook(lambda *_, i=i, runs=runs: runs.update([i]))
+        split(model, sequence, order)
+        counts.append(runs)
+    assert counts[0] == counts[1]
 
 
-def tensors_like(tensor: torch.Tensor) -> int:
-    found = (each for each in gc.get_objects() if isinstance(each, torch.Tensor))
-    return sum(each.shape == tensor.shape for each in found)
+def tensors(*shape: int) -> int:
+    gc.collect()
+    return sum(isinstance(each, torch.Tensor) and each.shape == shape for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("sequence", SPLIT[1:])
-def test_gradients_are_kept_until_they_are_asked_for(sequence: str) -> None:
+def test_gradients_are_kept_until_they_are_asked_for_and_no_longer(sequence: str) -> None:
     model, (value, *_) = network(), inputs(1)
     outputs = run(model, sequence, value)
-    gc.collect()
-    before = tensors_like(model[0].weight)
+    before = tensors(5, 4)  # as the first weight
     _, groups = stage_backward_input(outputs, [torch.ones_like(outputs[0])], [value], model.parameters())
-    assert tensors_like(model[0].weight) == before + 1
+    assert tensors(5, 4) == before + 1
     stage_backward_weight(model.parameters(), groups)
     del groups
     assert model[0].weight.grad is not None
-    assert tensors_like(model[0].weight) == before + 1  # what the parameter has now
+    assert tensors(5, 4) == before + 1  # what the parameter has now
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
@@ -198,12 +191,3 @@ def test_before_torch_2_13_sums_of_the_gradients_that_arrived_stand_for_them(old
     assert unclaimed.take((last + first, last, None), leave=True) is None
     last.add_(1)  # the parameters' gradients are for what it was
     assert unclaimed.take((last + first, None, None), leave=True) is None
-
-
-def test_nothing_is_left_after_the_pass_for_parameters() -> None:
-    split(network(), MIXED, "F0 I0 W0")
-    gc.collect()
-    before = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
-    for _ in range(3):
-        split(network(), MIXED, "F0 I0 W0")
-        assert sum(isinstance(each, torch.Tensor) for each in gc.get_objects()) <= before

@@ -68,14 +68,3 @@ def assert_same(found: list[tuple[str, torch.Tensor]], expected: list[tuple[str,
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) and a.stride() == b.stride()
-
-
-def assert_trains_the_same(
-    model: nn.Module, sample: Any, sequence: Sequence, autocast: torch.autocast | None = None
-) -> None:
-    """Plain training of a copy of `model`, and training by `sequence`, leave the same bits."""
-    plain, planned = copy.deepcopy(model), copy.deepcopy(model)
-    expected = steps(plain, plain, sample, autocast)
-    with autocast or nullcontext():
-        found = cut_of(planned, sample)
-    assert_same(steps(planned, replayed(found, sequence), sample, autocast), expected)

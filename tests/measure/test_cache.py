@@ -23,7 +23,7 @@ from rotor_py import Checkpointable
 from rotor_py.measure import cache, discovery_pass, stage_measurer
 from rotor_py.measure.cache import MeasurementCache, UnstableKeyError, cache_folder, code_of, digest_of
 from rotor_py.measure.rounds import StageTimes
-from rotor_py.stage.side_effects import GraphEffects
+from rotor_py.stage.forward_state import GraphEffects
 
 BATCH = torch.randn(16, 8)
 ADD = StageTimes.add
@@ -158,7 +158,7 @@ def test_whatever_differs_is_measured(measured: list[str], monkeypatch: pytest.M
         assert "measure_ways" in measured, name
     measured.clear()
     with monkeypatch.context() as patch:  # the discovery pass finds other effects
-        patch.setattr(discovery_pass, "find_effects", lambda *_: (GraphEffects(graph_dependent=True), None))
+        patch.setattr(discovery_pass, "find_effects", lambda *_: GraphEffects(graph_dependent=True))
         costs(layers())
     assert "measure_ways" in measured
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable
-from rotor_py.execute.single_stage_replay import single_stage_node
+from rotor_py.execute.tape import single_stage_node
 from rotor_py.measure.rounds import FEWEST_ROUNDS, MOST_ROUNDS, STEPS, STEPS_CLOSELY, StageTimes
 
 pytestmark = pytest.mark.timed

@@ -19,12 +19,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from rotor_profiling import memory_meter
 from rotor_py.errors import OffloadError
-from rotor_py.offload.file_tier import ALIGNMENT, Extent, FileSpace, FileTier
+from rotor_py.offload.file_tier import ALIGNMENT, FileSpace, FileTier
 from rotor_py.offload.offload import measure_bandwidth
-from rotor_py.offload.tier import Moved
 from tests.fields import raises
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def held_back(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> threading.Even
 
 
 def test_bytes_come_back_as_they_left(tier: FileTier) -> None:
-    sizes = [1, 4096, 100_001, 20 * 2**20 + 7]  # the last one in several calls of the system
+    sizes = [1, 4096, 100_001, 9 * 2**20 + 7]  # the last one in several calls of the system
     moved = [tier.move_out(storage_of(size, size)) for size in sizes]
     for each in moved:
         each.wait_out()
@@ -75,14 +75,16 @@ def test_bytes_come_back_as_they_left(tier: FileTier) -> None:
     assert (tier.held_bytes, tier.moved_bytes) == (0, sum(sizes))
 
 
-def test_whoever_asks_first_gets_the_same_bytes(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_before_the_bytes_have_left_gives_the_same_memory(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = held_back(tier, monkeypatch)
     original = storage_of(50_000)
     moved = tier.move_out(original)
-    moved.fetch()  # the copy out has not even begun: the memory stays
-    assert moved.storage().data_ptr() == original.data_ptr()
-    moved.wait_out()  # waits for nothing, and lets go of nothing
-    assert moved.storage().data_ptr() == original.data_ptr()
+    moved.fetch()
+    for _ in range(2):
+        assert moved.storage().data_ptr() == original.data_ptr()
+        moved.wait_out()  # waits for nothing, and lets go of nothing
     del moved
     assert tier.held_bytes > 0  # a thread is still to write there
     go.set()
@@ -95,9 +97,8 @@ def test_whoever_asks_first_gets_the_same_bytes(tier: FileTier, monkeypatch: pyt
 def test_memory_is_let_go_of_when_the_copy_was_waited_for(tier: FileTier) -> None:
     nbytes = 3 * 2**20
     with memory_meter(CPU) as meter:
-        meter.mark("made")
-        moved: Moved = tier.move_out(storage_of(nbytes))
         meter.mark("left")
+        moved = tier.move_out(storage_of(nbytes))
         moved.wait_out()
         meter.mark("away")
         meter.mark("fetched")
@@ -105,26 +106,23 @@ def test_memory_is_let_go_of_when_the_copy_was_waited_for(tier: FileTier) -> Non
         back = moved.storage()
         meter.mark("read")
         del moved, back
-    assert meter.phases["made"].end == nbytes
-    assert meter.phases["left"].end == 0
+    assert [meter.phases[name].end for name in ("left", "fetched", "read")] == [0, nbytes, 0]
     assert meter.phases["away"].peak == 0
-    assert meter.phases["fetched"].end == nbytes
-    assert meter.phases["read"].end == 0
 
 
-def test_memory_that_nobody_wants_stays_until_the_copy_is_over(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_dropped_handle_stays_until_the_copy_is_over(
+    tier: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go = held_back(tier, monkeypatch)
     storage = storage_of(200_000)
-    gone = torch.UntypedStorage._new_with_weak_ptr
-    weak = storage._weak_ref()
+    weak = StorageWeakRef(storage)
     moved = tier.move_out(storage)
     del moved, storage
-    assert gone(weak) is not None
+    assert not weak.expired()
     go.set()
     while tier.held_bytes:
         time.sleep(0.001)
-    assert gone(weak) is None
-    torch.UntypedStorage._free_weak_ref(weak)
+    assert weak.expired()
 
 
 def test_there_is_never_a_file_to_see(tmp_path: Path) -> None:
@@ -153,25 +151,18 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         "sys.stdin.read()\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"moved\n"
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_refused_with_both_numbers(tier: FileTier, tmp_path: Path) -> None:
+def test_a_full_disk_is_refused_and_nothing_is_broken(
+    tier: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with raises(OffloadError, "no_space") as refused:
         tier.reserve(9 * 10**15)
     assert str(tmp_path) in str(refused.value)
-    moved = tier.move_out(storage_of(5000))  # and nothing is broken
-    moved.wait_out()
-    assert torch.equal(bytes_of(moved.storage()), bytes_of(storage_of(5000)))
-
-
-def test_a_disk_that_is_full_in_the_middle_is_told_where_it_is_waited_for(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
     with monkeypatch.context() as full:
         full.setattr(os, "posix_fallocate", no_room)
         with raises(OffloadError, "no_space"):
@@ -179,19 +170,13 @@ def test_a_disk_that_is_full_in_the_middle_is_told_where_it_is_waited_for(
         assert tier.held_bytes == 0
     moved = tier.move_out(storage_of(10_000))
     moved.wait_out()
-    del moved
-    full_device = os.open("/dev/full", os.O_RDWR)
-    number = next(int(name) for name in os.listdir("/proc/self/fd") if is_nameless(name, tier))
-    kept = os.dup(number)
-    os.dup2(full_device, number)
-    moved = tier.move_out(storage_of(10_000))
-    with raises(OffloadError, "no_space"):
-        moved.wait_out()
-    # It has not left, and is there.
-    assert torch.equal(bytes_of(moved.storage()), bytes_of(storage_of(10_000)))
-    os.dup2(kept, number)
-    os.close(kept)
-    os.close(full_device)
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", no_room)
+        other = tier.move_out(storage_of(10_000))
+        with raises(OffloadError, "no_space"):
+            other.wait_out()
+    for each in (moved, other):  # the second has not left, and is there
+        assert torch.equal(bytes_of(each.storage()), bytes_of(storage_of(10_000)))
     assert tier.held_bytes == 0
 
 
@@ -199,18 +184,10 @@ def no_room(*args: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def is_nameless(name: str, tier: FileTier) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{name}").startswith(str(tier.folder))
-    except OSError:  # the one by which they were listed
-        return False
-
-
 def test_a_file_that_was_cut_short_is_told_and_no_half_is_given(tier: FileTier) -> None:
     moved = tier.move_out(storage_of(300_000))
     moved.wait_out()
-    number = next(int(name) for name in os.listdir("/proc/self/fd") if is_nameless(name, tier))
-    os.truncate(f"/proc/self/fd/{number}", 8192)
+    os.truncate(tier._file.descriptor, 8192)
     for _ in range(2):
         with raises(OffloadError, "file_cut_short"):
             moved.storage()
@@ -233,16 +210,13 @@ def test_ctrl_c_in_a_wait_breaks_nothing(tier: FileTier, monkeypatch: pytest.Mon
     assert tier.held_bytes == 0
 
 
-def test_a_closed_tier_says_so(tier: FileTier) -> None:
+def test_a_closed_tier_says_so_and_folders_that_take_no_files_are_refused(tier: FileTier, tmp_path: Path) -> None:
     moved = tier.move_out(storage_of(5000))
     moved.wait_out()
     tier.close()
     for use in (moved.storage, lambda: tier.move_out(storage_of(5000))):
         with raises(OffloadError, "file_closed"):
             use()
-
-
-def test_folders_that_take_no_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "missing", tmp_path / "file"):
         with raises(OffloadError, "no_file", name=str(folder)):
@@ -250,9 +224,7 @@ def test_folders_that_take_no_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_bandwidth_is_measured_both_ways_at_once(tier: FileTier) -> None:
-    found = measure_bandwidth(tier, CPU)
-    assert found.out > 0
-    assert found.back > 0
+    assert measure_bandwidth(tier, CPU) > 0
     assert tier.held_bytes == 0
 
 
@@ -276,14 +248,10 @@ def test_no_byte_has_two_owners_and_all_come_back(seed: int) -> None:
 
 
 def test_the_second_step_lies_where_the_first_one_did() -> None:
-    space = FileSpace()
-
-    def step() -> list[Extent]:
+    space, steps = FileSpace(), []
+    for _ in range(2):
         taken = [space.take(size) for size in (9000, 4096, 20000, 1)]
+        steps.append([each.start for each in taken])
         for each in reversed(taken):
             space.give_back(each)
-        return taken
-
-    first = step()
-    assert step() == first
-    assert [each.start for each in first] == [0, 3 * ALIGNMENT, 4 * ALIGNMENT, 9 * ALIGNMENT]
+    assert steps == [[0, 3 * ALIGNMENT, 4 * ALIGNMENT, 9 * ALIGNMENT]] * 2

@@ -127,7 +127,7 @@ def test_memory_that_nobody_wants_any_more_harms_nobody(device: Device, order: t
     assert found == [5, *[7 for _ in taken]]
 
 
-@pytest.mark.parametrize("first", range(6))
+@pytest.mark.parametrize("first", [0, 3, 5])
 def test_each_of_many_training_streams_finds_the_right_bytes(device: Device, first: int) -> None:
     tier, found = HostTier(), list[int]()
     forward, backward, reader, later = (Stream() for _ in range(4))
@@ -149,8 +149,7 @@ def test_each_of_many_training_streams_finds_the_right_bytes(device: Device, fir
 
 
 def test_memory_that_has_not_left_stays(device: Device) -> None:
-    tier = HostTier()
-    storage = written(device, 1)
+    tier, storage = HostTier(), written(device, 1)
     moved = MovedToHost(tier, storage)
     moved.fetch()
     moved.wait_out()
@@ -158,15 +157,12 @@ def test_memory_that_has_not_left_stays(device: Device) -> None:
     assert tier.held_bytes == 0
 
 
-def test_memory_of_the_cpu_is_refused(device: Device) -> None:
-    with raises(OffloadError, "other_device", name="cpu"):
-        HostTier().move_out(torch.empty(4).untyped_storage())
-
-
 def test_a_host_with_too_little_memory_is_refused_when_the_plan_is_made(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = HostTier()
+    with raises(OffloadError, "other_device", name="cpu"):
+        tier.move_out(torch.empty(4).untyped_storage())
     monkeypatch.setattr("rotor_py.offload.host_tier.available_host_bytes", lambda: 10_000_000)
     tier.reserve(10_000_000)
     with raises(OffloadError, "host_full", nbytes=12_000_000, available=10_000_000):
@@ -217,35 +213,20 @@ def step(buffers: PinnedBuffers, sizes: Sequence[int]) -> None:
     assert buffers.taken_bytes == 0
 
 
-def test_a_shorter_batch_uses_what_a_longer_one_had() -> None:
-    buffers = Counted()
-    step(buffers, [8 * MIB] * 6)
-    for length in (7, 5, 6, 8, 4):
-        step(buffers, [length * MIB] * 6)
-    assert buffers.pins == [8 * MIB] * 6
-
-
 STEPS = st.lists(st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=6), min_size=1, max_size=8)
 
 
-@given(STEPS)
-def test_all_buffers_take_at_most_twice_what_was_asked_for_at_once(steps: list[list[int]]) -> None:
+@given(STEPS, st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=6))
+def test_all_buffers_take_at_most_twice_what_was_asked_for_at_once_and_a_repeated_step_soon_pins_nothing(
+    steps: list[list[int]], repeated: list[int]
+) -> None:
     buffers, most = Counted(), 0
-    for sizes in steps:
+    for sizes in [*steps, *[repeated] * len(repeated)]:
         most = max(most, sum(max(MIB, 1 << (size - 1).bit_length()) for size in sizes))
         step(buffers, sizes)
         assert buffers.pinned_bytes <= 2 * most
-
-
-@given(STEPS, st.lists(st.integers(1, 100 * MIB), min_size=1, max_size=6))
-def test_whatever_was_before_a_repeated_step_soon_pins_nothing(steps: list[list[int]], sizes: list[int]) -> None:
-    buffers = Counted()
-    for each in steps:
-        step(buffers, each)
-    for _ in sizes:
-        step(buffers, sizes)
     before = len(buffers.pins)
-    step(buffers, sizes)
+    step(buffers, repeated)
     assert len(buffers.pins) == before
 
 
@@ -253,9 +234,8 @@ def test_a_buffer_knows_of_the_copy_that_used_it_last() -> None:
     buffers, event = Counted(), object()
     first = buffers.take(MIB)
     buffers.give_back(first, event)
-    again = buffers.take(MIB)
-    assert again is first
-    assert again.used is event
+    assert buffers.take(MIB) is first
+    assert first.used is event
 
 
 def test_what_cannot_be_pinned_is_said_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

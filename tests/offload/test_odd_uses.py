@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling.step import measured_peak
 from rotor_py import Checkpointable
-from rotor_py.offload.offload import Bandwidth
 from tests.execute.test_moving import settle
 
-WIDTH, ROWS = 64, 512
+WIDTH, ROWS = 64, 256
 SHARE = 0.3
 """Of what storing everything takes above the least, the part that the limit leaves."""
 
@@ -75,21 +74,6 @@ def views(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([one * two, three * four, one.sin(), two[:, 1:].cos(), two[:, :1]], -1)
 
 
-def of_no_size(x: torch.Tensor) -> torch.Tensor:
-    x = x.tanh()
-    return x.exp() + (x[:0] * x[:0]).sum()
-
-
-def other_dtypes(x: torch.Tensor) -> torch.Tensor:
-    squared = torch.complex(x[:, ::2], torch.where(x > 0, x, 0.1 * x)[:, 1::2]).square().abs()
-    return torch.cat([squared, squared.double().tanh().exp().float()], -1)
-
-
-def written_to(x: torch.Tensor) -> torch.Tensor:
-    x = x.tanh()
-    return x.exp() * x.clone().mul_(2)
-
-
 def checkpointed(x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda x: x.tanh().exp(), x, use_reentrant=False).sin()
 
@@ -101,9 +85,6 @@ def dropping(x: torch.Tensor) -> torch.Tensor:
 STAGES: dict[str, Callable[[], nn.Module]] = {
     "saved twice": lambda: Stage(lambda x: Twice.apply(x.tanh())),
     "views of one storage": lambda: Stage(views),
-    "of no size": lambda: Stage(of_no_size),
-    "other dtypes": lambda: Stage(other_dtypes),
-    "written to": lambda: Stage(written_to),
     "checkpointed inside": lambda: Stage(checkpointed),
     "handed on": lambda: Handing(torch.tanh),
     "output is a view": lambda: ViewOfSaved(lambda x: x.tanh().exp()),
@@ -112,7 +93,7 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
 
 def chain(make: Callable[[], nn.Module] = lambda: Stage(dropping)) -> nn.Sequential:
     torch.manual_seed(0)
-    stages = [make() for _ in range(5)]
+    stages = [make() for _ in range(4)]
     return nn.Sequential(*stages, First()) if isinstance(stages[0], Handing) else nn.Sequential(*stages)
 
 
@@ -141,7 +122,7 @@ def same(found: list[Any], expected: list[Any]) -> bool:
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Module], Checkpointable]:
     """Plans a model for a disk so fast that moving always pays; something does move."""
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
 
     def plan(model: nn.Module) -> Checkpointable:
         found = Checkpointable(
@@ -150,7 +131,6 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[nn.Mod
         report = found.report()
         least = report.budget.least_bytes()
         found.compute_sequence(int(least + SHARE * (report.store_all_bytes - least)))
-        assert found.sequence is not None
         assert found.sequence.moves is not None
         return found
 
@@ -180,32 +160,23 @@ def twice(loss: torch.Tensor) -> None:
 
 
 def in_a_thread(loss: torch.Tensor) -> None:
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor() as pool:
+        pool.submit(loss.backward).result()
 
 
-@pytest.mark.parametrize("backward", [twice, in_a_thread])
-def test_odd_backwards_are_exact(
-    backward: Callable[[torch.Tensor], None], planned: Callable[[nn.Module], Checkpointable]
-) -> None:
+def test_odd_backwards_and_hooks_of_the_user_are_exact(planned: Callable[[nn.Module], Checkpointable]) -> None:
     model = planned(chain())
-    assert same(gradients(model, backward), gradients(chain(), backward))
-    assert tier_of(model).held_bytes == 0
-
-
-def test_what_the_user_does_with_saved_tensors_and_what_the_plan_does_go_together(
-    planned: Callable[[nn.Module], Checkpointable],
-) -> None:
-    model = planned(chain())
+    for backward in (twice, in_a_thread):
+        assert same(gradients(model, backward), gradients(chain(), backward))
+        assert tier_of(model).held_bytes == 0
     with torch.autograd.graph.save_on_cpu():
         assert same(gradients(model), gradients(chain()))
 
 
-def test_a_second_backward_that_nobody_announced_is_refused_and_the_next_step_is_right(
+def test_errors_and_forwards_without_a_backward_cost_that_step_only(
     planned: Callable[[nn.Module], Checkpointable],
 ) -> None:
-    model = planned(chain())
+    model, expected = planned(chain()), gradients(chain())
 
     def again(loss: torch.Tensor) -> None:
         loss.backward()
@@ -213,35 +184,25 @@ def test_a_second_backward_that_nobody_announced_is_refused_and_the_next_step_is
 
     with pytest.raises(RuntimeError, match="second time"):
         gradients(model, again)
-    assert same(gradients(model), gradients(chain()))
+    assert same(gradients(model), expected)
     assert tier_of(model).held_bytes == 0
-
-
-@pytest.mark.parametrize("stage", [0, 2, 4])
-def test_an_error_in_the_middle_of_a_backward_costs_that_step_alone(
-    stage: int, planned: Callable[[nn.Module], Checkpointable]
-) -> None:
-    model = planned(chain())
 
     def fail(gradient: torch.Tensor) -> None:
         raise ZeroDivisionError
 
-    hook = model.model[stage].up.weight.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        gradients(model)
-    hook.remove()
-    # Until the next backward, PyTorch holds the graph of the one that failed; it does so without a plan as well.
-    assert same(gradients(model), gradients(chain()))
-    gc.collect()
-    settle(tier_of(model))
-
-
-def test_forwards_without_a_backward_leave_nothing(planned: Callable[[nn.Module], Checkpointable]) -> None:
-    model = planned(chain())
-    for _ in range(5):
+    for stage in (0, 2, 3):
+        hook = model.model[stage].up.weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            gradients(model)
+        hook.remove()
+        # Until the next backward, PyTorch holds the graph of the one that failed; it does so without a plan as well.
+        assert same(gradients(model), expected)
+        gc.collect()
+        settle(tier_of(model))
+    for _ in range(3):
         model(batch())
     settle(tier_of(model))
-    assert same(gradients(model), gradients(chain()))
+    assert same(gradients(model), expected)
 
 
 def test_without_gradients_and_in_evaluation_nothing_moves(planned: Callable[[nn.Module], Checkpointable]) -> None:
@@ -259,16 +220,14 @@ def test_without_gradients_and_in_evaluation_nothing_moves(planned: Callable[[nn
 
 
 def test_two_models_share_a_folder_and_no_bytes(planned: Callable[[nn.Module], Checkpointable], tmp_path: Path) -> None:
-    makes = [lambda: Stage(dropping), STAGES["views of one storage"]]
-    models = [planned(chain(make)) for make in makes]
+    models, plain = [planned(chain()) for _ in range(2)], gradients(chain())
     losses = []
-    for model in (*models, *(chain(make) for make in makes)):
+    for model in models:
         torch.manual_seed(5)
-        losses.append((model, loss_of(model(batch()))))
-    for _, loss in losses:  # both are under way at once
+        losses.append(loss_of(model(batch())))
+    for loss in losses:  # both are under way at once
         loss.backward()
-    found = [[parameter.grad for parameter in model.parameters()] for model, _ in losses]
-    assert same(found[0], found[2])
-    assert same(found[1], found[3])
-    assert all(tier_of(model).moved_bytes for model in models)
+    for model, loss in zip(models, losses, strict=True):
+        assert same([loss, *(parameter.grad for parameter in model.parameters())], plain)
+        assert tier_of(model).moved_bytes
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from rotor_profiling.backends import stopwatch
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.stage.seconds import StageRun, estimate, time_ways
 from rotor_profiling.timing import cpu_stopwatch, lower_quartile, seconds_of, spread
-from rotor_py.execute.single_stage_replay import single_stage_node
+from rotor_py.execute.tape import single_stage_node
 from rotor_py.stage.runner import StageRunner
 from tests.profiling.costs import CPU
 

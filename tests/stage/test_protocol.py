@@ -14,11 +14,9 @@ from tests.fields import raises
 class Offering(nn.Module, StageOffers):
     """A stage that hands on tensors and has two more ways to run."""
 
-    def __init__(self, number: int, **carried: int) -> None:
+    def __init__(self, **carried: int) -> None:
         super().__init__()
-        self.carried = carried
-        self.number = number
-        self.gathered = 0
+        self.carried, self.gathered = carried, 0
 
     def gather_begun(self) -> None:
         self.gathered += 1
@@ -62,21 +60,16 @@ def test_layers_and_functions_offer_nothing_whatever_their_attributes_are_called
             offers.forward_by("in part")
 
 
-def test_a_stage_offers_what_it_says() -> None:
-    stage = Offering(1, skip=1)
-    assert offers_of(stage) is stage
-    runner = StageRunner(stage, "stage")
-    assert runner.offered == ("in part",)
-    assert runner.can_skip_output
-
-
-def test_joined_stages_carry_what_the_last_one_carries_and_gather_what_all_need() -> None:
-    parts = [Offering(1, lost=0), Offering(2, kept=2), Offering(1, kept=1)]
+def test_a_stage_offers_what_it_says_and_joined_ones_carry_what_the_last_carries_and_gather_what_all_need() -> None:
+    parts = [Offering(lost=0), Offering(kept=2), Offering(kept=1)]
     name, stage = joined(list(zip("abc", parts, strict=True)))
     offers = offers_of(stage)
     assert name == "a+b+c"
     assert dict(offers.carried) == {"kept": 1}
     offers.gather_begun()
+    assert offers_of(parts[0]) is parts[0]
+    assert StageRunner(parts[0], "a").offered == ("in part",)
+    assert StageRunner(parts[0], "a").can_skip_output
     assert [part.gathered for part in parts] == [1, 1, 1]
     assert StageRunner(stage, name).offered == ()
     assert not StageRunner(stage, name).can_skip_output

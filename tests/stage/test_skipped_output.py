@@ -15,7 +15,7 @@ from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_solver import Sequence, recompute_all
-from tests.execute.training import cut_of, replayed, steps
+from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.solver.strategies import unit_chain
 
 F = nn.functional
@@ -51,45 +51,29 @@ SKIPPING: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", SKIPPING.values(), ids=SKIPPING)
-def test_numbers_are_those_of_plain_training_without_the_last_product(make: Make, autocast: torch.dtype | None) -> None:
+def test_numbers_are_those_of_plain_training_without_the_last_product(make: Make) -> None:
     torch.manual_seed(0)
     stage, sample = make()
-    with torch.no_grad():
-        width = stage(sample).shape[-1]
-    model = nn.Sequential(nn.Identity(), stage, nn.Tanh(), nn.Linear(width, 2))
-    sample.requires_grad_()
-    twin = copy.deepcopy(model)
-    region = None if autocast is None else torch.autocast("cpu", autocast)
-    names = tuple(map(str, range(len(model))))
-
-    def forward(value: torch.Tensor) -> torch.Tensor:
-        return CheckpointOptim.apply(tuple(model), recompute_all(unit_chain(len(model))), names, True, value)
-
-    expected = steps(twin, twin, sample, region)
-    for (name, value), (_, right) in zip(steps(model, forward, sample, region), expected, strict=True):
-        assert torch.equal(value, right), name
-
-
-@pytest.mark.parametrize("make", SKIPPING.values(), ids=SKIPPING)
-def test_the_last_product_is_not_computed(make: Make) -> None:
-    stage, sample = make()
     run = forward_skipping_output(stage)
-    assert run is not None
     with Products() as whole:
         expected = stage(sample)
     with Products() as part:
         output = run(sample)
     assert (whole.count, part.count) == (1, 0)
     assert (output.shape, output.stride(), output.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    model = nn.Sequential(nn.Identity(), stage, nn.Tanh(), nn.Linear(expected.shape[-1], 2))
+    sample.requires_grad_()
+    sequence, names = recompute_all(unit_chain(len(model))), tuple(map(str, range(len(model))))
+    for region in (None, torch.autocast("cpu", torch.bfloat16)):
+        twin, trained = copy.deepcopy(model), copy.deepcopy(model)
+        forward = lambda value: CheckpointOptim.apply(tuple(trained), sequence, names, True, value)  # noqa: B023, E731
+        assert_same(steps(trained, forward, sample, region), steps(twin, twin, sample, region))
 
 
 def test_skipping_takes_no_more_memory_than_computing() -> None:
-    """A linear layer makes a product and adds its bias in place, if its input is not contiguous."""
     layer, sample = nn.Linear(6, 50), torch.randn(9, 40, 6).transpose(0, 1)
     run = forward_skipping_output(layer)
-    assert run is not None
     whole = measured_peak(lambda: layer(sample), [], torch.device("cpu"))
     assert measured_peak(lambda: run(sample), [], torch.device("cpu")) <= whole
 
@@ -124,7 +108,6 @@ def test_nothing_is_skipped_where_somebody_may_look_at_it(stage: Any) -> None:
 
 
 def test_what_is_stored_on_the_way_back_is_computed() -> None:
-    """Only Fe_2 is followed by its backward: Fe_1 has to give stage 2 its input."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
     sample = torch.randn(3, 5, requires_grad=True)
@@ -148,8 +131,6 @@ class Block(nn.Module):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         inner = self.narrow(F.gelu(self.wide(self.norm(value))))
         match self.ending:
-            case "sum":
-                return value + inner
             case "dropout":
                 return value + F.dropout(inner, 0.3, self.training)
             case "matmul":
@@ -159,8 +140,6 @@ class Block(nn.Module):
                 return inner
             case "square":
                 return value + inner.square()
-            case "gate":
-                return value * inner
         raise AssertionError
 
 
@@ -181,7 +160,7 @@ def mean_square(output: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("ending", "skips"),
-    [("sum", True), ("dropout", True), ("matmul", True), ("in place", False), ("square", False), ("gate", False)],
+    [("dropout", True), ("matmul", True), ("in place", False), ("square", False)],
 )
 def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, skips: bool) -> None:
     torch.manual_seed(0)
@@ -191,7 +170,6 @@ def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, ski
     planned.measure(batch)
     stages = planned.functions[1:]  # the first may end inside a block
     assert [forward_skipping_output(function) is not None for function in stages] == [skips] * len(stages)
-    assert planned.budget is not None
     planned.compute_sequence(planned.budget.least_bytes())
     found = []
     for network in (planned, plain):
@@ -199,17 +177,15 @@ def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, ski
         output = network(batch)
         batch.grad = None
         mean_square(output).backward()
-        assert batch.grad is not None
         found.append([output, batch.grad, torch.get_rng_state(), *(p.grad for p in network.parameters())])
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_an_error_in_what_is_left_of_a_captured_stage_names_its_line() -> None:
-    planned = Checkpointable(Blocks("sum"), loss=mean_square, granularity=4)
+    planned = Checkpointable(Blocks("dropout"), loss=mean_square, granularity=4)
     batch = torch.randn(64, 8)
     planned.measure(batch)
-    assert planned.budget is not None
     planned.compute_sequence(planned.budget.least_bytes())
     output = planned(batch)
     planned.model.blocks[1].wide.weight.data = torch.zeros(1, 1)

@@ -19,7 +19,7 @@ from rotor_py.measure.measurement import Way, costliest
 from rotor_py.measure.stage_ways import worth_choosing
 from rotor_py.plan.plan_file import PlanCosts
 from rotor_py.plan.settings import Settings
-from rotor_py.stage.protocol import Run
+from rotor_py.stage.protocol import Keeper, Run, Trial, base_of, both, own_of, parted
 from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage
 from tests.capture.steps import adamw, compare
 from tests.capture.test_partial_saving import WIDTH, Gated, Stack, captured, loss
@@ -30,10 +30,10 @@ class Left(Gated):
     """A layer that these ways do not suit."""
 
 
-class Written:
+class Written(Keeper, Trial):
     """Writes what is saved as text of Python, which counters of torch's memory do not see: all of it, or half."""
 
-    keeps_the_rest = False
+    pays = True
 
     def __init__(self, name: str, *, most: bool) -> None:
         self.name = name
@@ -44,11 +44,6 @@ class Written:
 
     def trial(self, function: Callable[..., Any]) -> Written:
         return self
-
-    pays, saved_bytes = True, None
-
-    def watch(self, run: Run) -> Run:
-        return run
 
     def keeping(self, run: Run, function: Callable[..., Any]) -> Run:
         def kept(value: Any) -> Any:
@@ -81,7 +76,6 @@ def _two_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_turn(planned: Checkpointable) -> Sequence:
     """Every stage stored once, by its last way, its first, and so on."""
-    assert planned.budget is not None
     solved = planned.compute_sequence(10**9)
     stages = planned.budget.chain.stages
     return Sequence(
@@ -101,12 +95,10 @@ def test_a_chain_of_layers_is_stored_by_ways_that_need_nothing_of_it_inside_the_
     planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True)
     planned.measure(batch)
     assert not planned.captured
-    assert planned.inspection_values is not None
     names = planned.inspection_values.way_names
     assert {name for each in names for name in each} <= {"half written", "written"}
     assert [names[at][-1:] for at in range(4)] == [("written",), ("written",), (), ("written",)]
     planned.sequence = in_turn(planned)
-    assert planned.budget is not None
     predicted = planned.budget.peak_bytes(planned.sequence)
     measured = compare(planned, copy.deepcopy(model), {"input": batch}, loss)
     assert 0.95 * predicted <= measured <= predicted
@@ -117,7 +109,6 @@ def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned, batch = captured(Gated(), Gated(), Gated())
-    assert planned.inspection_values is not None
     names = planned.inspection_values.way_names
     assert max(map(len, names)) >= 2
     assert {"in part", "written"} <= {name for each in names for name in each}
@@ -148,8 +139,6 @@ def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(
 
 def test_a_way_in_a_file_has_a_name_and_a_cost() -> None:
     planned, _ = captured(Gated(), Gated())
-    assert planned.inspection_values is not None
-    assert planned.budget is not None
     data = json.loads(json.dumps(PlanCosts(planned.inspection_values, planned.budget).as_data()))
     whole = next(way for ways in data["ways"] for way in ways)
     odd: list[Any] = [{**whole, "name": 3}, {**whole, "name": ""}, {"name": "in part"}, [], None]
@@ -183,6 +172,31 @@ def test_of_ways_that_processes_have_measured_those_are_left_that_mean_the_same_
         options = (Option(1.0, 1.0, 9), *(Option(1.0, 2.0, 5, name=name) for name in names))
         return Chain((Stage(4, options),), input_bytes=4)
 
-    both = costliest([chain("in part", "written", "x"), chain("in part", "y")])
-    assert [option.name for option in both.stages[0].options] == ["", "in part"]
+    left = costliest([chain("in part", "written", "x"), chain("in part", "y")])
+    assert [option.name for option in left.stages[0].options] == ["", "in part"]
     assert len(costliest([chain("a"), chain("b")]).stages[0].options) == 1
+
+
+PART, DEARER, KEEPER = "in part", "in part, products again", "packed"
+WAYS = (PART, DEARER, KEEPER, both(PART, KEEPER), both(DEARER, KEEPER))
+
+
+def test_a_way_with_a_keeper_is_based_on_the_way_without() -> None:
+    assert base_of(both(PART, KEEPER), WAYS) == PART
+    assert base_of(both(DEARER, KEEPER), WAYS) == DEARER
+
+
+def test_of_several_keepers_the_last_one_is_named_first() -> None:
+    way = both(both(PART, KEEPER), "elsewhere")
+    assert parted(way, (KEEPER, "elsewhere")) == (both(PART, KEEPER), "elsewhere")
+    assert own_of(way, (KEEPER, "elsewhere")) == PART
+    assert own_of(both(KEEPER, "elsewhere"), (KEEPER, "elsewhere")) is None
+    assert own_of(DEARER, (KEEPER, "elsewhere")) == DEARER
+    assert parted(both(KEEPER, "elsewhere"), (KEEPER, "elsewhere")) == (KEEPER, "elsewhere")
+    assert base_of(way, (*WAYS, "elsewhere")) == both(PART, KEEPER)
+
+
+def test_a_part_whose_name_begins_like_another_one_is_not_based_on_it() -> None:
+    assert base_of(DEARER, WAYS) is None
+    assert base_of(PART, WAYS) is None
+    assert base_of(KEEPER, WAYS) is None

@@ -23,7 +23,6 @@ from torch import nn
 from rotor_profiling.step import measured_peak
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
-from rotor_py.offload.offload import Bandwidth
 from rotor_solver import Backward, Chain, ForwardEnable, InfeasibleError, Loss, Persistent, Sequence, simulate
 from rotor_solver.moving import Link, plan_moves, timed_moments
 from tests.execute.test_moving import settle
@@ -93,7 +92,7 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are for a disk so fast that moving always pays: what a test plans does not depend on this machine's."""
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e13, 1e13))
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
 
 
 def planned(model: nn.Module, limit: int, folder: Path | None, **options: Any) -> Checkpointable:
@@ -223,7 +222,7 @@ def test_what_a_part_or_packing_leaves_is_elsewhere(
 
 def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = limit_between(chain(), 0.5)
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(1e3, 1e3))
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e3)
     slow = planned(chain(), limit, tmp_path)
     assert slow.sequence is not None
     assert slow.sequence.moves is None

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError, Sweep, compare, least_limit, sweep, verify
-from rotor_py.offload.offload import Bandwidth
 from rotor_py.report.report import sweep_of
 from rotor_solver import Persistent
 from tests.fields import raises
@@ -71,7 +70,7 @@ def test_limits_of_plans_that_move_are_lower_and_each_is_that_of_a_plan(
     batch = torch.randn(256, 64)
     alone = Checkpointable(copy.deepcopy(blocks), batch, loss=torch.sum, fresh_grads=True)
     rate = 1.5 * alone.report().store_all_bytes / alone.report().store_all_seconds  # so that to move costs something
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: Bandwidth(rate, rate))
+    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: rate)
     moving = Checkpointable(blocks, batch, loss=torch.sum, fresh_grads=True, offload=f"file:{tmp_path}")
     assert moving.budget is not None
     for overhead in (0.0, 0.1):
