@@ -34,7 +34,7 @@ from rotor_py import Checkpointable, models, store_all
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.predicted_device import PredictedDevice
 from rotor_py.measure import stage_measurer
-from rotor_py.plan import layer_source
+from rotor_py.plan import source
 from rotor_py.plan.settings import Settings
 from rotor_solver import Sequence
 
@@ -114,7 +114,7 @@ def row(name: str, case: Callable[[], ecosystem.Case]) -> dict[str, Any]:
     # chain are not captured: which of their ways save anything depends on scratch memory.
     with (
         patch.object(Settings, "_keepers", lambda _: ()),
-        patch.object(layer_source, "_LEAST_BYTES", math.inf),
+        patch.object(source, "_LEAST_BYTES", math.inf),
         patch.object(stage_measurer, "worth_choosing", lambda _, ways: (*ways,)),
     ):
         with (

@@ -13,37 +13,25 @@ from torch.distributed import ProcessGroup
 from rotor_profiling import tensors_in
 from rotor_profiling.isolate import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
 from rotor_py.capture.measured_graphs import MeasuredGraph
 from rotor_py.capture.variants import compiled_variants
 from rotor_py.capture.whole_graph import CompileBudget
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError
-from rotor_py.execute.instructions import Instructions, Runners, read_sequence
-from rotor_py.execute.tape import Tape
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, StageMeasurer, unmeasured_loss
-from rotor_py.plan.layer_source import LayerSource
 from rotor_py.plan.observers.forwards_in_flight import Forwards, make_room_for_forwards
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.solving import solve
+from rotor_py.plan.source import Following, LayerSource, SequenceExecutor
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import reaches, spec_of
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes
-from rotor_solver import Sequence
 
-_OPTIONS = {
-    "mem_limit": None,
-    "mem_slots": 500,
-    "fresh_grads": False,
-    "forwards_in_flight": 1,
-    "granularity": 100,
-    "preserve_rng_state": True,
-    "compile": False,
-}
+_OPTIONS = "mem_limit, mem_slots, fresh_grads, forwards_in_flight, granularity, preserve_rng_state, compile"
 
 
 def rotor(
@@ -68,18 +56,18 @@ def rotor(
     Raises ValueError for an unknown option, an invalid mode or limit, and `forwards_in_flight` < 1. The first
     call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
     """
-    chosen = {**_OPTIONS, **(options or {})}
-    if unknown := chosen.keys() - _OPTIONS.keys():
+    chosen = options or {}
+    for name in sorted(chosen.keys() - set(_OPTIONS.split(", "))):
         raise InvalidValueError(
-            f"{sorted(unknown)[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}",
+            f"{name!r} is no option of the backend rotor; it has {_OPTIONS}",
             kind="unknown_option",
-            name=sorted(unknown)[0],
+            name=name,
         )
-    if chosen["mem_limit"] is not None:
-        # Refuse an unreadable limit now; the device is known only at the first call.
-        parse_bytes(chosen["mem_limit"], device_bytes=1)
-    # The model's buffers are unknown here; those that Dynamo lifted into placeholders are recognized by name.
     settings = Settings(**chosen)
+    if settings.mem_limit is not None:
+        # Refuse an unreadable limit now; the device is known only at the first call.
+        parse_bytes(settings.mem_limit, device_bytes=1)
+    # The model's buffers are unknown here; those that Dynamo lifted into placeholders are recognized by name.
     return GraphPlanner(CapturedGraph(graph_module, frozenset(), settings.granularity), settings)
 
 
@@ -99,25 +87,19 @@ class PlannedGraph(TrainedModel):
 
 
 class GraphPlanner:
-    """Plans one graph at its first call, and again for an input larger than any before.
-
-    A call raises InfeasibleError if no plan fits, and UnsupportedModelError if the graph cannot be cut.
-    """
+    """Plans one graph at its first call, and again for an input larger than any before."""
 
     def __init__(self, graph: CapturedGraph, settings: Settings) -> None:
         self.graph = graph
         self.settings = settings
         self.model: PlannedGraph | None = None
-        self.plan: StepPlan | None = None
-        """the last plan, which serves all inputs no larger than its own"""
-        self._reach: Any = None
-        """the spec of the plan's input"""
+        self.plan: StepPlan | None = None  # the last plan, which serves all inputs no larger than its own
+        self._reach: Any = None  # the spec of the plan's input
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
-        self._read: tuple[Sequence, Instructions, Runners] | None = None
+        self._executor = SequenceExecutor(graph.graph_module)
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """Run the graph on its inputs and return its outputs: by the plan if gradients are on."""
         graph = self.graph
         if not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
@@ -130,16 +112,8 @@ class GraphPlanner:
         assert plan.cut is not None
         assert plan.sequence is not None
         sequence = self._forwards.sequence_beside(flying, plan, model) if flying else plan.sequence
-        for _, layer in plan.cut.prefix:
-            value = layer(value)
-        value, context = shared_apart(plan.cut.stages, value)
-        if self._read is None or self._read[0] is not sequence:
-            rng, ways, keepers = self.settings.preserve_rng_state, plan.measurement.way_names, self.settings.keepers
-            instructions = read_sequence(len(plan.cut.stages), sequence)
-            runners = runners_of(plan.cut.stages, rng, ways, keepers).by(instructions.options)
-            self._read = sequence, instructions, runners
-        _, instructions, runners = self._read
-        made = Tape(runners, instructions, context=context).forward(value)
+        how = Following(sequence, self.settings.preserve_rng_state, plan.measurement, self.settings.keepers)
+        made = self._executor.execute_graph(how, plan.cut, value)
         self._forwards.forward_returned(plan, sequence, model, made)
         return graph.leave(made, values)
 
@@ -183,6 +157,7 @@ class GraphPlanner:
         ways = tuple(MeasuredCut(each.cut, each.measurement) for each in (*variants, plain))
         plan = StepPlan(LayerSource(whole), plain.measurement, budget, spec=None, cut=cut, ways=ways)
         if self.plan is not None:
-            plan.most_in_flight, plan.order = self.plan.most_in_flight, self.plan.order
+            plan.most_in_flight = self.plan.most_in_flight
+            plan.in_reverse, plan.in_other_order = self.plan.in_reverse, self.plan.in_other_order
         solve(plan, model)
         self.plan, self.model, self._reach = plan, model, spec_of(value)

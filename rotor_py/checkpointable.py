@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,14 +24,40 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.planned_model import PlannedModel
 from rotor_py.plan.planner import Planner
-from rotor_py.plan.sample import arguments_of
 from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings, refuse_excluded
-from rotor_py.transparent import ModelsSignature, core_of, in_training, instead_of_forward
+from rotor_py.plan.step_spec import arguments_of
+from rotor_py.transparent import Transparent, core_of, in_training, instead_of_forward
 from rotor_solver import Algorithm, Chain, Sequence
 from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
+
+
+class ModelsSignature:
+    """A method with the signature of the model's own, from which trainers see which columns of a data set it takes."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self._signed: WeakKeyDictionary[type, Callable[..., Any]] = WeakKeyDictionary()
+
+    def __get__(self, instance: Transparent | None, owner: type) -> Callable[..., Any]:
+        if instance is None:
+            return self._method
+        return MethodType(self._like(type(instance.__dict__["model"])), instance)
+
+    def _like(self, kind: type) -> Callable[..., Any]:
+        if kind not in self._signed:  # one function per class of models, so that methods compare equal
+            method = self._method
+
+            def signed(*args: Any, **kwargs: Any) -> Any:
+                return method(*args, **kwargs)
+
+            signed.__name__, signed.__qualname__, signed.__doc__ = method.__name__, method.__qualname__, method.__doc__
+            with suppress(AttributeError, TypeError, ValueError):  # methods written in C may have no signature
+                signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined] # read by inspect
+            self._signed[kind] = signed
+        return self._signed[kind]
 
 
 class Checkpointable(PlannedModel):
@@ -268,9 +297,9 @@ class Checkpointable(PlannedModel):
         return self._planner.solve(custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
 
     def divide(self, budget: Budget) -> None:
-        """Divide the limit by this budget, and solve again for the next plan. Raises ValueError before any
-        measuring."""
-        self._planner.divide(budget)
+        """Divide the limit by this budget, and solve again. Raises ValueError before anything is measured."""
+        plan = self._planner.in_use
+        plan.budget, plan.sequence = budget, None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce_ex__(protocol)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rotor_py.errors import InvalidValueError
-from rotor_py.units import format_bytes, limit_text
+from rotor_py.units import exact_bytes, format_bytes, limit_text
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,6 @@ class Rates:
     fp32: float
 
     def of(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """Return the rate for matrices of `dtype`; `tf32` says whether PyTorch may use TF32 for float32."""
         match str(dtype).removeprefix("torch."):
             case "bfloat16":
                 return self.bf16
@@ -62,7 +61,6 @@ class Efficiencies:
 
     @property
     def origin(self) -> str:
-        """Describe the anchor, or its absence."""
         if self.anchor is not None:
             return self.anchor
         return "no anchor" if self.taken_from is None else f"no anchor: taken from {self.taken_from}"
@@ -96,12 +94,11 @@ class Device:
     rates_of: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the context leaves no memory."""
         if self.usable_bytes <= 0:
             raise InvalidValueError(
-                f"a device of {format_bytes(self.memory_bytes)} ({self.memory_bytes} bytes) has no room for tensors: "
-                f"{format_bytes(self.context_bytes)} ({self.context_bytes} bytes) of it are the driver's context; give "
-                "all memory of the device, such as 24GB",
+                f"a device of {exact_bytes(self.memory_bytes)} has no room for tensors: "
+                f"{exact_bytes(self.context_bytes)} of it are the driver's context; give all memory of the device, "
+                "such as 24GB",
                 kind="no_room",
                 memory_bytes=self.memory_bytes,
                 context_bytes=self.context_bytes,
@@ -109,7 +106,6 @@ class Device:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes available to PyTorch's allocator."""
         return self.memory_bytes - self.context_bytes
 
 
@@ -122,7 +118,6 @@ class Devices:
 
     @property
     def name(self) -> str:
-        """The name in reports and plan files."""
         return self.each.name if self.count == 1 else f"{self.count} × {self.each.name}"
 
 
@@ -159,20 +154,15 @@ class Reservation:
     """Whether it fits only because the allocator returns free segments to the driver when memory runs out."""
 
     def at_least(self, size: int) -> Reservation:
-        """Return the reservation raised to `size`, for tensors that take so many bytes in another order of requests."""
         reserved, expandable = max(self.reserved_bytes, size), max(self.expandable_bytes, size)
         return replace(self, reserved_bytes=reserved, expandable_bytes=expandable)
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes by which the reservation exceeds the device."""
         return max(0, self.reserved_bytes - self.usable_bytes)
 
     def warning(self, peak_bytes: int) -> str | None:
-        """Return one sentence of advice if the reservation does not fit the device, or only just; else None.
-
-        `peak_bytes` is the peak of the plan.
-        """
+        """Return one sentence of advice if a step by a plan of this peak fits the device just so, or not."""
         if self.gives_back:
             return (
                 f"Predicted: the allocator reserves all {format_bytes(self.usable_bytes)} that it can have, and gives "

@@ -11,21 +11,7 @@ from rotor_solver.described_error import (
     InvalidValueError,
 )
 
-__all__ = [
-    "CheckpointLimitError",
-    "DescribedError",
-    "DescribedWarning",
-    "Field",
-    "InfeasibleError",
-    "InvalidStateError",
-    "InvalidTypeError",
-    "InvalidValueError",
-    "MissingCheckpointError",
-    "OffloadError",
-    "PlanMismatchError",
-    "UnsupportedModelError",
-]
-
+__all__ = ["DescribedError", "Field", "InfeasibleError", "InvalidStateError", "InvalidTypeError", "InvalidValueError"]
 
 _LONGEST = 240
 
@@ -45,12 +31,10 @@ def record_fields(
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of an error; the name of its class where it has none."""
     return error.kind if isinstance(error, DescribedError) else type(error).__name__
 
 
 def fields_of(error: BaseException) -> dict[str, object]:
-    """Return the log record fields of an error."""
     if not isinstance(error, DescribedError):
         return record_fields(kind_of(error))
     return record_fields(error.kind, stage=error.stage, name=error.name, **error.numbers)
@@ -85,7 +69,8 @@ class OtherDataError(PlanMismatchError):
     """
 
     def __init__(self, planned: tuple[bool, ...], found: tuple[bool, ...]) -> None:
-        super().__init__("what the model asks about its data", _answers(planned), _answers(found))
+        texts = [", ".join("yes" if each else "no" for each in given) or "nothing" for given in (planned, found)]
+        super().__init__("what the model asks about its data", *texts)
         self.answers = found
 
 
@@ -95,10 +80,6 @@ def shortened(value: object) -> str:
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return text if text.isprintable() else repr(text)[1:-1]
-
-
-def _answers(given: tuple[bool, ...]) -> str:
-    return ", ".join("yes" if each else "no" for each in given) or "nothing"
 
 
 class OffloadError(DescribedError, RuntimeError):

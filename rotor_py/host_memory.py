@@ -7,15 +7,19 @@ from pathlib import Path
 
 
 def host_memory_bytes() -> int:
-    """Return the bytes that this process may use in total."""
     # A container may have less than the machine, but the system call only knows the machine.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(memory, _group_limit() or memory)
 
 
 def available_host_bytes() -> int:
-    """Return the bytes that this process can still allocate."""
-    return min(_free_memory() or host_memory_bytes(), host_memory_bytes())
+    # MemAvailable, not MemFree: the page cache can be reclaimed. Systems other than Linux have neither.
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([host_memory_bytes(), *free])
 
 
 def _group_limit() -> int | None:
@@ -26,12 +30,3 @@ def _group_limit() -> int | None:
         except (OSError, ValueError):
             continue
     return None
-
-
-def _free_memory() -> int | None:
-    # MemAvailable, not MemFree: the page cache can be reclaimed. Systems other than Linux have neither.
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

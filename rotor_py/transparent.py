@@ -1,18 +1,13 @@
-"""Wrap a module so that it looks like the module itself.
-
-Trainers, optimizers and checkpoint files know the model by its class, signature, names and attributes. If one of them
-differed, their code would have to know about the wrapper.
-"""
+"""Wrap a module so that trainers, optimizers and checkpoint files see the module itself: class, names, attributes."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -25,36 +20,6 @@ _log = logging.getLogger("rotor_py")
 # Read from an empty module: torch releases add tables.
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
 """Names of the dictionaries that hold a module's parameters, buffers, children and hooks."""
-
-
-class ModelsSignature:
-    """A method with the signature of the model's method of the same name.
-
-    Trainers read the signature of `forward` to see which columns of a data set a model takes, and whether its loss
-    takes keyword arguments.
-    """
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-        self._signed: WeakKeyDictionary[type, Callable[..., Any]] = WeakKeyDictionary()
-
-    def __get__(self, instance: Transparent | None, owner: type) -> Callable[..., Any]:
-        if instance is None:
-            return self._method
-        return MethodType(self._like(type(instance.__dict__["model"])), instance)
-
-    def _like(self, kind: type) -> Callable[..., Any]:
-        if kind not in self._signed:  # one function per class of models, so that methods compare equal
-            method = self._method
-
-            def signed(*args: Any, **kwargs: Any) -> Any:
-                return method(*args, **kwargs)
-
-            signed.__name__, signed.__qualname__, signed.__doc__ = method.__name__, method.__qualname__, method.__doc__
-            with suppress(AttributeError, TypeError, ValueError):  # methods written in C may have no signature
-                signed.__signature__ = inspect.signature(getattr(kind, method.__name__))  # type: ignore[attr-defined] # read by inspect
-            self._signed[kind] = signed
-        return self._signed[kind]
 
 
 class Transparent(nn.Module):
@@ -136,11 +101,7 @@ class Transparent(nn.Module):
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether setting an attribute concerns the wrapper: a property or other descriptor of its class, or `forward`.
-
-    Read-only properties are included: set on the model, the value would not be found when read here. Libraries that
-    wrap a forward (Accelerate) set it on the object they were given, and expect calls to reach it.
-    """
+    """Whether setting an attribute concerns the wrapper: a descriptor of its class or, as Accelerate, `forward`."""
     return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
 
 
@@ -169,10 +130,7 @@ def core_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_training(module: Transparent) -> Iterator[None]:
-    """Put a module in training mode inside the context.
-
-    Does nothing if it already is: parts of it, such as frozen norms, may be in eval mode on purpose.
-    """
+    """Put a module in training mode inside the context, unless it is: parts of it may be in eval mode on purpose."""
     if module.training:
         yield
         return
@@ -189,11 +147,7 @@ def in_training(module: Transparent) -> Iterator[None]:
 
 @contextmanager
 def instead_of_forward(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Inside the context, a call of `module` runs `run` instead of its forward; inside `run` it has its own again.
-
-    DistributedDataParallel prepares gradient buckets around the forward of its inner model. So callers call DDP, and
-    the inner model runs by the plan.
-    """
+    """Inside the context, a call of `module` runs `run` instead of its forward; inside `run` it has its own again."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         del module.__dict__["forward"]

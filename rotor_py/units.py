@@ -70,6 +70,11 @@ def format_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def exact_bytes(size: int) -> str:
+    """Format `size` rounded and in bytes: 4.00 GB (4000000000 bytes)."""
+    return f"{format_bytes(size)} ({size} bytes)"
+
+
 def limit_text(size: int) -> str:
     """Format `size` as a limit to type, rounded up so that it still suffices: 2.32GB, 57.3MB."""
     for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")):

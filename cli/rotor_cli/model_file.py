@@ -23,7 +23,7 @@ from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget
 from rotor_profiling import tensors_in
 from rotor_profiling.torch_compat import tree_map_only
-from rotor_py.plan.sample import arguments_of
+from rotor_py.plan.step_spec import arguments_of
 
 DEFAULT_BATCH = 8
 """Batch for a sample function without a default. A guess; larger may not fit."""

@@ -22,7 +22,7 @@ from rotor_py.estimation.calibration import as_toml, calibrate
 from rotor_py.estimation.device_table import devices_from_file, find_devices
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import limit_bytes, total_bytes
-from rotor_py.plan.sample import arguments_of
+from rotor_py.plan.step_spec import arguments_of
 from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)

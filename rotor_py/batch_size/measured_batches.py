@@ -16,13 +16,12 @@ from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.timing import seconds_of, several_processes
 from rotor_py.batch_size.step_costs import StepCosts, agreed_costs
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.distributed.processes import processes, size_of
+from rotor_py.distributed.processes import gather_objects, processes, size_of
 from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import available_bytes, limit_bytes
-from rotor_py.plan.agreement import slowest
 from rotor_py.validate.steps import TrainingStep, state_restored, values_restored
 from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
@@ -129,7 +128,10 @@ class MeasuredBatches:
     def agreed(self, number: float) -> float:
         """The maximum over all processes, which all have to call this. Needs a measured batch."""
         group = self._group
-        return number if group is None or size_of(group) == 1 else slowest(number, group, self._any.device)
+        if group is None or size_of(group) == 1:
+            return number
+        found: float = max(gather_objects(number, group, self._any.device))
+        return found
 
     def step_peak(self, batch: int) -> int | None:
         """Measured peak of a real step of a batch by its plan, in bytes; the maximum over all processes.

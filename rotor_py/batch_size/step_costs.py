@@ -14,12 +14,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from rotor_py.distributed.processes import size_of
+from rotor_py.distributed.processes import gather_objects, size_of
 from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import costliest
-from rotor_py.plan.agreement import gather_objects
 from rotor_solver import Chain, InfeasibleError, Option, Persistent, Sequence, store_all
 from rotor_solver.moving import Link
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -164,6 +166,21 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
     found = torch.tensor(numbers, dtype=torch.int64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return [int(number) for number in found.tolist()]
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
+    """Return the values of all processes in `group`, in the order of ranks. Collective."""
+    if alone_in_a_prediction():
+        return [value] * dist.get_world_size(group)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with sending_from(device):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def sending_from(device: torch.device) -> AbstractContextManager[object]:
+    """NCCL sends objects from the current CUDA device, which may differ from the model's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def alone_in_a_prediction() -> bool:

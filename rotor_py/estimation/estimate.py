@@ -16,7 +16,7 @@ from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.device_table import find_devices
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import Shard, SimulatedDevices
-from rotor_py.plan.sample import arguments_of
+from rotor_py.plan.step_spec import arguments_of
 from rotor_py.report import Report
 
 _RECURRENT = nn.RNNBase, nn.RNNCellBase

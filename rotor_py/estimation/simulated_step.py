@@ -15,7 +15,7 @@ from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.stage.gradients import scalar_after
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.estimation.cuda_autocast import region
-from rotor_py.plan.sample import arguments_of
+from rotor_py.plan.step_spec import arguments_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from rotor_profiling import UnknownOptimizerError, optimizer_cost, tensors_in, t
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.in_place import InPlaceForward, is_planned
-from rotor_py.plan.sample import ForwardArguments
+from rotor_py.plan.step_spec import ForwardArguments
 from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autocast
 
 

@@ -1,7 +1,4 @@
-"""Turn a model and an input into a plan with costs: cut the stages, measure them, divide the limit.
-
-Measuring is logged, since the first step takes a while and is otherwise silent.
-"""
+"""Turn a model and an input into a plan with costs: cut the stages, measure them, divide the limit; log it all."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ from rotor_py.measure.planning_lock import freeze_gc, planning
 from rotor_py.measure.stage_measurer import MeasuringOptions
 from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
 from rotor_py.plan.settings import Settings
-from rotor_py.plan.solving import fastest_stored
 from rotor_py.plan.source import Source
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
@@ -48,10 +44,7 @@ _LONGER = 3.0
 
 @contextmanager
 def telling(settings: Settings, model: str) -> Iterator[Progress]:
-    """Yield a progress callback (stages done, all stages, name of the next) for measuring the class `model`.
-
-    Log lines are information; with `verbosity` or `progress=True` they are warnings, which show without logging set up.
-    """
+    """Yield a progress callback; log measuring `model`, as warnings where asked, which show without logging set up."""
     given, created = settings.progress, time.monotonic()
     level = logging.WARNING if settings.verbosity or given is True else logging.INFO
     began: list[float] = []
@@ -86,7 +79,13 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
     source = blank.renewed()
     device = model.device_of(spec.input)
     if device.type == "cpu":
-        _warn_of_a_profiler()
+        give_way()  # else a profiler that is on may be our own
+        if prediction() is None and torch_compat.profiler_enabled():
+            _log.warning(
+                "a profiler is on while the model is measured, which takes PyTorch's profiler for itself: what it has "
+                "seen so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts.",
+                extra=record_fields("profiler_lost"),
+            )
 
     def room(measurement: Measurement, sample: Any) -> CompileBudget:
         from rotor_py.capture.whole_graph import CompileBudget
@@ -132,17 +131,10 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         ways=() if settings.inductor is None else tuple(ways),
         fresh_gradients=settings.fresh_grads,
     )
-    if plan.ways:
-        plan.turn_to(fastest_stored(plan.ways))
+    if plan.ways:  # before there is a limit, run the variant that is fastest without recompute
+        candidates = [way for way in plan.ways if way.cut.members is not None] or plan.ways
+        seconds = [
+            sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages) for way in candidates
+        ]
+        plan.turn_to(candidates[seconds.index(min(seconds))])
     return plan
-
-
-def _warn_of_a_profiler() -> None:
-    """Warn if the user's profiler is on: measuring bytes on the CPU needs PyTorch's only one, and ends it."""
-    give_way()  # else it may be our own
-    if prediction() is None and torch_compat.profiler_enabled():
-        _log.warning(
-            "a profiler is on while the model is measured, which takes PyTorch's profiler for itself: what it has seen "
-            "so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts.",
-            extra=record_fields("profiler_lost"),
-        )

@@ -1,7 +1,6 @@
 """Plan within smaller limits after an out-of-memory error, at most three times in a step.
 
-The necessary reduction is unknown: the failed allocation was only the first without room, and the step was not over. At
-least its bytes were missing. On CUDA, the bytes allocated at that moment are about all that the device has.
+The failed allocation was only the first without room, so the necessary reduction is unknown: its bytes at least.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from rotor_py.measure.planning_lock import planning
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.error_context import add_note, asked_bytes, is_out_of_memory
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes, format_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 
 _log = logging.getLogger("rotor_py")
@@ -41,7 +40,6 @@ def guarded(plan: StepPlan) -> StepPlan:
 
 
 def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
-    """Return the budget of the same steps on a `Tape`."""
     if plan.guard_bytes is None:
         return plan.budget
     budget, measurement = plan.budget, plan.measurement
@@ -52,15 +50,12 @@ def unguarded(plan: StepPlan, *, fresh_gradients: bool) -> Budget:
 
 
 def forward_and_backward(budget: Budget) -> Budget:
-    """Return the budget of forward and backward only, without the optimizer step."""
     return replace(budget, before_bytes=0, stepping_bytes=0, step_bytes=None)
 
 
 def rest_of_backward(budget: Budget, count: int) -> Budget:
-    """Return the budget of recomputing the first `count` stages from the chain's input in the backward.
-
-    An upper bound: their output's gradient counts from the beginning, and once more where the chain has it.
-    """
+    """Return an upper bound: the budget of a backward that recomputes the first `count` stages from the input."""
+    # Their output's gradient counts from the beginning, and once more where the chain has it.
     chain = budget.chain
     first, later = chain.stages[:count], chain.stages[count:]
     left = sum(stage.gradient for stage in later)
@@ -88,23 +83,18 @@ further try costs time. Too large costs needless recompute."""
 
 
 class Replanner:
-    """Smaller plans for one forward by `plan` and its backward. Later steps of this kind get smaller plans too.
-
-    `number` is the forward's position among those in flight, from one on.
-    """
+    """Smaller plans for a forward by `plan`, the `number`-th in flight, its backward, and later steps of this kind."""
 
     def __init__(self, plan: StepPlan, model: TrainedModel, number: int = 1) -> None:
         self._plan = plan
         self._model = model
         self._number = number
         self._sequence = plan.sequence
-        self._cut = plan.cut
+        self._cut = plan.cut  # as this forward runs the stages: later ones may have others compiled
         self._whole_step = plan.budget
-        """cut of the stages as this forward runs them: later ones may have others compiled"""
         self._budget = forward_and_backward(plan.budget)
         self._tries = 0
-        self._final = False
-        """whether an error has its note"""
+        self._final = False  # whether an error has its note
 
     @cached_property
     def _limit(self) -> int:
@@ -113,16 +103,13 @@ class Replanner:
         return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps never ask
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
-        """Return a sequence for the whole chain; None if `error`, which gets a note, is final."""
         return self._own(self._sequence) if self._reduce(error, "forward", inexact) else None
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
-        """Return a sequence for the first `stages` stages; None if `error`, which gets a note, is final."""
-        doing = f"backward of stage {self._plan.names[stages - 1]!r}"
+        doing = f"backward of stage {self._plan.measurement.names[stages - 1]!r}"
         return self.rest_as_before(stages) if self._reduce(error, doing, inexact) else None
 
     def rest_as_before(self, stages: int) -> Sequence:
-        """Return a sequence for the first `stages` stages within the limit, or else the one that needs least."""
         budget = rest_of_backward(self._whole_step, stages)
         try:
             return self._own(self._solve(budget, self._limit))
@@ -145,8 +132,12 @@ class Replanner:
 
     def _reduce(self, error: BaseException, doing: str, inexact: str | None) -> bool:
         """Reduce the limit and log it; False if it cannot be reduced, or nothing could be recomputed."""
-        least, before = self._budget.least_bytes(), self._limit
-        if why := inexact or self._no_smaller_plan(least):
+        least, before, why = self._budget.least_bytes(), self._limit, inexact
+        if why is None and before <= least:
+            why = f"no plan needs less memory than the one in use, {exact_bytes(before)}"
+        elif why is None and self._tries == _TRIES:
+            why = f"it has been {_TRIES} times in this step, the last time within {exact_bytes(before)}"
+        if why is not None:
             add_note(error, f"{_NOT_AGAIN}: {why}")
             self._final = True
             return False
@@ -161,21 +152,12 @@ class Replanner:
         self._plan.sequence = self._sequence if self._plan.cut is self._cut else None
         self._plan.reduced = self._model.settings.mem_limit, self._limit
         _log.warning(
-            "out of memory in the %s of %s%s: it is undone and runs again within %s (%d bytes), where it needed %s (%d "
-            "bytes); try %d of %d",
+            "out of memory in the %s of %s%s: it is undone and runs again within %s, where it needed %s; try %d of %d",
             doing, type(self._model.core).__name__, f", which asked for {format_bytes(asked)}" if asked else "",
-            format_bytes(self._limit), self._limit, format_bytes(before), before, self._tries, _TRIES,
+            exact_bytes(self._limit), exact_bytes(before), self._tries, _TRIES,
             extra=record_fields("out_of_memory", name=doing, limit=self._limit, needed=before, tries=self._tries),
         )  # fmt: skip
         return True
-
-    def _no_smaller_plan(self, least: int) -> str | None:
-        within = f"{format_bytes(self._limit)} ({self._limit} bytes)"
-        if self._limit <= least:
-            return f"no plan needs less memory than the one in use, {within}"
-        if self._tries == _TRIES:
-            return f"it has been {_TRIES} times in this step, the last time within {within}"
-        return None
 
     def _solve(self, budget: Budget, limit: int) -> Sequence:
         with planning:

@@ -15,11 +15,10 @@ from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.measurement import Measurement
 from rotor_py.plan.oom_replanning import unguarded
-from rotor_py.plan.plan_file import CompiledStages, PlanCosts
 from rotor_py.plan.planner import Planner
-from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
+from rotor_py.plan.saved_plan import CompiledStages, Plan, PlanCosts
 from rotor_py.plan.step_plan import StepPlan
-from rotor_py.plan.step_spec import ModelState
+from rotor_py.plan.step_spec import ModelState, input_fingerprint, model_fingerprint
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report import Report
 from rotor_py.stage.forward_state import recall_effects
@@ -67,10 +66,6 @@ class PlannedModel(Transparent):
     # Facts about the plan in use; None, or an empty list, before anything has been measured.
 
     @property
-    def _plan_in_use(self) -> StepPlan | None:
-        return self._planner.plans.in_use
-
-    @property
     def sequence(self) -> Sequence | None:
         """The sequence in use. A sequence that is set is followed whatever memory it takes.
 
@@ -79,16 +74,19 @@ class PlannedModel(Transparent):
 
         Setting it raises ValueError before anything has been measured.
         """
-        return None if (plan := self._plan_in_use) is None else plan.sequence
+        return None if (plan := self._planner.plans.in_use) is None else plan.sequence
 
     @sequence.setter
     def sequence(self, sequence: Sequence | None) -> None:
-        self._planner.follow(sequence)
+        plan = self._planner.in_use
+        if sequence is not None:  # event 3
+            self._planner.model.reserve(plan.budget, sequence)
+        plan.sequence = sequence
 
     @property
     def budget(self) -> Budget | None:
         """The division of the limit."""
-        return None if (plan := self._plan_in_use) is None else plan.budget
+        return None if (plan := self._planner.plans.in_use) is None else plan.budget
 
     @property
     def chain(self) -> Chain | None:
@@ -98,12 +96,12 @@ class PlannedModel(Transparent):
     @property
     def inspection_values(self) -> Measurement | None:
         """The measurements of every stage."""
-        return None if (plan := self._plan_in_use) is None else plan.measurement
+        return None if (plan := self._planner.plans.in_use) is None else plan.measurement
 
     @property
     def names(self) -> list[str]:
         """The names of the stages."""
-        return [] if (plan := self._plan_in_use) is None else plan.names
+        return [] if (plan := self._planner.plans.in_use) is None else list(plan.measurement.names)
 
     @property
     def step_in_backward(self) -> torch.optim.Optimizer | None:
@@ -113,7 +111,7 @@ class PlannedModel(Transparent):
     @property
     def compiled(self) -> list[str]:
         """The names of the stages that run compiled."""
-        return [] if (plan := self._plan_in_use) is None else plan.compiled
+        return [] if (plan := self._planner.plans.in_use) is None else plan.compiled
 
     def compiled_without_budget(self) -> AbstractContextManager[None]:
         """Inside the context, compiled stages save what the compiler saves without a limit: steps may take more memory.
@@ -125,7 +123,7 @@ class PlannedModel(Transparent):
     @property
     def functions(self) -> list[nn.Module]:
         """The stages."""
-        return [] if (plan := self._plan_in_use) is None else plan.functions
+        return [] if (plan := self._planner.plans.in_use) is None else plan.functions
 
     @property
     def captured(self) -> bool:
@@ -189,11 +187,7 @@ class PlannedModel(Transparent):
 
 
 def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
-    """Return a solved plan for a file. The model has to be in training mode, as it was when the plan was made.
-
-    Raises ValueError if the model has been changed for another kind of step since, or if a file cannot hold Inductor's
-    options.
-    """
+    """Return a solved plan for a file; the model is in training mode. Raises ValueError as `PlannedModel.plan` does."""
     assert plan.sequence is not None
     settings, device = model.settings, model.device_of(plan.input_spec)
     # A file does not record `on_oom`: it is given anew on loading.

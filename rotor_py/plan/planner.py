@@ -72,22 +72,20 @@ from rotor_py.errors import (
     record_fields,
 )
 from rotor_py.execute.backward_passes import in_backward
-from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.plan.observers.forwards_in_flight import ForwardInFlight, Forwards
-from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, anything_around, outer_regions_aside
+from rotor_py.plan.observers.outer_checkpoint_regions import NestedRecompute, innermost_hooks, outer_regions_aside
 from rotor_py.plan.observers.undeclared_memory import KeptGradients, wait_for_optimizers
 from rotor_py.plan.observers.watched_steps import WatchedSteps
 from rotor_py.plan.oom_replanning import Replanner, guarded
-from rotor_py.plan.plan_file import config_beside
-from rotor_py.plan.saved_plan import Plan, model_fingerprint
+from rotor_py.plan.saved_plan import Plan, config_beside
 from rotor_py.plan.settings import Settings, one_process_only, refuse_excluded
-from rotor_py.plan.solving import agree, count_optimizer_beside_file, solve
+from rotor_py.plan.solving import count_optimizer_beside_file, solve
 from rotor_py.plan.source import Following
 from rotor_py.plan.step_in_backward import Stepper
 from rotor_py.plan.step_plan import StepPlan
-from rotor_py.plan.step_plans import StepPlans
-from rotor_py.plan.step_spec import describe
+from rotor_py.plan.step_plans import StepPlans, agree
+from rotor_py.plan.step_spec import StepSpec, describe, model_fingerprint, refuse_difference
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import Algorithm, InfeasibleError, Sequence
 
@@ -95,10 +93,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class Planner:
-    """The plans for the steps of one model, and its forwards by them.
-
-    `whole` is the module that users call, `core` the part that can be cut into stages.
-    """
+    """The plans for the steps of `whole`, the module that users call, and its forwards; `core` is cut into stages."""
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.settings = settings
@@ -131,7 +126,6 @@ class Planner:
 
     @property
     def device(self) -> torch.device:
-        """The device that the model trains on. Raises UnsupportedModelError if there are several."""
         return self.model.device_of(None if self.plans.in_use is None else self.plans.in_use.input_spec)
 
     # Requests of the user.
@@ -140,12 +134,12 @@ class Planner:
         """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked."""
         with self.plans.kept_on_error():
             value = self.plans.blank.input_of(args, kwargs)
-            self.plans.measure(self.model.step_on(value), value, closely=closely)
+            self.plans.measure(StepSpec.of(self.model.core, value), value, closely=closely)
 
     def refuse_what_cannot_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise InfeasibleError if a step on these arguments exceeds the limit by facts known before measuring."""
         value = self.plans.blank.input_of(args, kwargs)
-        self.plans.refuse_what_cannot_fit(self.model.step_on(value), value)
+        self.plans.refuse_what_cannot_fit(StepSpec.of(self.model.core, value), value)
 
     def solve(
         self, limit: float | str | None = None, *, slots: int | None = None, algorithm: Algorithm | None = None
@@ -154,20 +148,9 @@ class Planner:
         return solve(self.in_use, self.model, limit, slots=slots, algorithm=algorithm)
 
     def solved(self) -> StepPlan:
-        """Return the step plan in use, with a sequence. ValueError if nothing has been measured, errors of `solve`."""
         if self.in_use.sequence is None:
             self.solve()
         return self.in_use
-
-    def follow(self, sequence: Sequence | None) -> None:
-        """Event 3: follow this sequence; None solves for one. Raises ValueError if nothing has been measured."""
-        if sequence is not None:
-            self.model.reserve(self.in_use.budget, sequence)
-        self.in_use.sequence = sequence
-
-    def divide(self, budget: Budget) -> None:
-        """Divide the limit by this budget from now on. Raises ValueError if nothing has been measured."""
-        self.in_use.budget, self.in_use.sequence = budget, None
 
     def set_limit(self, limit: float | str) -> None:
         """Event 4: set the limit for the next solve. Raises ValueError if it is invalid."""
@@ -176,9 +159,10 @@ class Planner:
 
     def adopt(self, file: Plan) -> None:
         """Event 8: follow a plan from a file."""
-        file.refuse_other(model=model_fingerprint(self.model.core))
+        refuse_difference(file.model, model_fingerprint(self.model.core))
         file.refuse_other_steps(self.model.stepping())
-        file.refuse_fewer_bits(self.settings.keep)
+        if (asked := file.costs.measurement.fewer_bits) not in (None, self.settings.keep):
+            raise PlanMismatchError("keep=", repr(asked), repr(self.settings.keep))
         budget, offload = file.costs.budget, self.model.offload
         if file.sequence.moves is None and offload is not None:
             _log.warning(
@@ -198,7 +182,7 @@ class Planner:
             self.settings.inductor = config
             self.plans.begin_anew()
         plan = StepPlan.adopted(file, self.plans.blank)
-        self.plans.in_use = guarded(plan) if self.settings.replans else plan
+        self.plans.in_use = guarded(plan) if self.settings.on_oom == "replan" else plan
         if self.settings.mem_limit is None and file.limited:
             self.settings.mem_limit = file.mem_limit
         if self.settings.optimizer is not None:
@@ -245,7 +229,7 @@ class Planner:
                 "its tensors have no memory of their own; call the model itself there, the attribute `model`",
                 kind="function_transform",
             )
-        if not anything_around():  # as in most steps
+        if innermost_hooks(True) is None and not torch_compat.dispatch_mode_stack():  # as in most steps
             return self._run(args, kwargs, second=False)
         with outer_regions_aside() as second:
             return self._run(args, kwargs, second=second)
@@ -256,7 +240,7 @@ class Planner:
         if stepper is not None:
             stepper.take_consumed_away()
         value = self.plans.blank.input_of(args, kwargs)
-        spec = model.step_on(value)
+        spec = StepSpec.of(model.core, value)
         if True not in spec.model.trained and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return model.core.forward(*args, **kwargs)
         if self._one_process_only:
@@ -286,7 +270,7 @@ class Planner:
                     kind="no_plan_for_input",
                     name="mask",
                 )
-            spec = replace(model.step_on(value), answers=answers)
+            spec = replace(StepSpec.of(model.core, value), answers=answers)
             self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
             with suppress(PlanMismatchError):  # another shape may also change the model's control flow
                 return by_plan(value, self._forwards.in_flight())
@@ -295,7 +279,7 @@ class Planner:
     def _run_other_way(self, value: Any, by_plan: Callable[[Any, list[ForwardInFlight]], Any]) -> Any:
         """Run a forward whose graph differs from that of the plan in use, for example for another shape."""
         answers = self.in_use.source.answers  # data answered as expected
-        spec = replace(self.model.step_on(value), answers=answers)
+        spec = replace(StepSpec.of(self.model.core, value), answers=answers)
         for plan in self.plans.for_other_graphs(spec):
             try:
                 agree(plan, self.model)
@@ -341,7 +325,7 @@ class Planner:
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int) -> Any:
         """Run the model forward by this sequence for the stages of `plan`, as the `number`-th forward in flight."""
         settings, offload = self.settings, self.model.offload
-        smaller = Replanner(plan, self.model, number) if settings.replans else None
+        smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or offload is None else offload.tier
         how = Following(sequence, settings.preserve_rng_state, plan.measurement, settings.keepers, smaller, tier)
         with nullcontext() if smaller is None else smaller.telling_of_the_rest():

@@ -1,99 +1,217 @@
-"""Save a plan, and check that a model and an input are those it was made for.
+"""A plan to save: its JSON file is data only, and checked when it is read; nothing in it is executed.
 
-The plan keeps enough of the model and its input to explain a mismatch.
+Loading compiles stages anew. The file's options are only compared with the user's: some run an arbitrary program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+import functools
+import hashlib
+import json
+import logging
+import reprlib
+from collections.abc import Sequence as Items
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
-from torch import nn
 
-from rotor_profiling.backends import prediction
-from rotor_profiling.torch_compat import is_dtensor, tree_leaves
-from rotor_py.distributed.sharding import at_rest
-from rotor_py.errors import PlanMismatchError
-from rotor_py.measure.cut import Cut, Layer, is_chain, joined, layers
-from rotor_py.plan import plan_file
-from rotor_py.plan.plan_file import CompiledStages, PlanCosts
-from rotor_py.plan.step_spec import TensorSpec
-from rotor_py.stage.forward_state import GraphEffects, remember_effects
-from rotor_solver import Sequence
+from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
+from rotor_py.compile.stage_code import WAYS, Config
+from rotor_py.errors import InvalidValueError, PlanMismatchError, kind_of, record_fields, shortened
+from rotor_py.execute.instructions import read_sequence
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.cut import JOINT, Cut, Layer, joined
+from rotor_py.measure.measurement import Carried, Measurement
+from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_effects
+from rotor_solver import Chain, Sequence
+from rotor_solver.chain import LARGEST_SIZE
+from rotor_solver.in_flight import ORDERS
+from rotor_solver.moving import Moves
 
+_log = logging.getLogger("rotor_py")
 
-def model_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Return layers and parameters of a model as plain data; for a captured model, its modules."""
-    found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
-    # For a captured model, modules are compared: its layers are unknown before it runs.
-    with at_rest(model):
-        return {
-            "layers": {name: type(layer).__name__ for name, layer in found},
-            "parameters": {
-                name: f"{list(p.shape)} {_dtype(p)}{_spread(p)}{'' if p.requires_grad else ' frozen'}"
-                for name, p in model.named_parameters()
-            },
-        }
-
-
-def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
-    """Return shapes and dtypes of an input (a value or its spec), its device and autocast, as plain data."""
-    autocast = torch.is_autocast_enabled(device.type)
-    predicted = prediction()
-    return {
-        "device": device.type if predicted is None else predicted.kind,
-        "autocast": _name(torch.get_autocast_dtype(device.type)) if autocast else "off",
-        "tensors": [
-            {"shape": list(leaf.shape), "dtype": _name(leaf.dtype), "requires_grad": leaf.requires_grad}
-            for leaf in tree_leaves(spec)
-            if isinstance(leaf, torch.Tensor | TensorSpec)
-        ],
-    }
+SCHEMA = 12
+_LARGEST_FILE = 16 * 2**20
+"""Largest file that is read. A plan has some thousand bytes per hundred stages."""
+_MOST_CARRIED = 10**6
+"""Most carried tensors times stages: building a chain takes so many steps. A guess far above any model; more is
+refused."""
+_SIGNED = dict.fromkeys(
+    ("backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"), (-LARGEST_SIZE, LARGEST_SIZE)
+)
+"""A backward may free more of its input than it needs, or gradients of later stages."""
+_RANGES = {"mem_limit": (1, 2**63 - 1), "room": (1, 2**63 - 1), "forwards": (1, 10**4), **_SIGNED}
+"""The least and the largest value of numbers that are not from zero to `LARGEST_SIZE`, in bytes or seconds."""
+_PLAIN = (bool, int, float, str, type(None))
 
 
-def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise PlanMismatchError unless the input is the planned one or a batch with fewer samples."""
-    for before, after in zip(planned.get("tensors", []), found["tensors"], strict=False):
-        shape, expected = after["shape"], before.get("shape", [])
-        # A smaller batch is compared as if it were of the planned size.
-        if shape and len(expected) == len(shape) and shape[0] < expected[0]:
-            after["shape"] = [expected[0], *shape[1:]]
-    refuse_difference(planned, found)
+class _Model(TypedDict):
+    layers: dict[str, str]
+    parameters: dict[str, str]
 
 
-def refuse_difference(planned: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise PlanMismatchError naming the first difference."""
-    for field, before, after in _differences("", planned, found):
-        raise PlanMismatchError(field, before, after)
+class _Tensor(TypedDict):
+    shape: list[int]
+    dtype: str
+    requires_grad: bool
 
 
-def _differences(path: str, planned: Any, found: Any) -> Iterator[tuple[str, object, object]]:
-    if isinstance(planned, dict) and isinstance(found, dict):
-        for key in [*planned, *(key for key in found if key not in planned)]:
-            yield from _differences(f"{path} {key}".strip(), planned.get(key, "absent"), found.get(key, "absent"))
-    elif isinstance(planned, list) and isinstance(found, list) and len(planned) == len(found):
-        for index, (before, after) in enumerate(zip(planned, found, strict=True)):
-            yield from _differences(f"{path} {index}", before, after)
-    elif planned != found:
-        yield path, planned, found
+class _Input(TypedDict):
+    device: str
+    autocast: str
+    tensors: list[_Tensor]
 
 
-def _spread(tensor: torch.Tensor) -> str:
-    """Say how processes share a parameter: with other processes, the local part has another size."""
-    if not is_dtensor(tensor):
-        return ""
-    return f" {' '.join(map(str, tensor.placements))} of {list(tensor.device_mesh.shape)}"
+class _Solver(TypedDict):
+    algorithm: str
+    lower_bound: float | None
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return _name(tensor.dtype)
+class _Stepping(TypedDict):
+    optimizer: str
+    gradient_bytes: int
+    scratch_bytes: int
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+_hints = functools.cache(get_type_hints)
+
+
+def read_as(kind: Any, name: str, value: Any) -> Any:
+    """Convert JSON to the type `kind`. Raises ValueError naming the field that is something else."""
+    outer, inside = get_origin(kind) or kind, get_args(kind)
+    if type(None) in inside:
+        return None if value is None else read_as(inside[0], name, value)
+    if isinstance(value, dict) and (is_typeddict(kind) or is_dataclass(kind)):
+        return kind(**read_fields(_hints(kind), value))
+    if isinstance(value, list) and outer in (list, tuple):
+        return outer(read_as(inside[0], name, each) for each in value)
+    if isinstance(value, dict) and outer is dict:
+        return {key: read_as(inside[1], name, each) for key, each in value.items()}
+    least, most = _RANGES.get(name, (0, LARGEST_SIZE))
+    # By type: `isinstance` would accept True as a number.
+    if kind is Any or (type(value) is kind and (kind in (str, bool) or least <= value <= most)):  # NaN is in no range
+        return value
+    raise _bad_field(name, f"{name} is {reprlib.repr(value)}; it has to be {getattr(kind, '__name__', kind)}")
+
+
+def read_fields(kinds: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    for name in (*kinds, *data):
+        if name not in data or name not in kinds:
+            raise _bad_field(name, f"{reprlib.repr(name)} is {'missing' if name in kinds else 'unknown'}")
+    return {name: read_as(kind, name, data[name]) for name, kind in kinds.items()}
+
+
+def _bad_field(name: str, text: str) -> InvalidValueError:
+    return InvalidValueError(text, kind="bad_field", name=name)
+
+
+def _refuse_other_length(name: str, found: int, stages: int) -> None:
+    if found != stages:
+        raise InvalidValueError(
+            f"there are {name} of {found} stages, and {stages} stages", kind="wrong_length", name=name, got=found
+        )
+
+
+_AROUND = (
+    *("fixed", "before_bytes", "stepping_bytes", "step_bytes", "forwards", "held_beside", "backward_order"),
+    *("freed_gradients", "link", "link_name"),
+)
+"""Fields of a budget that do not follow from the measurement."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCosts:
+    measurement: Measurement
+    budget: Budget
+
+    def as_data(self) -> dict[str, Any]:
+        """Return seconds and bytes as JSON. Leaves out the chain: it follows from the measurement."""
+        found = asdict(self.measurement) | {name: getattr(self.budget, name) for name in _AROUND}
+        del found["names"]
+        link = None if self.budget.link is None else asdict(self.budget.link)
+        rates = link and {name: float(rate) for name, rate in link.items()}
+        return {**found, "fixed": asdict(self.budget.fixed), "link": rates}
+
+    @classmethod
+    def from_data(cls, data: Any, names: Items[str], *, fresh_gradients: bool) -> PlanCosts:
+        if not isinstance(data, dict):
+            raise _bad_field("costs", f"the costs are {reprlib.repr(data)}; they have to be a table")
+        found, stages = read_fields(_COSTS, data), len(names)
+        for part in ("stages", "gradient_bytes", "ways", "waiting_gradients", "summed_gradients"):
+            if found[part] or part in ("stages", "gradient_bytes"):
+                _refuse_other_length(part, len(found[part]), stages)
+        carried: tuple[Carried, ...] = found["carried"]
+        if len(carried) * stages > _MOST_CARRIED or any(not each.first <= each.last <= stages for each in carried):
+            raise _bad_field("carried", f"{len(carried)} tensors cannot be carried past {stages} stages like this")
+        for way in (way for ways in found["ways"] for way in ways):
+            if not way.name or way.moved_bytes > way.cost.saved_bytes:
+                raise _bad_field("ways", f"a way to store a stage is {reprlib.repr(way)}")
+        if found["backward_order"] not in ORDERS:
+            raise _bad_field("backward_order", f"backward_order has to be {' or '.join(ORDERS)}")
+        around = {name: found.pop(name) for name in _AROUND}
+        measurement = Measurement(names=tuple(names), **found)
+        chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=around["forwards"])
+        return cls(measurement, Budget(chain=chain, snapshot_bytes=measurement.snapshot_bytes, **around))
+
+
+_COSTS = {name: kind for name, kind in _hints(Measurement).items() if name != "names"}
+_COSTS |= {name: _hints(Budget)[name] for name in _AROUND}
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledStages:
+    """The compiled stages' names, Inductor's options, and the bytes that a whole graph's partition was chosen for."""
+
+    stages: list[str]
+    options: dict[str, Any]
+    room: int | None = None
+
+    @classmethod
+    def of(cls, cut: Cut, config: Config) -> CompiledStages:
+        for name, value in config:
+            if type(value) not in _PLAIN:
+                raise InvalidValueError(
+                    f"compile= has the option {name!r}, which is a {type(value).__name__}, and a file of a plan holds "
+                    "numbers and texts alone; plan anew in each process",
+                    kind="option_not_plain",
+                    name=name,
+                )
+        pairs = zip(cut.groups(), cut.stages, strict=True)
+        compiled = {JOINT.join(group): stage for group, (_, stage) in pairs if isinstance(stage, CompiledStage)}
+        whole = next((stage for stage in compiled.values() if stage.room is not None), None)
+        return cls(list(compiled), dict(config), None if whole is None else whole.room)
+
+    def compiled_again(self, cut: Cut, compiler: StageCompiler, chain: Chain, ways: Items[Items[str]]) -> Cut:
+        """Return the same cut, with these stages compiled by `compiler` when they first run."""
+        from rotor_py.compile.partitioner import whole_partitioner
+
+        partitioner = None if self.room is None else whole_partitioner(self.room, chain)
+        stages: list[Layer] = []
+        for (name, function), names in zip(cut.stages, ways, strict=True):
+            if name in self.stages:
+                own = tuple(name for name in names if name in WAYS)
+                compiled = CompiledStage(function, f"stage {name}", compiler, partitioner=partitioner, ways=own)
+                remember_effects(compiled, recall_effects(function))
+                stages.append((name, compiled))
+            else:
+                stages.append((name, function))
+        return replace(cut, stages=tuple(stages))
+
+
+def config_beside(file: CompiledStages | None, given: Config | None) -> Config | None:
+    """Return Inductor's options for a plan from a file; PlanMismatchError if those `given` are others."""
+    planned = None if file is None else tuple(sorted(file.options.items()))
+    if given is None and planned == ():
+        return planned
+    if planned != given:
+        raise PlanMismatchError("compile=", _as_given(planned), _as_given(given))
+    return planned
+
+
+def _as_given(config: Config | None) -> bool | dict[str, Any]:
+    return config is not None and (dict(config) or True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +243,22 @@ class Plan:
     step_in_backward: dict[str, Any] | None = None
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; `plan_file` documents the fields. Raises OSError if the file cannot be written."""
-        plan_file.write(path, {field.name: getattr(self, field.name) for field in fields(self)})
+        """Write the plan as JSON. Raises OSError if the file cannot be written."""
+        sequence, bound = self.sequence, self.sequence.lower_bound
+        data = {
+            "schema": SCHEMA,
+            "torch": str(torch.__version__),
+            **{field.name: getattr(self, field.name) for field in fields(self)},
+            "traits": [asdict(traits) for traits in self.traits],
+            "sequence": str(sequence),
+            "beside": [str(each) for each in sequence.beside],
+            "solver": {"algorithm": sequence.algorithm, "lower_bound": None if bound is None else float(bound)},
+            "moves": None if sequence.moves is None else asdict(sequence.moves),
+            "compiled": None if self.compiled is None else asdict(self.compiled),
+            "costs": self.costs.as_data(),
+        }
+        data["digest"] = _digest(data)
+        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -135,13 +267,9 @@ class Plan:
         Raises ValueError if the file is not a plan or is damaged, PlanMismatchError if it has compiled stages and was
         made with another torch, OSError if it cannot be read.
         """
-        return cls(**plan_file.read(path))
+        return cls(**_read(path))
 
-    def cut(self, model: nn.Module) -> Cut:
-        """Cut `model` into this plan's chain. Raises PlanMismatchError if it is another model."""
-        return self.cut_layers(layers(model))
-
-    def cut_layers(self, named: list[Layer]) -> Cut:
+    def cut(self, named: list[Layer]) -> Cut:
         """Cut layers given in the order in which they run. Raises PlanMismatchError if they are not the plan's."""
         found = dict(named)
         planned = [name for group in [self.prefix, *self.stages] for name in group]
@@ -154,20 +282,114 @@ class Plan:
         return Cut(tuple((name, found[name]) for name in self.prefix), stages)
 
     def refuse_other_steps(self, found: dict[str, Any] | None) -> None:
-        """Raise PlanMismatchError if other parameters, or another optimizer, step in the backward than in the plan."""
         if found != self.step_in_backward:
             field = "the optimizer that steps parameters in the backward (step_in_backward)"
             raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
-    def refuse_fewer_bits(self, keep: str | None) -> None:
-        """Raise PlanMismatchError if the plan may compress saved tensors in another format than `keep`."""
-        asked = self.costs.measurement.fewer_bits
-        if asked not in (None, keep):
-            raise PlanMismatchError("keep=", repr(asked), repr(keep))
 
-    def refuse_other(self, *, model: dict[str, Any] | None = None, value: dict[str, Any] | None = None) -> None:
-        """Raise PlanMismatchError if the fingerprint of a model or an input is not the plan's."""
-        if model is not None:
-            refuse_difference(self.model, model)
-        if value is not None:
-            refuse_other_input(self.input, value)
+_FIELDS = _hints(Plan) | {
+    "schema": int,
+    "torch": str,
+    "sequence": str,
+    "beside": list[str],
+    "costs": Any,
+    "digest": str,
+}
+_FIELDS |= {"model": _Model, "input": _Input, "step_in_backward": _Stepping | None}
+_FIELDS |= {"solver": _Solver, "moves": Moves | None}
+"""Types of the fields in a file. `beside` are the sequences of further forwards in flight, where they differ; `digest`
+is the SHA-256 of everything else: it shows damage, but does not protect against forgery."""
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    file = Path(path)
+    data = _parsed(file)
+    try:
+        fields = _checked(read_fields(_FIELDS, data))
+        if _digest(data) != data["digest"]:
+            raise InvalidValueError(
+                "its digest is that of another content, so it was changed or damaged", kind="other_digest"
+            )
+    except (ValueError, RecursionError) as error:
+        raise InvalidValueError(
+            f"{file} is not a whole plan: {shortened(error)}; save it again",
+            kind="damaged_plan",
+            name=str(file),
+            cause=kind_of(error),
+            field=getattr(error, "name", None) or "",
+        ) from None
+    if data["torch"] != str(torch.__version__):
+        if fields["compiled"] is not None:
+            raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
+        _log.warning(
+            "%s was made with torch %s; with torch %s peaks and times may be others: plan again to be sure",
+            file, shortened(data["torch"]), torch.__version__,
+            extra=record_fields("other_torch", name=str(file)),
+        )  # fmt: skip
+    return fields
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        content = opened.read(_LARGEST_FILE + 1)
+
+    def not_a_plan(cause: str, why: str) -> InvalidValueError:
+        return InvalidValueError(
+            f"{file} is not a plan, {why}; save it again", kind="not_a_plan", name=str(file), cause=cause
+        )
+
+    if len(content) > _LARGEST_FILE:
+        raise not_a_plan("too_large", f"since it has more than {_LARGEST_FILE} bytes, a plan has a few thousand")
+    try:
+        data = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise not_a_plan("not_json", f"or only a part of one: {error}") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if type(schema) is not int or schema != SCHEMA:
+        raise not_a_plan("other_schema", f"since its schema is {reprlib.repr(schema)}, and {SCHEMA} is read")
+    found: dict[str, Any] = data
+    return found
+
+
+def _checked(fields: dict[str, Any]) -> dict[str, Any]:
+    """Check the fields of a file together, and return those of a plan. ValueError if they contradict each other."""
+    beside, solver, moves = (fields.pop(name) for name in ("beside", "solver", "moves"))
+    for name in ("schema", "torch", "digest"):
+        del fields[name]
+    names = [JOINT.join(group) for group in fields["stages"]]
+    costs = PlanCosts.from_data(fields["costs"], names, fresh_gradients=fields["fresh_grads"])
+    _refuse_other_length("traits", len(fields["traits"]), len(names))
+    sequences = [Sequence(Sequence.parse(text), **solver) for text in (fields["sequence"], *beside)]
+    for each in sequences:
+        read_sequence(len(names), each)
+    if len(beside) >= costs.budget.forwards:
+        raise InvalidValueError(
+            f"there are {len(sequences)} sequences for {costs.budget.forwards} forwards in flight",
+            kind="wrong_length",
+            name="beside",
+            got=len(sequences),
+        )
+    if moves is not None and (
+        costs.budget.link is None or {len(moves.wait_out), len(moves.fetch)} != {len(sequences[0])}
+    ):
+        raise _bad_field("moves", f"what is moved to another tier is {reprlib.repr(moves)}")
+    sequence = replace(sequences[0], beside=tuple(sequences[1:]), moves=moves)
+    if (peak := costs.budget.peak_bytes(sequence)) != fields["peak_bytes"]:
+        raise InvalidValueError(
+            f"the peak is {fields['peak_bytes']}, and the costs make it {peak}",
+            kind="other_peak",
+            name="peak_bytes",
+            got=fields["peak_bytes"],
+            peak_bytes=peak,
+        )
+    if (compiled := fields["compiled"]) is not None:
+        whole = compiled.room is None or len(compiled.stages) == len(names) == 1
+        plain = all(type(each) in _PLAIN for each in compiled.options.values())
+        if not (whole and plain and set(compiled.stages) <= set(names)):
+            raise _bad_field("compiled", f"what is compiled of it is {reprlib.repr(asdict(compiled))}")
+    return {**fields, "sequence": sequence, "costs": costs}
+
+
+def _digest(data: dict[str, Any]) -> str:
+    content = {name: value for name, value in data.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode("ascii")).hexdigest()

@@ -22,10 +22,7 @@ from rotor_solver.watching import Progress
 
 @dataclass(slots=True)
 class Settings:
-    """The arguments of `Checkpointable`, which documents them. They may be changed at any time.
-
-    A change counts from the next plan on.
-    """
+    """The arguments of `Checkpointable`, which documents them. A change counts from the next plan on."""
 
     mem_limit: float | str | None = None
     mem_slots: int = 500
@@ -48,13 +45,11 @@ class Settings:
     step_in_backward: torch.optim.Optimizer | None = None
     offload: str | None = None
     keep: str | None = None
+    # Inductor's options; None where nothing is to be compiled
     inductor: Config | None = field(init=False, default=None)
-    """Inductor's options; None where nothing is to be compiled"""
-    keepers: tuple[Keeper, ...] = field(init=False, default=())
-    """compressed storage modes that plans may use"""
+    keepers: tuple[Keeper, ...] = field(init=False, default=())  # compressed storage modes that plans may use
 
     def __post_init__(self) -> None:
-        """Validate the settings."""
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
             raise InvalidValueError(
@@ -82,16 +77,9 @@ class Settings:
             refuse_optimizer(self.step_in_backward)
             self.optimizer = self.step_in_backward
         self.inductor = config_of(self.compile)
-        self.keepers = self._keepers()
-
-    @property
-    def replans(self) -> bool:
-        """Whether a step that runs out of memory is undone and recomputed by a plan that needs less."""
-        return self.on_oom == "replan"
+        self.keepers = () if self.by_hand is not None else self._keepers()  # a strategy settles what is kept
 
     def _keepers(self) -> tuple[Keeper, ...]:
-        if self.by_hand is not None:  # a strategy by hand settles what is kept
-            return ()
         fewer = () if self.keep is None else (FormKeeper(FEWER_BITS[self.keep]),)
         return (FormKeeper(Packed()), *fewer, *(() if self.offload is None else (ELSEWHERE,)))
 
@@ -134,7 +122,6 @@ EXCLUSIONS = (
 
 
 def _given(settings: Settings) -> dict[str, str]:
-    """Map the names in `EXCLUSIONS` that are set to the text that the user wrote."""
     stepping, optimizer, forwards = settings.step_in_backward, settings.optimizer, settings.forwards_in_flight
     given = {
         "another optimizer": ("optimizer=", stepping is not None and optimizer not in (None, stepping)),
@@ -143,7 +130,7 @@ def _given(settings: Settings) -> dict[str, str]:
         "keep": (f"keep={settings.keep!r}", settings.keep is not None),
         "level or every_n_layers": (str(settings.by_hand), settings.by_hand is not None),
         "offload": ("offload=", settings.offload is not None),
-        "on_oom='replan'": ("on_oom='replan'", settings.replans),
+        "on_oom='replan'": ("on_oom='replan'", settings.on_oom == "replan"),
         "preserve_rng_state=False": ("preserve_rng_state=False", not settings.preserve_rng_state),
         "step_in_backward": ("step_in_backward", stepping is not None),
     }
@@ -151,7 +138,6 @@ def _given(settings: Settings) -> dict[str, str]:
 
 
 def refuse_excluded(settings: Settings, **more: str) -> None:
-    """Raise ValueError if two settings exclude each other, by `EXCLUSIONS`."""
     given = {**_given(settings), **more}
     for each in EXCLUSIONS:
         if each.first in given and each.second in given:

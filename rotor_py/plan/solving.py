@@ -1,31 +1,102 @@
 """Solve for a sequence within the limit, alone or with all processes, and make room for late optimizers.
 
-Stages may run plain, compiled one by one, or compiled as a whole: the solver takes the variant with the fastest plan.
+Collectives in stages repeat when these are recomputed, and all processes must reach them in the same order. So rank 0
+solves for the costliest stages of any process within the tightest limit, and the others adopt its sequence.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rotor_py.compile.compiled_stage import is_compiled
-from rotor_py.distributed.processes import size_of
-from rotor_py.errors import record_fields
+from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, sending_from, size_of
+from rotor_py.errors import PlanMismatchError, record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
+from rotor_py.measure.measurement import costliest
 from rotor_py.measure.planning_lock import planning
 from rotor_py.measure.stage_measurer import MeasuredCut
-from rotor_py.plan.agreement import agreed_sequence, gather_objects, refuse_other_plans, slowest
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.units import format_bytes
-from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
+from rotor_py.units import exact_bytes
+from rotor_solver import Algorithm, Chain, InfeasibleError, Persistent, Sequence
+from rotor_solver.moving import Link
 
 _log = logging.getLogger("rotor_py")
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One process's stages, its limit, the bytes of the limit that are not for the chain, and its offload bandwidth."""
+
+    chain: Chain
+    mem_limit: int
+    fixed_bytes: int
+    link: Link | None
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return tuple(stage.name for stage in self.chain.stages)
+
+
+def agreed_sequence(
+    budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
+) -> Sequence:
+    """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective."""
+    # Compared before solving: rank 0's sequence is valid only for as many stages.
+    own = _Share(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes, budget.link)
+    parts = gather_objects(own, group, device)
+    for rank, part in enumerate(parts):
+        if part.stages != parts[0].stages:
+            planned = f"that of rank 0 with {len(parts[0].stages)} stages"
+            raise PlanMismatchError("the model", planned, f"one of {len(part.stages)} on rank {rank}")
+    room = min(part.mem_limit - part.fixed_bytes for part in parts)
+    found: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            links = [part.link for part in parts if part.link is not None]
+            link = Link.slowest(links) if len(links) == len(parts) else None
+            all_of_them = replace(budget, chain=costliest([part.chain for part in parts]), link=link)
+            # The least room, as a limit of this process: `solve` subtracts its own fixed part again.
+            found = [all_of_them.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
+        except InfeasibleError as error:
+            found = [error]  # sent like a sequence: the waiting processes must learn of it
+        except Exception as error:
+            found = [RuntimeError(f"rank 0 could not solve: {type(error).__name__}: {error}")]
+    with sending_from(device):
+        if not alone_in_a_prediction():
+            dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
+    sequence: Sequence | InfeasibleError | RuntimeError = found[0]
+    if isinstance(sequence, InfeasibleError):
+        raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
+    if isinstance(sequence, RuntimeError):
+        raise sequence
+    # Room is not all: a process may need more outside the chain, for example while the optimizer steps.
+    peaks = gather_objects((budget.peak_bytes(sequence), mem_limit), group, device)
+    # All processes see all peaks, so that all raise and none is left waiting in a collective.
+    rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
+    if peak > limit:
+        raise InfeasibleError(
+            f"the plan of rank 0 would need {exact_bytes(peak)} on rank {rank}, whose limit is {exact_bytes(limit)}, "
+            "so it would run out of memory. Give all processes batches of the same shape, or this rank a larger limit.",
+            min_bytes=peak,
+            mem_limit=limit,
+            kind="limit_too_small_on_rank",
+        )
+    return sequence
+
+
+def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    for rank, other in enumerate(gather_objects(sequence, group, device)):
+        if other != sequence:
+            raise PlanMismatchError("the sequence", sequence, f"{other} on rank {rank}")
 
 
 def choose_variant(
@@ -34,16 +105,12 @@ def choose_variant(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Sequence:
-    """Turn `plan` to the variant (a way to run the stages) with the fastest sequence by `solve`; return that sequence.
-
-    The plain stages are among the variants, so compiling never makes a plan worse. If no variant has a sequence, raises
-    the InfeasibleError of the one that needs least.
-    """
+    """Turn `plan` to the variant (a way to run stages) with the fastest sequence by `solve`; return the sequence."""
     several = group if group is not None and size_of(group) > 1 else None
     ways = list(plan.ways)
     if several is not None and ways:
-        # Those that all processes have, in one order: each measures which are faster or fit.
-        by_kind = {_kind(way): way for way in ways}
+        # Those that all processes have, in one order: each measures which are faster or fit. All have the same keys.
+        by_kind = {tuple((name, is_compiled(stage)) for name, stage in way.cut.stages): way for way in ways}
         first, *others = gather_objects(list(by_kind), several, device)
         ways = [by_kind[kind] for kind in first if all(kind in other for other in others)]
     if not ways:
@@ -65,27 +132,14 @@ def choose_variant(
                 refused.append(error)
             else:
                 seconds = budget.makespan(sequence)
-                # With several processes, the slowest counts, so that all choose alike.
-                found.append((seconds if several is None else slowest(seconds, several, device), way, sequence))
+                if several is not None:  # the slowest counts, so that all choose alike
+                    seconds = max(gather_objects(seconds, several, device))
+                found.append((seconds, way, sequence))
         if found:
             _, best, sequence = min(found, key=lambda each: each[0])
             plan.turn_to(best)
             return sequence
     raise min(refused, key=lambda error: error.min_bytes)
-
-
-def fastest_stored(ways: Iterable[MeasuredCut]) -> MeasuredCut:
-    """Return the variant that is fastest without recompute: the first choice, before there is a limit."""
-    found = list(ways)
-    return min(
-        [way for way in found if way.cut.members is not None] or found,
-        key=lambda way: sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages),
-    )
-
-
-def _kind(way: MeasuredCut) -> tuple[tuple[str, bool], ...]:
-    """Return a key of a variant that is equal in all processes: its stages, and which of them are compiled."""
-    return tuple((name, is_compiled(stage)) for name, stage in way.cut.stages)
 
 
 def solve(
@@ -152,55 +206,23 @@ def _telling_of_fresh_gradients(
         least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
         return error
-    needed, says = f"{format_bytes(least)} ({least} bytes)", "fresh_grads=True (--fresh-grads)"
     if least <= limit:
         more = (
-            f"If your loop frees gradients between steps (optimizer.zero_grad()), say so: with {says} the least limit "
-            f"is {needed}, and a plan fits."
+            "If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
+            f"(--fresh-grads) the least limit is {exact_bytes(least)}, and a plan fits."
         )
     else:
-        more = f"In a loop that frees gradients between steps, with {says}, it is {needed}, still above the limit."
+        more = (
+            "In a loop that frees gradients between steps, with fresh_grads=True (--fresh-grads), it is "
+            f"{exact_bytes(least)}, still above the limit."
+        )
     if model.alone:
         return tightest.refuse(limit, more)
     # With several processes, the numbers may be another one's.
     return InfeasibleError(f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage)
 
 
-def agree(plan: StepPlan, model: TrainedModel) -> None:
-    """Put a sequence in use that all processes follow; solve unless all of them have already."""
-    alone = model.alone
-    # Compared as objects: a sequence set since is not agreed upon, even if equal.
-    group = None if alone else model.group
-    open_question = group is not None and size_of(group) > 1 and plan.agreed is not plan.sequence
-    if plan.file is not None:
-        if group is not None and open_question:
-            assert plan.sequence is not None
-            text = "; ".join(map(str, (plan.sequence, *plan.sequence.beside)))
-            refuse_other_plans(text, group, model.device_of(plan.input_spec))
-            plan.agreed = plan.sequence
-        return
-    grown = model.with_communication(plan.budget) if dist.is_initialized() else plan.budget
-    forwards = model.settings.forwards_in_flight
-    if forwards > grown.forwards:  # checked in every step, and finding the device takes longer
-        grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
-    if not alone:
-        grown = grown.with_backward_order(plan.order.to_plan_for(model.settings, alone=False))
-    if grown is not plan.budget and grown != plan.budget:
-        plan.budget, plan.sequence = grown, None
-    if plan.sequence is None or open_question:
-        try:
-            solve(plan, model)
-        except InfeasibleError as error:
-            if plan.last_resort is None:
-                raise
-            warn_beyond_the_limit(error)
-            # With several processes, the error came in all of them (`agreed_sequence`), so all go on together.
-            plan.sequence = plan.agreed = plan.last_resort
-        plan.last_resort = None
-
-
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
-    """Count an optimizer in a plan from a file. Warns if the plan has too little room for it."""
     assert plan.file is not None
     before = plan.budget
     plan.count_optimizer(model.counted_optimizer())
@@ -209,15 +231,15 @@ def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
     peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
     if peak > limit:
         _log.warning(
-            "the plan was made for another optimizer, or for none: with this one a step needs %s (%d bytes), and the "
-            "limit is %s (%d bytes); training goes on, beyond the limit. Plan again with the optimizer given.",
-            format_bytes(peak), peak, format_bytes(limit), limit,
+            "the plan was made for another optimizer, or for none: with this one a step needs %s, and the limit is %s; "
+            "training goes on, beyond the limit. Plan again with the optimizer given.",
+            exact_bytes(peak),
+            exact_bytes(limit),
             extra=record_fields("late_optimizer", peak_bytes=peak, mem_limit=limit),
-        )  # fmt: skip
+        )
 
 
 def warn_beyond_the_limit(error: InfeasibleError) -> None:
-    """Warn that training goes on although a late optimizer leaves no room for any plan."""
     _log.warning(
         "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
         "optimizer=, it counts from the start.",

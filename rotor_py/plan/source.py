@@ -1,32 +1,48 @@
-"""Define the interface of stage sources, and run their stages by sequences."""
+"""The stages of a model, run by sequences: its layers, or stages of the graphs that TorchDynamo captures."""
 
 from __future__ import annotations
 
+import inspect
+import logging
 import operator
-from collections.abc import Callable
-from collections.abc import Sequence as Operations
+from collections.abc import Callable, Container, Hashable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from rotor_profiling import tensors_in
+from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
-from rotor_py.distributed.sharding import is_sharded
+from rotor_profiling.storage import layout_of
+from rotor_profiling.torch_compat import FakeTensor, is_fsdp_module
+from rotor_py.compile.compiled_stage import StageCompiler
+from rotor_py.compile.stage_code import Config
+from rotor_py.distributed.sharding import as_entered, gathers_in_another_dtype, is_sharded
+from rotor_py.errors import record_fields
 from rotor_py.execute import regions
 from rotor_py.execute.instructions import Instructions, NamedStage, Runners, read_sequence
 from rotor_py.execute.oom_retry_tape import OOMRetryTape, SmallerPlans
 from rotor_py.execute.tape import Tape
-from rotor_py.measure.cut import Cut
+from rotor_py.measure.cut import Cut, Layer, cut, is_chain, layers
 from rotor_py.measure.measurement import Measurement
-from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
+from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions, measure
 from rotor_py.offload.offload_saved import Tier
 from rotor_py.plan.saved_plan import Plan
-from rotor_py.stage.protocol import Keeper
+from rotor_py.plan.step_spec import covers, describe, reaches, spec_of
+from rotor_py.stage.protocol import Keeper, StageOffers, calls_forward_alone, own_of
+from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
 
 if TYPE_CHECKING:
+    from rotor_py.capture.captured_layer import CapturedLayer
     from rotor_py.capture.whole_graph import CompileBudget
+
+_log = logging.getLogger("rotor_py")
 
 _MOST_READ = 8
 """Parsed sequences to cache. A guess: each forward in flight may follow its own. Too few are parsed again in each
@@ -35,10 +51,7 @@ step."""
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How stages are run: by `sequence`, whose options are the storage modes that `measurement` names.
-
-    With `smaller` plans, stages that run out of memory are recomputed by one of these. Offloads go to `tier`.
-    """
+    """How to run stages: by `sequence`, in modes that `measurement` names, with offload `tier` and `smaller` plans."""
 
     sequence: Sequence
     preserve_rng_state: bool
@@ -48,75 +61,17 @@ class Following:
     tier: Tier | None = None
 
 
-class Source(Protocol):
-    """Stages of a model, for one kind of step. The model is in training mode, and gradients are on."""
-
-    @property
-    def captured(self) -> bool:
-        """Whether TorchDynamo captures the stages. Graphs are captured anew for a larger input.
-
-        Layers are independent of the input, and refuse a larger one, so that no step takes more memory than the user
-        was told.
-        """
-
-    @property
-    def answers(self) -> tuple[bool, ...] | None:
-        """The measured batch's answers to the model's questions about its data; None if unknown."""
-
-    def renewed(self) -> Source:
-        """Return a source for another kind of step, or for a copy of the model."""
-
-    def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        """Return the arguments as one value. Raises TypeError if the model does not take them."""
-
-    def covers(self, planned: Any, value: Any) -> bool:
-        """Whether `value` needs no more memory than the input whose spec is `planned`."""
-
-    def measure(
-        self,
-        value: Any,
-        device: torch.device,
-        options: MeasuringOptions,
-        room: Callable[[Measurement, Any], CompileBudget] | None,
-    ) -> tuple[list[MeasuredCut], Any]:
-        """Cut the model into stages and measure them on `value`. Raises UnsupportedModelError if it cannot be cut.
-
-        Returns the variants of running the stages, and everything that the caller holds during the step. The last
-        variant is plain, and in use until another one is chosen. `room` returns the budget for a graph compiled whole,
-        from the plain step's costs and what the caller holds.
-        """
-
-    def follow(self, cut: Cut) -> None:
-        """Run the stages as in `cut`, one of the measured variants."""
-
-    def same_graph(self, other: Source) -> bool:
-        """Whether the stages of both are equal except for sizes."""
-
-    def adopt(self, plan: Plan) -> Cut | None:
-        """Cut as in a plan from a file; None if the cut shows only when the model runs.
-
-        Raises PlanMismatchError if the plan was made for another model.
-        """
-
-    def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
-        """Run the model forward on `value`, so that its backward follows the sequence.
-
-        Raises PlanMismatchError if the graph differs from the measured one, OtherDataError if the batch's data are the
-        reason.
-        """
-
-
 class SequenceExecutor:
-    """Runs stages by sequences. Parses each sequence once while it is in use; its runners serve all forwards."""
+    """Runs stages of `model` by sequences. Each is parsed once while in use; its runners serve all forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._read: list[tuple[tuple[object, ...], Instructions, Runners]] = []
-        """the most recently parsed, latest at the end"""
+        # the most recently parsed, latest at the end, and whether `fully_shard` was applied to the model
+        self._read: list[tuple[tuple[object, ...], Instructions, Runners, bool]] = []
 
-    def __call__(
+    def execute(
         self,
-        stages: Operations[NamedStage],
+        stages: Items[NamedStage],
         make: Callable[[Following], Runners],
         value: Any,
         how: Following,
@@ -127,17 +82,264 @@ class SequenceExecutor:
         key = how.sequence, stages, how.measurement, how.preserve_rng_state
         read = next((each for each in self._read if all(map(operator.is_, each[0], key))), None)
         if read is None:
-            instructions, whole = read_sequence(len(stages), how.sequence), make(how)
+            instructions, whole, sharded = read_sequence(len(stages), how.sequence), make(how), is_sharded(self._model)
             # A region recomputes stages whole: what a stage stored in part recomputes would be held to its end.
-            runners = whole if is_sharded(self._model) else whole.by(instructions.options)
-            read = key, instructions, runners
+            read = key, instructions, whole if sharded else whole.by(instructions.options), sharded
             self._read = [*self._read[1 - _MOST_READ :], read]
-        _, instructions, runners = read
+        _, instructions, runners, sharded = read
         with operators():
-            if is_sharded(self._model):
+            if sharded:
                 # FSDP hooks modules and parameters; only the engine's own nodes call these hooks in their order.
                 items = regions.regions(how.sequence)
                 return regions.run(runners, items, value, instructions.options, context)
             if how.smaller is not None:
                 return OOMRetryTape(runners, instructions, how.smaller, context).forward(value)
             return Tape(runners, instructions, tier=how.tier, context=context).forward(value)
+
+    def execute_graph(self, how: Following, cut: Cut, value: Any) -> Any:
+        """Run the stages of a captured graph; `cut` is for the shapes that TorchDynamo found this time."""
+        from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
+
+        for _, layer in cut.prefix:
+            value = layer(value)
+        value, context = shared_apart(cut.stages, value)
+
+        def make(how: Following) -> Runners:
+            return runners_of(cut.stages, how.preserve_rng_state, how.measurement.way_names, how.keepers)
+
+        return self.execute(cut.stages, make, value, how, context)
+
+
+# Partial storage of layers. TorchDynamo takes up to seconds to capture a layer, so only one layer of each kind is
+# captured, and none that cannot gain: whose operators save little, or that is a single operator.
+
+_LEAST_BYTES = 2**20
+"""Least saved bytes of a layer that is captured. A guess: less gains too little for the time that TorchDynamo takes."""
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+_OPERATORS = "torch.nn."
+"""Packages whose layers are single operators, if they have no layers inside."""
+
+
+class LayerParts:
+    """The storage modes of one model's layers, by module. `fully_shard` may have `sharded` the model."""
+
+    def __init__(self, *, sharded: bool = False) -> None:
+        self._sharded = sharded
+        self._found: dict[int, CapturedLayer] = {}  # by the id of the layer, which the value keeps alive
+        self._kinds: dict[Hashable, CapturedLayer | None] = {}  # the first layer of a kind, if it can be stored in part
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle nothing: the entries are bound to these layers, and a copy finds its own."""
+        return {**self.__dict__, "_found": {}, "_kinds": {}}
+
+    def look_at(
+        self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
+    ) -> None:
+        """Find the storage modes of a layer on the input `value`, once for each kind of layer."""
+        self._found.pop(id(function), None)
+        if kind not in self._kinds:
+            gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)
+            self._kinds[kind] = self._captured(function, name, value, device) if gains else None
+        first = self._kinds[kind]
+        if first is not None:
+            self._found[id(function)] = first if first.layer is function else first.of_kind(function, name)
+
+    def of(self, function: nn.Module) -> StageOffers | None:
+        """Return the storage modes found for a layer, or None."""
+        return self._found.get(id(function))
+
+    def planned(self, function: nn.Module, name: str, ways: Items[str], keepers: Container[str]) -> StageOffers | None:
+        """Return a layer's storage modes among these `ways`, including those of `keepers`."""
+        own = dict.fromkeys(each for each in (own_of(way, keepers) for way in ways) if each is not None)
+        if own and id(function) not in self._found:  # the plan comes from a file, or the model is a copy
+            from rotor_py.capture.captured_layer import CapturedLayer
+
+            self._found[id(function)] = CapturedLayer(function, name, tuple(own), sharded=self._sharded)
+        return self.of(function)
+
+    def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
+        # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
+        from rotor_py.capture.captured_layer import CapturedLayer
+
+        found = CapturedLayer(function, name, sharded=self._sharded)
+        return found if found.find(value, device) else None
+
+
+def _may_gain(function: nn.Module, value: Any) -> bool:
+    """Whether a layer can be captured and may be more than one operator."""
+    operator = type(function).__module__.startswith(_OPERATORS) and not function._modules
+    tensors = [*function.parameters(), *function.buffers(), *tensors_in(value)]
+    plain = all(type(each) in _PLAIN and layout_of(each) is None for each in tensors)
+    # Hooks of modules inside the layer come and go. Without hooks, as now, only their class shows FSDP.
+    gathered_inside = any(is_fsdp_module(each) for each in function.modules() if each is not function)
+    return not operator and plain and not gathered_inside and calls_forward_alone(function)
+
+
+class LayerSource(SequenceExecutor):
+    """The layers of a nesting of `nn.Sequential` as stages. They refuse a larger input than the one measured."""
+
+    captured = False
+    answers = None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._parts = LayerParts(sharded=is_sharded(model))
+
+    def renewed(self) -> LayerSource:
+        """Return a source for another kind of step."""
+        return LayerSource(self._model)
+
+    def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Return the arguments as one value: what goes into the first layer. TypeError for other arguments."""
+        if len(arguments) == 1 and not keywords:
+            return arguments[0]
+        bound = inspect.signature(self._model.forward).bind(*arguments, **keywords)
+        (value,) = bound.arguments.values()
+        return value
+
+    def covers(self, planned: Any, value: Any) -> bool:
+        """Whether `value` is a batch with no more samples. Other sizes are never covered: a layer may do anything."""
+        return covers(planned, value)
+
+    def measure(
+        self, value: Any, device: torch.device, options: MeasuringOptions, room: Any
+    ) -> tuple[list[MeasuredCut], Any]:
+        """Cut the model into stages and measure them on `value`. Raises UnsupportedModelError if it cannot be cut.
+
+        Returns the variants of running the stages, and everything that the caller holds during the step. The last
+        variant is plain, and in use until another one is chosen. `room` returns the budget for a graph compiled whole,
+        from the plain step's costs and what the caller holds.
+        """
+        parts = LayerParts(sharded=is_sharded(self._model))
+        with operators(), attributes_kept(self._model, caches=False):
+            found = cut(self._model, value, device)
+            measurement = measure(found, value, device, options, parts)
+        # Only now: after an error, the earlier plan stays.
+        self._parts, self._read = parts, []
+        return [MeasuredCut(found, measurement)], value
+
+    def follow(self, cut: Cut) -> None:
+        """Run the stages as in `cut`, one of the measured variants; here there is one, which `run` receives."""
+
+    def same_graph(self, other: Source) -> bool:
+        """Whether the stages of both are equal except for sizes."""
+        return True
+
+    def adopt(self, plan: Plan) -> Cut:
+        """Cut as in a plan from a file. Raises PlanMismatchError if it was made for another model."""
+        return plan.cut(layers(self._model))
+
+    def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
+        """Run the model forward on `value`, so that its backward follows the sequence."""
+        assert cut is not None
+        for _, layer in cut.prefix:
+            value = layer(value)
+        return self.execute(cut.stages, partial(self._runners, cut), value, how)
+
+    def _runners(self, cut: Cut, how: Following) -> Runners:
+        kept = [keeper.name for keeper in how.keepers]
+        made = [
+            StageRunner(
+                function,
+                name,
+                how.preserve_rng_state,
+                ways=ways,
+                keepers=how.keepers,
+                offers=self._parts.planned(function, name, ways, kept),
+            )
+            for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True)
+        ]
+        return Runners.of(made)
+
+
+class GraphSource(SequenceExecutor):
+    """Stages from the graphs that TorchDynamo captures, anew for a larger input; values are (arguments, keywords)."""
+
+    captured = True
+
+    def __init__(self, model: nn.Module, granularity: int, compiler: StageCompiler | None = None) -> None:
+        # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
+        from rotor_py.capture.session import CaptureSession
+
+        super().__init__(model)
+        self._granularity, self._compiler = granularity, compiler
+        self._session = CaptureSession(model, granularity)
+
+    @property
+    def answers(self) -> tuple[bool, ...] | None:
+        """The measured batch's answers to the model's questions about its data; None if unknown."""
+        return self._session.answers
+
+    def renewed(self) -> GraphSource:
+        return GraphSource(self._model, self._granularity, self._compiler)
+
+    def input_of(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        given = arguments, keywords
+        return as_entered(self._model, given) if dist.is_initialized() else given
+
+    def covers(self, planned: Any, value: Any) -> bool:
+        """Whether no tensor of `value` is larger in any dimension. Dynamo captures anew if sizes change the graph."""
+        return reaches(planned, value)
+
+    def measure(
+        self,
+        value: Any,
+        device: torch.device,
+        options: MeasuringOptions,
+        room: Callable[[Measurement, Any], CompileBudget] | None,
+    ) -> tuple[list[MeasuredCut], Any]:
+        arguments, keywords = value
+        within = room and (lambda plain, shared: room(plain, (arguments, keywords, shared)))
+        ways, shared = self._session.measure(arguments, keywords, device, options, compiler=self._compiler, room=within)
+        return ways, (arguments, keywords, shared)
+
+    def follow(self, cut: Cut) -> None:
+        self._session.follow(cut)
+
+    def same_graph(self, other: Source) -> bool:
+        return isinstance(other, GraphSource) and self._session.same_graph(other._session)
+
+    def adopt(self, plan: Plan) -> None:
+        """Cut as in a plan from a file once the graph is captured."""
+        self._session.cut_layers = partial(_cut_as_saved, plan, self._compiler)
+        self._session.answers = tuple(plan.answers)
+
+    def run(self, cut: Cut | None, value: Any, how: Following) -> Any:
+        """Run the model. Raises PlanMismatchError for another graph, OtherDataError if the batch's data cause it."""
+        arguments, keywords = value
+        # Dynamo calls `execute_graph` during the forward.
+        by_plan = partial(self.execute_graph, how)
+        return self._session.run(arguments, keywords, by_plan, partial(_tell_of_capture, value))
+
+
+def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, named: list[Layer]) -> Cut:
+    found = plan.cut(named)
+    if plan.compiled is None:
+        return found
+    assert compiler is not None  # `Planner.adopt` sees to it
+    return plan.compiled.compiled_again(found, compiler, plan.costs.budget.chain, plan.costs.measurement.way_names)
+
+
+def _tell_of_capture(value: Any) -> None:
+    _log.warning(
+        "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles says why",
+        describe(spec_of(value)),
+        extra=record_fields("captured_again"),
+    )
+
+
+Source = LayerSource | GraphSource
+
+
+def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
+    """Return layers for a chain of layers: they need no capturing, and have names that a user knows.
+
+    Stages to `compile` with these options of Inductor are always captured. A layer may have side effects, which
+    compiling would run only once; TorchDynamo handles them. Models that `fully_shard` gathers in another dtype are
+    captured too: hooks cast the inputs of their layers, and are absent while a layer is measured.
+    """
+    if compile is not None:
+        return GraphSource(model, granularity, StageCompiler(compile))
+    if is_chain(model) and not gathers_in_another_dtype(model):
+        return LayerSource(model)
+    return GraphSource(model, granularity)

@@ -16,10 +16,8 @@
 #  5. Until then, a stepped parameter has a `ConsumedGradient`, which raises when it is read. `optimizer.step()` removes
 #     it, as do `zero_grad()` and the next forward.
 
-Gradients of losses that a `GradScaler` has scaled cannot be stepped with until it has unscaled them.
-
-Between backward and optimizer step, a training loop may clip, unscale, accumulate or log gradients. If the gradient
-were simply None, all of that would silently do nothing. So `grad` is a tensor without storage that cannot be read.
+Between backward and optimizer step, a loop may clip, unscale, accumulate or log gradients. If the gradient were simply
+None, all of that would silently do nothing. So `grad` is a tensor without storage that cannot be read.
 """
 
 from __future__ import annotations
@@ -41,12 +39,7 @@ from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.trained_model import TrainedModel
 
 _last: list[int] = []
-"""The last backward pass that began at a scaled loss; nothing before the first."""
-
-
-def begins_at_scaled_loss() -> bool:
-    """Whether the running backward pass began at a loss that a `GradScaler` has scaled."""
-    return _last == [current_task()]
+"""The last backward pass that began at a loss that a `GradScaler` has scaled; nothing before the first."""
 
 
 @functools.cache
@@ -116,17 +109,11 @@ class Stepper:
 
     def __init__(self, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
-        self._groups: dict[int, dict[str, Any]] = {}
-        """the group of each stepped parameter, by the parameter's id"""
+        self._groups: dict[int, dict[str, Any]] = {}  # the group of each stepped parameter, by the parameter's id
         self._hooked: dict[int, nn.Parameter] = {}
-        self._spent: dict[int, tuple[nn.Parameter, ConsumedGradient]] = {}
-        """the consumed gradients of parameters, each made once"""
-        self._task = _NO_TASK
-        """the backward pass that steps"""
-        self._stepped_in = _NO_TASK
-        """the last pass that has stepped a parameter, until the user's `optimizer.step()`"""
-        self._has = self._ids_of_both()
-        """the ids of the model's parameters that the optimizer had at the last forward"""
+        self._task = _NO_TASK  # the backward pass that steps
+        self._stepped_in = _NO_TASK  # the last pass that has stepped a parameter, until the user's `optimizer.step()`
+        self._has = self._ids_of_both()  # the ids of the model's parameters that the optimizer had at the last forward
         notice_scalers()
         # Weakly: the optimizer may outlive this object.
         optimizer.register_step_pre_hook(_weakly(self._about_to_step))
@@ -194,8 +181,13 @@ class Stepper:
                     kind="second_backward",
                 )
             self._stepped_in = self._task
-            self._step_alone(parameter, group)
-            parameter.grad = self._consumed_of(parameter)
+            optimizer, groups = self._optimizer, self._optimizer.param_groups
+            optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1: the user's own optimizer
+            try:
+                plain_step(type(optimizer))(optimizer)
+            finally:
+                optimizer.param_groups = groups
+            parameter.grad = ConsumedGradient(parameter)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
@@ -204,7 +196,7 @@ class Stepper:
                 "it would read; leave one of them out",
                 kind="create_graph",
             )
-        if begins_at_scaled_loss():
+        if _last == [current_task()]:
             raise InvalidStateError(
                 "a GradScaler has scaled the loss, and step_in_backward would step with gradients that are scaled; use "
                 "bfloat16, which needs no scaler, or leave step_in_backward out",
@@ -212,33 +204,14 @@ class Stepper:
             )
         self._task = current_task()
 
-    def _step_alone(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        optimizer = self._optimizer
-        groups = optimizer.param_groups
-        optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1: the user's own optimizer
-        try:
-            plain_step(type(optimizer))(optimizer)
-        finally:
-            optimizer.param_groups = groups
-
-    def _find_groups(self) -> None:
-        """Find the groups anew: groups may be added, and `load_state_dict` replaces them."""
-        self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
-
     def _ids_of_both(self) -> frozenset[int]:
-        self._find_groups()
+        # Anew: groups may be added, and `load_state_dict` replaces them.
+        self._groups = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
         # Whether they are trained belongs to the kind of step, which may change and come back.
         return frozenset(key for key in map(id, self._model.core.parameters()) if key in self._groups)
 
-    def _consumed_of(self, parameter: nn.Parameter) -> ConsumedGradient:
-        known = self._spent.get(id(parameter))
-        if known is None or known[0] is not parameter or known[1].shape != parameter.shape:
-            known = self._spent[id(parameter)] = parameter, ConsumedGradient(parameter)
-        return known[1]
-
     def take_consumed_away(self) -> None:
-        """Remove consumed gradients."""
-        for parameter, _ in self._spent.values():
+        for parameter in self._hooked.values():
             if isinstance(parameter.grad, ConsumedGradient):
                 parameter.grad = None
 

@@ -16,47 +16,25 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.stage_measurer import MeasuredCut
-from rotor_py.plan.saved_plan import Plan, input_fingerprint, model_fingerprint
+from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.source import Source
-from rotor_py.plan.step_spec import StepSpec
+from rotor_py.plan.step_spec import (
+    StepSpec,
+    input_fingerprint,
+    model_fingerprint,
+    refuse_difference,
+    refuse_other_input,
+)
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_effects
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, store_all
 
-_ENOUGH = 3
-"""Steps in reverse, after which reverse order is planned for. A guess: more steps delay the faster plan; fewer risk a
-wrong order, which takes more memory than the limit."""
-
-
-@dataclass(slots=True)
-class BackwardOrder:
-    """Observed order of the backwards in the steps by one plan."""
-
-    in_reverse: int = 0
-    """steps with as many forwards in flight as planned for, whose last one went backward first"""
-    otherwise: bool = False
-    """whether a backward has come while a later forward was in flight"""
-
-    def to_plan_for(self, settings: Settings, *, alone: bool) -> str:
-        """Return the order to plan for, one of `rotor_solver.in_flight.ORDERS`; processes use the declared one."""
-        told = settings.backward_order
-        if not alone:
-            return told or "any"
-        if self.otherwise:
-            return "any"
-        seen = "reverse" if self.in_reverse >= _ENOUGH and settings.watch is not False else "any"
-        return told or seen
-
 
 @dataclass(slots=True)
 class StepPlan:
-    """The plan for one kind of step. Its costs are known from the beginning, its sequence once it is solved.
-
-    A plan from a file has no `spec` until its first step comes: a file cannot name objects. For a captured model it
-    never has a `cut`, since TorchDynamo captures the graph only while that step runs.
-    """
+    """The plan for one kind of step. From a file, it has no `spec` before its first step, and if captured no `cut`."""
 
     source: Source
     measurement: Measurement
@@ -65,36 +43,28 @@ class StepPlan:
     cut: Cut | None
     file: Plan | None = None
     sequence: Sequence | None = None
-    agreed: Sequence | None = None
-    """the sequence that all processes that train together have agreed upon"""
+    agreed: Sequence | None = None  # the sequence that all processes that train together have agreed upon
+    # the sequence to continue with, beyond the limit, if a late optimizer leaves no room for any plan
     last_resort: Sequence | None = None
-    """the sequence to continue with, beyond the limit, if a late optimizer leaves no room for any plan"""
-    solved_with: tuple[float | str | None, int] | None = None
-    """`Settings.solved_with` when the sequence was found"""
-    found: Sequence | None = None
-    """the solved sequence; any other one in use was set by the user"""
-    most_in_flight: int = 1
-    """the most forwards in flight at once while one of them followed this plan"""
-    order: BackwardOrder = field(default_factory=BackwardOrder)
-    """the order in which backwards have come"""
-    fresh_gradients: bool = False
-    """whether gradients are freed between steps"""
-    watched: Sequence | None = None
-    """the sequence of the last step that was watched to its end"""
+    solved_with: tuple[float | str | None, int] | None = None  # `Settings.solved_with` when the sequence was found
+    found: Sequence | None = None  # the solved sequence; any other one in use was set by the user
+    most_in_flight: int = 1  # the most forwards in flight at once while one of them followed this plan
+    in_reverse: int = 0  # steps with as many forwards in flight as planned for, whose last one went backward first
+    in_other_order: bool = False  # whether a backward has come while a later forward was in flight
+    fresh_gradients: bool = False  # whether gradients are freed between steps
+    watched: Sequence | None = None  # the sequence of the last step that was watched to its end
+    # whether the first step has confirmed the prediction; None without a prediction or a watched step
     prediction_holds: bool | None = None
-    """whether the first step has confirmed the prediction; None without a prediction or a watched step"""
-    asked: int = 0
-    """number of forwards in which processes could exchange whether the prediction holds"""
-    overruns: int = 0
-    """number of steps over the limit"""
+    asked: int = 0  # number of forwards in which processes could exchange whether the prediction holds
+    overruns: int = 0  # number of steps over the limit
+    # the limit that was set when the device ran out of memory, and the reduced limit in bytes
     reduced: tuple[float | str | None, int] | None = None
-    """the limit that was set when the device ran out of memory, and the reduced limit in bytes"""
+    # variants of its stages, if there are several: some compiled, all compiled, all plain; `cut` is one of theirs
     ways: tuple[MeasuredCut, ...] = ()
-    """variants of its stages, if there are several: some compiled, all compiled, all plain; `cut` is one of theirs"""
+    # whether the graph was compiled as a whole for more room than the last solve had
     compiled_for_larger_budget: bool = False
-    """whether the graph was compiled as a whole for more room than the last solve had"""
+    # bytes of the budget for undoing stages that run out of memory; None where nothing is undone
     guard_bytes: int | None = None
-    """bytes of the budget for undoing stages that run out of memory; None where nothing is undone"""
     _effects: tuple[GraphEffects, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -103,51 +73,34 @@ class StepPlan:
     @classmethod
     def adopted(cls, file: Plan, source: Source) -> StepPlan:
         """Make the plan of a file. Raises PlanMismatchError if it was made for another model."""
-        costs = file.costs
-        cut = source.adopt(file)
-        return cls(
-            source,
-            costs.measurement,
-            costs.budget,
-            spec=None,
-            cut=cut,
-            file=file,
-            sequence=file.sequence,
-            fresh_gradients=file.fresh_grads,
-        )
+        plan = cls(source, file.costs.measurement, file.costs.budget, None, source.adopt(file), file, file.sequence)
+        plan.fresh_gradients = file.fresh_grads
+        return plan
 
     def compare_with_file(self, spec: StepSpec, value: Any, model: TrainedModel) -> None:
         """Raise PlanMismatchError if a step on `value` is not the file's. Compares only what has changed."""
         assert self.file is not None
         known = self.spec
         if known is None or known.model != spec.model:
-            self.file.refuse_other(model=model_fingerprint(model.core))
+            refuse_difference(self.file.model, model_fingerprint(model.core))
             self.cut = self.source.adopt(self.file)
         if known is None or not self.source.covers(known.input, value):
-            self.file.refuse_other(value=input_fingerprint(value, model.device_of(spec.input)))
+            refuse_other_input(self.file.input, input_fingerprint(value, model.device_of(spec.input)))
             known = spec
         self.spec = StepSpec(spec.model, known.input)
 
     @property
-    def names(self) -> list[str]:
-        """The names of the stages."""
-        return list(self.measurement.names)
-
-    @property
     def functions(self) -> list[nn.Module]:
-        """The stages; empty if the cut is unknown."""
         return [] if self.cut is None else [function for _, function in self.cut.stages]
 
     @property
     def compiled(self) -> list[str]:
-        """The names of the stages that run compiled."""
         if self.cut is not None:
             return [name for name, function in self.cut.stages if is_compiled(function)]
         return [] if self.file is None or self.file.compiled is None else self.file.compiled.stages
 
     @property
     def input_spec(self) -> Any:
-        """The spec of the input; None if unknown."""
         return None if self.spec is None else self.spec.input
 
     def unlimited(self, settings: Settings) -> bool:
@@ -174,22 +127,16 @@ class StepPlan:
         """Whether it was measured for such steps. A plan from a file is compared with its file instead."""
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
-    def matches(self, spec: StepSpec) -> bool:
-        """Whether it was measured for an identical step, as far as a cheap comparison shows."""
-        return self.file is None and self.spec is not None and self.spec.identical(spec)
-
     def is_replaced_by(self, other: StepPlan) -> bool:
         """Whether `other` was measured for such steps, too, and on the same graph."""
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
 
     def restore_effects(self) -> None:
-        """Restore the side effects of each layer as found for this plan."""
         # Plans share layers, and another kind of step may have found other effects.
         for function, effects in zip(self.functions, self._effects, strict=True):
             remember_effects(function, effects)
 
     def count_optimizer(self, cost: OptimizerCost | None) -> None:
-        """Count an optimizer, if any."""
         if cost is not None:
             fixed = replace(self.budget.fixed, optimizer=cost.state_bytes)
             self.budget = replace(self.budget, fixed=fixed, step_bytes=cost.step_bytes)
@@ -204,7 +151,6 @@ class StepPlan:
         return replace(budget, fixed=replace(budget.fixed, buffers=buffers))
 
     def budgets(self) -> list[tuple[Budget, Measurement]]:
-        """Return budget and measurement of each variant."""
         found = [(self.budget_of(way), self._measurement_of(way)) for way in self.ways]
         return found or [(self.budget, self.measurement)]
 
@@ -244,15 +190,13 @@ class StepPlan:
             f"{format_bytes(budget.least_bytes())}; predicted peak {format_bytes(budget.peak_bytes(sequence))}, "
             f"{overhead:.1%} more time than storing all ({format_bytes(budget.peak_bytes(stored))})"
             + (f"; {moved}" if moved else "")
-            + (f"; {compiled} of {len(self.names)} stages compiled" if compiled else "")
+            + (f"; {compiled} of {len(self.measurement.names)} stages compiled" if compiled else "")
         )
 
     def _measurement_of(self, way: MeasuredCut) -> Measurement:
-        """Return the variant's measurement, with the loss as observed in steps since."""
         return replace(way.measurement, loss=self.measurement.loss)
 
     def solve_again(self) -> None:
-        """Drop the sequence, but continue with it if no other is found."""
         # Two optimizers may come before the next forward: the second finds no sequence, and must not replace the
         # first's.
         if self.sequence is not None:
@@ -260,5 +204,4 @@ class StepPlan:
 
 
 def _guard_bytes(way: MeasuredCut) -> int:
-    """Return the bytes for undoing stages that run out of memory, for this variant; see `oom_replanning.guarded`."""
     return way.measurement.snapshot_bytes + undo_bytes(function for _, function in way.cut.stages)

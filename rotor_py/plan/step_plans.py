@@ -1,8 +1,6 @@
 """Keep one plan for each kind of step that a model takes in turn; choose or make the plan for the next step.
 
-A GAN's discriminator trains in one step and only passes gradients in the next; adapters switch; layers freeze. Each
-kind of step has its own graph, costs and sequence, found at its first step and kept while others train. Some sizes of
-the input may change the graph within one kind, which shows only when the model runs.
+A GAN's discriminator trains in one step and only passes gradients in the next; adapters switch; layers freeze.
 """
 
 from __future__ import annotations
@@ -12,17 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from rotor_py.distributed.processes import alone_in_a_prediction
+import torch.distributed as dist
+
+from rotor_py.distributed.processes import alone_in_a_prediction, size_of
 from rotor_py.errors import UnsupportedModelError, fields_of, record_fields
-from rotor_py.plan.graph_source import source_of
 from rotor_py.plan.measuring import measured_plan
 from rotor_py.plan.observers.forwards_in_flight import make_room_for_forwards
 from rotor_py.plan.observers.watched_steps import disproved
 from rotor_py.plan.oom_replanning import guarded
-from rotor_py.plan.solving import agree, count_optimizer_beside_file, solve, warn_beyond_the_limit
+from rotor_py.plan.solving import count_optimizer_beside_file, refuse_other_plans, solve, warn_beyond_the_limit
+from rotor_py.plan.source import source_of
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec, describe
 from rotor_py.plan.trained_model import TrainedModel
@@ -41,26 +40,21 @@ measured again."""
 
 
 class StepPlans:
-    """The plans for the steps of one model: the one in use, and those that wait for their step to come again.
-
-    Events are those of the Note in `planner.py`.
-    """
+    """The plan in use, and those that wait for their kind of step. Events: see the Note in `planner.py`."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.model = model
+        # steps that no plan fits: a later one as large is refused without measuring
         self._refused: list[tuple[StepSpec, InfeasibleError]] = []
-        """steps that no plan fits: a later one as large is refused without measuring"""
-        self._grown = 0
-        """number of plans made for an input that no plan covered"""
+        self._grown = 0  # number of plans made for an input that no plan covered
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Drop all plans, after a change of the compile settings."""
         settings = self.model.settings
         self.in_use: StepPlan | None = None
         self._waiting: list[StepPlan] = []
+        # stage source not yet bound to an input
         self.blank = source_of(self.model.core, settings.granularity, settings.inductor)
-        """stage source not yet bound to an input"""
 
     @contextmanager
     def kept_on_error(self) -> Iterator[None]:
@@ -78,7 +72,7 @@ class StepPlans:
         """Event 1: measure a step on `value`, and put its plan in use. The one in use before may wait."""
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
-        plan = guarded(plan) if self.model.settings.replans else plan
+        plan = guarded(plan) if self.model.settings.on_oom == "replan" else plan
         assert plan.spec is not None
         waiting = [each for each in (*self._waiting, self.in_use) if each is not None and each.file is None]
         self._keep([each for each in waiting if not each.is_replaced_by(plan)], plan.spec.model)
@@ -86,10 +80,7 @@ class StepPlans:
         return plan
 
     def refuse_what_cannot_fit(self, spec: StepSpec, value: Any) -> None:
-        """Raise InfeasibleError, before anything runs, if parameters, state and batch alone exceed the limit.
-
-        One of several processes only warns: others may go on, and wait for it when they measure.
-        """
+        """Raise InfeasibleError if model, state and batch alone exceed the limit; one of several processes warns."""
         error = self.model.static_infeasibility(value, self.model.device_of(spec.input))
         if error is None:
             return
@@ -107,9 +98,9 @@ class StepPlans:
                 agree(plan, self.model)
                 return
         # Most steps equal the one before: no waiting plan would serve better than the plan in use.
-        if plan is None or not plan.matches(spec):
+        if plan is None or plan.file is not None or plan.spec is None or not plan.spec.identical(spec):
             plan = self._turn_to(spec)
-            if plan is None or not self._covers(spec, plan):
+            if plan is None or not self.blank.covers(plan.input_spec, spec.input):
                 self.plan_for(spec, value)
                 return
         try:
@@ -148,22 +139,19 @@ class StepPlans:
         assert self.in_use is not None
         self.model.settings.fresh_grads = False
         self._waiting = []  # their premises have changed
-        spec = replace(self.model.step_on(value), answers=self.in_use.source.answers)
+        spec = replace(StepSpec.of(self.model.core, value), answers=self.in_use.source.answers)
         with self.kept_on_error():
             agree(self.measure(spec, value), self.model)
 
     def for_other_graphs(self, spec: StepSpec) -> Iterator[StepPlan]:
         """Put each waiting plan that may serve a step like `spec` in use, in turn."""
-        for each in [each for each in self._waiting if each.is_for(spec) and self._covers(spec, each)]:
-            self._put_in_use(each, spec.model)
-            yield each
+        for each in list(self._waiting):
+            if each.is_for(spec) and self.blank.covers(each.input_spec, spec.input):
+                self._put_in_use(each, spec.model)
+                yield each
 
     def optimizer_detected(self) -> None:
-        """Event 6: count undeclared optimizers, and solve again where their state does not fit.
-
-        Warns if no plan has room, or if the plan came from a file: training goes on with the plan in use, beyond the
-        limit. An error would come too late, after forward and backward.
-        """
+        """Event 6: count undeclared optimizers; solve again where they do not fit, or warn: errors come too late."""
         model, plan, cost = self.model, self.in_use, self.model.counted_optimizer()
         # Plans of a strategy by hand have no limit.
         spec = None if plan is None else plan.input_spec
@@ -192,10 +180,7 @@ class StepPlans:
                 warn_beyond_the_limit(error)
 
     def take_along(self, plan: StepPlan | None) -> None:
-        """Event 11: put the plan of the model that this one is a copy of in use, if it can serve here.
-
-        Graphs are bound to the parameters that they were captured with. A copy captures its own, at its first step.
-        """
+        """Event 11: put the plan of the original of this copy in use, unless its graph is bound to the original."""
         # Layers are copied along with the plan. Its `spec` names those of the original, so the copy's first step is
         # compared with the file again, or measured; until then the plan can be inspected.
         if plan is not None and not self.blank.captured:
@@ -241,7 +226,6 @@ class StepPlans:
         self._refused = [*self._refused, (spec, copy(error))][-_MOST_REFUSED:]
 
     def _raise_if_refused(self, spec: StepSpec) -> None:
-        """Raise InfeasibleError for a step that needs at least as much as one refused for as large a limit."""
         limit = self.model.limit_bytes(self.model.device_of(spec.input))
         for refused, error in self._refused:
             # A batch that masks nothing needs least.
@@ -250,18 +234,16 @@ class StepPlans:
             if alike and needs_more and limit <= error.mem_limit:
                 raise copy(error)
 
-    def _covers(self, spec: StepSpec, plan: StepPlan) -> bool:
-        return self.blank.covers(plan.input_spec, spec.input)
-
     def _turn_to(self, spec: StepSpec) -> StepPlan | None:
         """Put a plan for steps like `spec` in use, one that covers its input if possible; return it, if any."""
         known = self._waiting if self.in_use is None else [self.in_use, *self._waiting]
         found = [each for each in known if each.is_for(spec)]
         if not found:
             return None
-        found.sort(key=partial(self._covers, spec), reverse=True)  # stable: among equals, the one in use is first
-        self._put_in_use(found[0], spec.model)
-        return found[0]
+        # Stable: among equals, the one in use is first.
+        best = max(found, key=lambda each: self.blank.covers(each.input_spec, spec.input))
+        self._put_in_use(best, spec.model)
+        return best
 
     def _put_in_use(self, plan: StepPlan, present: ModelState) -> None:
         """Put a waiting plan in use again; solve again if anything that it depends on has changed."""
@@ -277,5 +259,40 @@ class StepPlans:
 
     def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
         """Keep these waiting, except plans for removed layers: only the plan would hold their memory."""
-        kept = [each for each in waiting if each.spec is not None and each.spec.model.same_layers(present)]
+        same = present.modules, present.parameters
+        specs = [(each, each.spec.model) for each in waiting if each.spec is not None]
+        kept = [each for each, model in specs if (model.modules, model.parameters) == same]
         self._waiting = kept[-_MOST_WAITING:]
+
+
+def agree(plan: StepPlan, model: TrainedModel) -> None:
+    """Put a sequence in use that all processes follow; solve unless all of them have already."""
+    group = model.group if dist.is_initialized() else None
+    several = group is not None and size_of(group) > 1
+    # Compared as objects: a sequence set since is not agreed upon, even if equal.
+    open_question = several and plan.agreed is not plan.sequence
+    if plan.file is not None:
+        if group is not None and open_question:
+            assert plan.sequence is not None
+            text = "; ".join(map(str, (plan.sequence, *plan.sequence.beside)))
+            refuse_other_plans(text, group, model.device_of(plan.input_spec))
+            plan.agreed = plan.sequence
+        return
+    grown = model.with_communication(plan.budget) if dist.is_initialized() else plan.budget
+    forwards = model.settings.forwards_in_flight
+    if forwards > grown.forwards:  # checked in every step, and finding the device takes longer
+        grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
+    if several:
+        grown = grown.with_backward_order(model.settings.backward_order or "any")
+    if grown is not plan.budget and grown != plan.budget:
+        plan.budget, plan.sequence = grown, None
+    if plan.sequence is None or open_question:
+        try:
+            solve(plan, model)
+        except InfeasibleError as error:
+            if plan.last_resort is None:
+                raise
+            warn_beyond_the_limit(error)
+            # With several processes, the error came in all of them (`agreed_sequence`), so all go on together.
+            plan.sequence = plan.agreed = plan.last_resort
+        plan.last_resort = None

@@ -1,34 +1,38 @@
-"""Specify steps without holding their tensors: the input, and the model's state, which is cheap to read in every
-step."""
+"""Specify steps without holding their tensors: the input, and the model's state, which is cheap to read in every step.
+
+A sample becomes the arguments of one forward. Fingerprints of model and input explain why a plan is not for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import inspect
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
+from rotor_profiling.backends import prediction
 from rotor_profiling.storage import layout_of
-from rotor_profiling.torch_compat import tree_flatten, tree_leaves, tree_map_only
+from rotor_profiling.torch_compat import is_dtensor, tree_flatten, tree_leaves, tree_map_only
 from rotor_py.distributed.sharding import at_rest
+from rotor_py.errors import PlanMismatchError, UnsupportedModelError
+from rotor_py.measure.cut import is_chain, layers
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The properties of an input tensor that decide how much memory a step takes."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    layout: Hashable = None
-    """how processes share the tensor, if it is a `DTensor`"""
+    layout: Hashable = None  # how processes share the tensor, if it is a `DTensor`
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -36,15 +40,13 @@ class TensorSpec:
 
     def covers(self, other: TensorSpec) -> bool:
         """Whether `other` differs at most by a smaller first dimension: a batch with fewer samples."""
-        if not self._differs_in_size_alone(other):
-            return False
-        return other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]  # scalars have empty shapes
+        smaller = other.shape[1:] == self.shape[1:] and other.shape[:1] <= self.shape[:1]  # scalars have empty shapes
+        return smaller and self._differs_in_size_alone(other)
 
     def reaches(self, other: TensorSpec) -> bool:
         """Whether `other` differs at most by smaller dimensions."""
-        if not self._differs_in_size_alone(other):
-            return False
-        return all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
+        smaller = self._differs_in_size_alone(other)
+        return smaller and all(size <= most for size, most in zip(other.shape, self.shape, strict=True))
 
     def _differs_in_size_alone(self, other: TensorSpec) -> bool:
         # Field by field: every step compares each tensor, and `replace` takes ten times as long.
@@ -88,11 +90,7 @@ def reaches(planned: Any, value: Any) -> bool:
 
 
 def same_kind(planned: Any, spec: Any) -> bool:
-    """Whether a step on `spec` has the same graph as one on `planned`, as far as the input tells.
-
-    It does if the same tensors need gradients, and all other values are equal. Shapes, dtypes and devices are not
-    compared.
-    """
+    """Whether the same tensors need gradients, and all other values are equal: the graph is the same, as it seems."""
     return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad)
 
 
@@ -116,7 +114,6 @@ def _equal(before: Any, after: Any) -> bool:
 
 
 def describe(spec: Any) -> str:
-    """Format a spec for an error."""
     specs = [leaf for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
     return " and ".join(map(str, specs)) or "without tensors"
 
@@ -129,40 +126,20 @@ _GRADIENT = attrgetter("grad")
 class ModelState:
     """Layers, parameters, their properties, and autocast. Two states are equal if one plan serves both."""
 
-    # Objects by their `id`: `==` of two parameters would compare their elements.
+    # Modules and parameters by their `id`: `==` of two parameters would compare their elements.
     modules: tuple[int, ...]
-    """the id of every module"""
-    modes: tuple[bool, ...]
-    """whether each module is in training mode"""
+    modes: tuple[bool, ...]  # whether each module is in training mode
     parameters: tuple[int, ...]
-    """the id of every parameter"""
     trained: tuple[bool, ...]
-    """whether each parameter is trained"""
     dtypes: tuple[torch.dtype, ...]
-    places: tuple[torch.device, ...]
-    """the device of each parameter"""
-    autocast: tuple[torch.dtype | None, ...]
-    """autocast's dtype on the CPU and on CUDA; None where it is off"""
+    devices: tuple[torch.device, ...]
+    autocast: tuple[torch.dtype | None, ...]  # autocast's dtype on the CPU and on CUDA; None where it is off
+    # whether a trained parameter has a gradient already: not part of the kind of step
     has_gradients: bool = field(compare=False)
-    """whether a trained parameter has a gradient already: not part of the kind of step"""
-
-    @property
-    def devices(self) -> frozenset[torch.device]:
-        """The devices of the parameters."""
-        return frozenset(self.places)
-
-    @property
-    def trains(self) -> bool:
-        """Whether any parameter is trained."""
-        return True in self.trained
-
-    def same_layers(self, other: ModelState) -> bool:
-        """Whether layers and parameters are the same objects, whatever their modes."""
-        return self.modules == other.modules and self.parameters == other.parameters
 
     def looks_like(self, other: ModelState) -> bool:
         """Whether modes, dtypes and trained parameters are the same, also for a copy of the layers."""
-        mine, theirs = ((each.modes, each.trained, each.dtypes, each.places) for each in (self, other))
+        mine, theirs = ((each.modes, each.trained, each.dtypes, each.devices) for each in (self, other))
         return mine == theirs
 
     @classmethod
@@ -183,7 +160,7 @@ class ModelState:
                 # Not a tuple per parameter: these would trigger Python's garbage collection more often.
                 trained=trained,
                 dtypes=tuple(map(_DTYPE, parameters)),
-                places=tuple(map(_DEVICE, parameters)),
+                devices=tuple(map(_DEVICE, parameters)),
                 autocast=tuple(
                     torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                     for kind in ("cpu", "cuda")
@@ -198,20 +175,138 @@ class StepSpec:
 
     model: ModelState
     input: Any
+    # the batch's answers to a captured model's questions about its data; None if not known yet
     answers: tuple[bool, ...] | None = None
-    """the batch's answers to a captured model's questions about its data; None if not known yet"""
+
+    @classmethod
+    def of(cls, model: nn.Module, value: Any) -> StepSpec:
+        return cls(ModelState.of(model), spec_of(value))
 
     def same_step(self, other: StepSpec) -> bool:
         """Whether one plan serves both, sizes aside: same state, and the same tensors need gradients."""
-        alike = self.answers is None or other.answers is None or self.answers == other.answers
-        return alike and self.model == other.model and same_kind(self.input, other.input)
+        return self._alike(other) and same_kind(self.input, other.input)
 
     def identical(self, other: StepSpec) -> bool:
         """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other."""
-        alike = self.answers is None or other.answers is None or self.answers == other.answers
-        if not alike or self.model != other.model:
-            return False
         try:
-            return bool(self.input == other.input)
+            return self._alike(other) and bool(self.input == other.input)
         except (ValueError, RuntimeError):  # arrays and tensors in other containers have no truth value
             return False
+
+    def _alike(self, other: StepSpec) -> bool:
+        return self.model == other.model and (None in (self.answers, other.answers) or self.answers == other.answers)
+
+
+class ForwardArguments(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
+    """Return the arguments for a tensor, tuple, dict, `ForwardArguments`, or the first batch of a `DataLoader`."""
+    if isinstance(sample, ForwardArguments):  # before tuples: it is one
+        return sample
+    if isinstance(sample, DataLoader):
+        with torch.random.fork_rng(devices=[]):  # the loader draws a seed for its workers
+            batch = next(iter(sample), None)
+        if batch is None:
+            raise UnsupportedModelError(
+                "the sample is a DataLoader without a batch; its dataset is empty",
+                kind="empty_loader",
+                name="custom_input",
+            )
+        sample = tuple(batch) if isinstance(batch, list) else batch
+    if isinstance(sample, str | int | float):
+        raise UnsupportedModelError(
+            f"the sample is {sample!r}, and has to be an input to measure with: a tensor, a tuple or a dict; a limit "
+            f"is written mem_limit={sample!r}",
+            kind="not_a_sample",
+            name="custom_input",
+        )
+    if isinstance(sample, dict):
+        return ForwardArguments((), sample)
+    arguments = sample if isinstance(sample, tuple) else (sample,)
+    _refuse_too_many(arguments, model)
+    return ForwardArguments(arguments, {})
+
+
+def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (ValueError, TypeError):  # some callables have none
+        return
+    takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
+    if len(arguments) > takes and not any(each.kind == each.VAR_POSITIONAL for each in parameters):
+        raise UnsupportedModelError(
+            f"the sample has {len(arguments)} items and the forward of {type(model).__name__} takes {takes}: drop the "
+            "targets, and use them in `loss`",
+            kind="too_many_arguments",
+            name="custom_input",
+            got=len(arguments),
+        )
+
+
+def model_fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Return layers and parameters of a model as plain data; for a captured model, its modules."""
+    found = layers(model) if is_chain(model) else [(name or "(whole)", each) for name, each in model.named_modules()]
+    # For a captured model, modules are compared: its layers are unknown before it runs.
+    with at_rest(model):
+        return {
+            "layers": {name: type(layer).__name__ for name, layer in found},
+            "parameters": {
+                name: f"{list(p.shape)} {_name(p.dtype)}{_sharing(p)}{'' if p.requires_grad else ' frozen'}"
+                for name, p in model.named_parameters()
+            },
+        }
+
+
+def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
+    """Return shapes and dtypes of an input (a value or its spec), its device and autocast, as plain data."""
+    autocast = torch.is_autocast_enabled(device.type)
+    predicted = prediction()
+    return {
+        "device": device.type if predicted is None else predicted.kind,
+        "autocast": _name(torch.get_autocast_dtype(device.type)) if autocast else "off",
+        "tensors": [
+            {"shape": list(leaf.shape), "dtype": _name(leaf.dtype), "requires_grad": leaf.requires_grad}
+            for leaf in tree_leaves(spec)
+            if isinstance(leaf, torch.Tensor | TensorSpec)
+        ],
+    }
+
+
+def refuse_other_input(planned: dict[str, Any], found: dict[str, Any]) -> None:
+    """Raise PlanMismatchError unless the input is the planned one or a batch with fewer samples."""
+    for before, after in zip(planned.get("tensors", []), found["tensors"], strict=False):
+        shape, expected = after["shape"], before.get("shape", [])
+        # A smaller batch is compared as if it were of the planned size.
+        if shape and len(expected) == len(shape) and shape[0] < expected[0]:
+            after["shape"] = [expected[0], *shape[1:]]
+    refuse_difference(planned, found)
+
+
+def refuse_difference(planned: dict[str, Any], found: dict[str, Any]) -> None:
+    for name, before, after in _differences("", planned, found):
+        raise PlanMismatchError(name, before, after)
+
+
+def _differences(path: str, planned: Any, found: Any) -> Iterator[tuple[str, object, object]]:
+    if isinstance(planned, dict) and isinstance(found, dict):
+        for key in [*planned, *(key for key in found if key not in planned)]:
+            yield from _differences(f"{path} {key}".strip(), planned.get(key, "absent"), found.get(key, "absent"))
+    elif isinstance(planned, list) and isinstance(found, list) and len(planned) == len(found):
+        for index, (before, after) in enumerate(zip(planned, found, strict=True)):
+            yield from _differences(f"{path} {index}", before, after)
+    elif planned != found:
+        yield path, planned, found
+
+
+def _sharing(tensor: torch.Tensor) -> str:
+    """Say how processes share a parameter: with other processes, the local part has another size."""
+    if not is_dtensor(tensor):
+        return ""
+    return f" {' '.join(map(str, tensor.placements))} of {list(tensor.device_mesh.shape)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

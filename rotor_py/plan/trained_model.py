@@ -20,6 +20,7 @@ from rotor_py.distributed.processes import (
     alone_in_a_prediction,
     around,
     communication_bytes,
+    gather_objects,
     processes,
     size_of,
 )
@@ -36,11 +37,9 @@ from rotor_py.measure.fixed_memory import (
 )
 from rotor_py.measure.measurement import Measurement
 from rotor_py.offload.offload import Offload, link_of
-from rotor_py.plan.agreement import gather_objects
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
-from rotor_py.plan.step_spec import ModelState, StepSpec, TensorSpec, spec_of
+from rotor_py.plan.step_spec import ModelState, TensorSpec
 from rotor_solver import InfeasibleError, Sequence
-from rotor_solver.moving import Link
 
 late_optimizers: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, OptimizerCost | None]]
 late_optimizers = WeakKeyDictionary()
@@ -51,17 +50,15 @@ Weak on both sides: neither a model nor an optimizer may live longer for being t
 
 
 class TrainedModel:
-    """`whole` is the module that is called; `core` its part that is cut into stages, without DDP or compile
-    wrappers."""
+    """The module that is called (`whole`), and `core`, its part inside DDP and compile wrappers that is cut."""
 
     def __init__(self, whole: nn.Module, core: nn.Module, settings: Settings) -> None:
         self.whole = whole
         self.core = core
         self.settings = settings
-        self.offload = None if settings.offload is None else Offload(settings.offload)
-        """the offload tier of the plans"""
+        self.offload = None if settings.offload is None else Offload(settings.offload)  # the offload tier of the plans
+        # the parameters that are stepped in the backward, and the optimizer's parameters at that time
         self._stepped: tuple[object, SteppedParameters] | None = None
-        """the parameters that are stepped in the backward, and the optimizer's parameters at that time"""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -71,13 +68,7 @@ class TrainedModel:
 
     @property
     def alone(self) -> bool:
-        """Whether this process trains the model by itself."""
         return not dist.is_initialized() or size_of(self.group) == 1
-
-    @property
-    def sharded(self) -> bool:
-        """Whether `fully_shard` was applied to it."""
-        return is_sharded(self.core)
 
     def refuse_several_processes(self) -> None:
         """Raise UnsupportedModelError for a one-process setting with several processes or a sharded model."""
@@ -85,7 +76,7 @@ class TrainedModel:
         if option is None and offload is None:
             return
         name = type(self.core).__name__
-        sharded = self.sharded or any(hasattr(each, "device_mesh") for each in self.core.parameters())
+        sharded = is_sharded(self.core) or any(hasattr(each, "device_mesh") for each in self.core.parameters())
         if offload is not None and sharded:
             raise UnsupportedModelError(
                 f"offload= moves what stages of plain training save, and {name} is sharded: {offload.why}; leave "
@@ -101,16 +92,10 @@ class TrainedModel:
                 name=option.first,
             )
 
-    def step_on(self, value: Any) -> StepSpec:
-        """Return the spec of a step on `value` with the model as it is now."""
-        return StepSpec(ModelState.of(self.core), spec_of(value))
-
     def device_of(self, spec: Any = None) -> torch.device:
         """Return the device that a step on this input trains on, and whose memory the limit is about."""
-        devices = ModelState.of(self.core).devices | {
-            leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)
-        }
-        found = accelerators(devices)
+        inputs = [leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
+        found = accelerators({*ModelState.of(self.core).devices, *inputs})
         if len(found) > 1:
             raise UnsupportedModelError(
                 f"the model is spread over {', '.join(map(str, found))}; a plan is for one device",
@@ -119,7 +104,6 @@ class TrainedModel:
         return found[0] if found else torch.device("cpu")
 
     def stepped(self) -> SteppedParameters:
-        """The parameters that are stepped in the backward."""
         optimizer = self.settings.step_in_backward
         if optimizer is None:
             return NONE_STEPPED
@@ -152,11 +136,9 @@ class TrainedModel:
         return replace(cost, step_bytes=step_bytes_without(given, set(stepped.scratch))) if stepped else cost
 
     def limit_bytes(self, device: torch.device) -> int:
-        """Return the limit of the whole step, in bytes. Raises ValueError if it is invalid."""
         return limit_bytes(self.settings.mem_limit, device)
 
     def budget(self, measurement: Measurement, sample: Any, device: torch.device) -> Budget:
-        """Return the budget of a step measured on `sample`."""
         cost, stepped = self.counted_optimizer(), self.stepped()
         with at_rest(self.core):
             budget = make_budget(
@@ -171,7 +153,16 @@ class TrainedModel:
                 stepped=stepped,
             )
         if self.offload is not None:
-            budget = replace(budget, link=_link_to(self.offload, device), link_name=self.offload.name)
+            name = self.offload.name
+            kind, other = ("cuda", "file:/path") if name == "host" else ("cpu", "host")
+            if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
+                raise UnsupportedModelError(
+                    f"offload={name!r} moves memory of {kind} devices, and the model is on {device}; use "
+                    f"offload={other!r}",
+                    kind="other_device",
+                    name="offload",
+                )
+            budget = replace(budget, link=link_of(name, device), link_name=name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return budget.with_backward_order(self.settings.backward_order or "any")
 
@@ -216,7 +207,6 @@ class TrainedModel:
         return budget.with_forwards(forwards, measurement, gradients)
 
     def with_fresh_gradients(self, budget: Budget, measurement: Measurement, device: torch.device) -> Budget:
-        """Return the budget of the same step in a loop that frees gradients between steps."""
         with at_rest(self.core):
             gradients = trained_bytes(self.core, device, self.stepped())
         return budget.with_fresh_gradients(measurement, gradients)
@@ -239,17 +229,3 @@ class TrainedModel:
             return budget
         needed = communication_bytes(self.whole)
         return budget.with_communication(needed) if needed > budget.fixed.communication else budget
-
-
-def _link_to(offload: Offload, device: torch.device) -> Link:
-    """Return the bandwidth from `device` to the tier and back. UnsupportedModelError if the device has no way to it."""
-    kind = "cuda" if offload.name == "host" else "cpu"
-    if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
-        other = "file:/path" if kind == "cuda" else "host"
-        raise UnsupportedModelError(
-            f"offload={offload.name!r} moves memory of {kind} devices, and the model is on {device}; use "
-            f"offload={other!r}",
-            kind="other_device",
-            name="offload",
-        )
-    return link_of(offload.name, device)

@@ -16,7 +16,7 @@ from rotor_profiling import RandomState, leaves_of, measured_peak, measured_phas
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.torch_compat import tree_flatten, tree_map_only, tree_unflatten
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.plan.sample import arguments_of
+from rotor_py.plan.step_spec import arguments_of
 from rotor_py.stage.error_context import BACKWARD, watched
 from rotor_py.transparent import in_training
 from rotor_solver import Backward, Loss, Operation, Sequence

@@ -1,8 +1,6 @@
 """Track forwards in flight: those whose backward is still to come while another forward begins.
 
-Summed losses, siamese networks, a discriminator on real and fake, and a pipeline's microbatches have several. A plan
-leaves room for as many as were declared or seen before (`StepPlan.most_in_flight`). If the next forward does not fit,
-it gets its own sequence that does, if there is one. Later, a plan is solved for the number and order seen.
+A plan leaves room for as many as were declared or seen. If the next does not fit, it gets its own sequence that does.
 """
 
 from __future__ import annotations
@@ -24,13 +22,15 @@ from rotor_py.measure.budget import Budget
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes
 from rotor_solver import Chain, InfeasibleError, Persistent, Sequence
 from rotor_solver.in_flight import Footprint, with_room_at_loss
 
 _log = logging.getLogger("rotor_py")
 
-
+_ENOUGH = 3
+"""Steps in reverse, after which reverse order is planned for. A guess: more steps delay the faster plan; fewer risk a
+wrong order, which takes more memory than the limit."""
 _MOST_KNOWN = 64
 """Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn; others are solved
 again."""
@@ -43,20 +43,15 @@ class ForwardInFlight:
     plan: StepPlan
     sequence: Sequence
     used: bool = False
-    counted: bool = False
-    """whether its backward has been observed"""
+    counted: bool = False  # whether its backward has been observed
 
 
 class Forwards:
-    """The forwards of one model that are in flight."""
-
     def __init__(self) -> None:
         self._flying: list[ref[ForwardInFlight]] = []
         self._remembered: dict[Hashable, tuple[object, Any]] = {}
-        self._warned = 0
-        """the most forwards at once that a warning has named"""
-        self._knows_split = False
-        """whether a backward for inputs only has come, with another to follow for parameters"""
+        self._warned = 0  # the most forwards at once that a warning has named
+        self._knows_split = False  # whether a backward for inputs only has come, with another to follow for parameters
 
     def in_flight(self) -> list[ForwardInFlight]:
         """Return the forwards whose backward has not begun and whose graph is alive."""
@@ -77,23 +72,26 @@ class Forwards:
         if not (forward.used or forward.counted):
             forward.counted, flying = True, self.in_flight()
             if flying[-1] is forward:
-                forward.plan.order.in_reverse += len(flying) == forward.plan.budget.forwards > 1
+                forward.plan.in_reverse += len(flying) == forward.plan.budget.forwards > 1
             else:
                 self._record_other_order(flying, model)
         forward.used = not retains_graph()  # a retained graph keeps its tensors
-        if not (forward.used or self._knows_split) and _is_for_inputs_alone(model):
+        if forward.used or self._knows_split:
+            return
+        trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
+        with torch.enable_grad():  # older releases of torch find the edge of a leaf by making a view of it
+            for_inputs = trained and not any(goes_through(get_gradient_edge(each).node) for each in trained)
+        if for_inputs:
             self._knows_split = True
             self._warn_of_split_backwards(forward, model)
 
     def _record_other_order(self, flying: list[ForwardInFlight], model: TrainedModel) -> None:
-        """Record that a backward begins that is not of the last forward in flight."""
-        for each in flying:
-            if each.plan.budget.backward_order == "reverse" and not each.plan.order.otherwise:
+        for each in flying:  # a backward begins that is not of the last of them
+            if each.plan.budget.backward_order == "reverse" and not each.plan.in_other_order:
                 self._warn_of_order(flying, each.plan, model)
-            each.plan.order.otherwise = True
+            each.plan.in_other_order = True
 
     def _warn_of_order(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> None:
-        """Warn if the limit has no room for a backward order other than the one `plan` was made for."""
         if plan.unlimited(model.settings):
             return
         budget = self._budget(plan, model, len(flying)).with_backward_order("any")
@@ -104,45 +102,38 @@ class Forwards:
         stays = plan.file is not None or not model.alone
         _log.warning(
             "a backward of %s comes while %d forwards are in flight, and not through the last of them, although the "
-            "plan is for backwards in reverse of the forwards. The step takes up to %s (%d bytes), and the limit is %s "
-            "(%d bytes). %s Say backward_order='any' (--backward-order any).",
-            type(model.core).__name__, len(flying), format_bytes(peak), peak, format_bytes(limit), limit,
+            "plan is for backwards in reverse of the forwards. The step takes up to %s, and the limit is %s. %s Say "
+            "backward_order='any' (--backward-order any).",
+            type(model.core).__name__, len(flying), exact_bytes(peak), exact_bytes(limit),
             "The plan stays as it is." if stays else "From the next step on, the plan is for any order.",
             extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
         )  # fmt: skip
 
     def _warn_of_split_backwards(self, forward: ForwardInFlight, model: TrainedModel) -> None:
-        """Warn if the limit has no room for values held from a backward for inputs to one for parameters."""
         plan = forward.plan
         if plan.unlimited(model.settings):
             return
         held = self._footprint(plan, forward.sequence, model).waiting
         limit = model.limit_bytes(model.device_of(plan.input_spec))
-        peak = plan.budget.peak_bytes(plan.sequence or forward.sequence)
         between = sum(plan.budget.chain.activation[1:])  # a gradient for the output of each stage
-        if peak + held + between <= limit:
+        peak = plan.budget.peak_bytes(plan.sequence or forward.sequence) + held + between
+        if peak <= limit:
             return
         _log.warning(
             "%s has one backward for inputs and a later one for weights (as zero-bubble schedules and penalties on "
-            "gradients have). Until the later one, what the forward kept stays, %s (%d bytes), and so does a gradient "
-            "for every stage, up to %s (%d bytes): the step may need %s (%d bytes), and the limit is %s (%d bytes). "
-            "Give a smaller batch; in a pipeline, pass dw_builder=rotor_py.distributed.pipelining.whole_backward to "
-            "PipelineStage: then nothing is held.",
-            type(model.core).__name__, format_bytes(held), held, format_bytes(between), between,
-            format_bytes(peak + held + between), peak + held + between, format_bytes(limit), limit,
-            extra=record_fields("split_backwards", peak_bytes=peak + held + between, mem_limit=limit),
-        )  # fmt: skip
+            "gradients have). Until the later one, what the forward kept stays, %s, and so does a gradient for every "
+            "stage, up to %s: the step may need %s, and the limit is %s. Give a smaller batch; in a pipeline, pass "
+            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage: then nothing is held.",
+            type(model.core).__name__,
+            *map(exact_bytes, (held, between, peak, limit)),
+            extra=record_fields("split_backwards", peak_bytes=peak, mem_limit=limit),
+        )
 
     def held_bytes(self, model: TrainedModel) -> int:
-        """Return the bytes that forwards in flight hold until their backwards."""
         return sum(self._footprint(each.plan, each.sequence, model).waiting for each in self.in_flight())
 
     def sequence_beside(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> Sequence:
-        """Return the sequence for a forward by `plan` that begins while those of `flying` wait.
-
-        Use the plan's sequence for this number if there is room, else another one that fits into the rest. If none
-        does, use the plan's beyond the limit, and warn once.
-        """
+        """Return a sequence for a forward beside those `flying`: the plan's if it fits, or another, else warn."""
         assert plan.sequence is not None
         count = len(flying) + 1
         planned = plan.sequence.of_forwards(count)[-1]
@@ -167,27 +158,24 @@ class Forwards:
         if count > max(self._warned, plan.budget.forwards):  # else the warning came when the plan was made
             self._warned = count
             _log.warning(
-                "%d forwards of %s are in flight at once. Those before this one hold %s (%d bytes) until their "
-                "backwards, so the step takes up to %s (%d bytes); the limit is %s (%d bytes). Say "
-                "forwards_in_flight=%d (--forwards-in-flight %d), and the plan leaves room for them. Or call "
-                "backward() after each forward: the gradients add up to the same.",
-                count, type(model.core).__name__, format_bytes(held), held, format_bytes(peak), peak,
-                format_bytes(limit), limit, count, count,
+                "%d forwards of %s are in flight at once. Those before this one hold %s until their backwards, so the "
+                "step takes up to %s; the limit is %s. Say forwards_in_flight=%d (--forwards-in-flight %d), and the "
+                "plan leaves room for them. Or call backward() after each forward: the gradients add up to the same.",
+                count, type(model.core).__name__, *map(exact_bytes, (held, peak, limit)), count, count,
                 extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
             )  # fmt: skip
         return planned
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
-        device = model.device_of(plan.input_spec)
-        make = partial(model.with_forwards, plan.budget, plan.measurement, device, count)
+        make = partial(model.with_forwards, plan.budget, plan.measurement, model.device_of(plan.input_spec), count)
         found: Budget = self._remember(("budget", id(plan.budget), count), plan.budget, make)
         return found
 
     def _footprint(self, plan: StepPlan, sequence: Sequence, model: TrainedModel) -> Footprint:
         # A budget for one forward does not say what it holds outside its chain.
         budget = self._budget(plan, model, 2)
-        make = partial(budget.footprint, sequence)
-        found: Footprint = self._remember(("footprint", id(budget), id(sequence)), (budget, sequence), make)
+        key = "footprint", id(budget), id(sequence)
+        found: Footprint = self._remember(key, (budget, sequence), partial(budget.footprint, sequence))
         return found
 
     def _squeezed(self, chain: Chain, rest: int, working: int) -> Sequence | None:
@@ -211,20 +199,15 @@ class Forwards:
         return self._remembered[key][1]
 
 
-def _is_for_inputs_alone(model: TrainedModel) -> bool:
-    """Whether the running backward goes through none of the model's parameters."""
-    trained = [parameter for parameter in model.core.parameters() if parameter.requires_grad]
-    with torch.enable_grad():  # older releases of torch find the edge of a leaf by making a view of it
-        return bool(trained) and not any(goes_through(get_gradient_edge(each).node) for each in trained)
-
-
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     """Solve for the number of forwards in flight seen, and for the order of their backwards."""
-    if not model.alone:
-        return
-    order = plan.order.to_plan_for(model.settings, alone=True)
+    order = model.settings.backward_order or "any"
+    if model.settings.backward_order is None and model.settings.watch is not False and plan.in_reverse >= _ENOUGH:
+        order = "reverse"
+    if plan.in_other_order:
+        order = "any"
     more = plan.most_in_flight > plan.budget.forwards
-    if not (more or order != plan.budget.backward_order) or not plan.found_for(model.settings):
+    if not (more or order != plan.budget.backward_order) or not model.alone or not plan.found_for(model.settings):
         return
     device = model.device_of(plan.input_spec)
     plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)

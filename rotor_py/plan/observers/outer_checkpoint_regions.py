@@ -26,7 +26,7 @@ from rotor_py.errors import record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes
 from rotor_solver import Loss, Sequence, recompute_all, simulate
 
 _log = logging.getLogger("rotor_py")
@@ -34,33 +34,22 @@ _log = logging.getLogger("rotor_py")
 
 _REGIONS = "torch.utils.checkpoint"
 _Hook = Callable[[Any], Any]
-_innermost: Callable[[bool], tuple[_Hook, _Hook] | None]
-_innermost = getattr(c_autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+innermost_hooks: Callable[[bool], tuple[_Hook, _Hook] | None] = getattr(
+    c_autograd, "_top_saved_tensors_default_hooks", lambda _: None
+)
 """The innermost hooks, also those that are off. Unknown before torch 2.8."""
 
 
 @contextmanager
 def outer_hooks_aside() -> Iterator[None]:
-    """Hide everything inside the context from the caller's saved-tensor hooks.
-
-    Hooks of `torch.utils.checkpoint` recompute the model for the backward of a measured stage, which would measure
-    inside of measuring, without end. Before torch 2.8 the hooks are unknown, and stay.
-    """
+    """Hide the context from saved-tensor hooks: those of checkpoint would measure inside of measuring, without end."""
     with _hooks_aside(lambda pack: True):
         yield
 
 
-def anything_around() -> bool:
-    """Whether the caller has saved-tensor hooks or modes to hide from."""
-    return _innermost(True) is not None or bool(dispatch_mode_stack())
-
-
 @contextmanager
 def outer_regions_aside() -> Iterator[bool]:
-    """Hide the context from regions of `torch.utils.checkpoint`; see the Note [Regions of the caller].
-
-    Yields whether one of them is recomputing for its backward. Before torch 2.8, this is unknown.
-    """
+    """Hide the context from the caller's regions, by the Note; yield whether one recomputes, from torch 2.8 on."""
     with _hooks_aside(lambda pack: pack.__module__ == _REGIONS) as hooks, _modes_aside():
         yield any(pack.__qualname__.startswith("_recomputation_hook") for pack in hooks)
 
@@ -70,7 +59,7 @@ def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
     """Remove the innermost hooks whose pack function satisfies `which`; yield these functions."""
     hooks: list[tuple[_Hook, _Hook]] = []
     # Also those that are off while something is traced.
-    while (found := _innermost(True)) is not None and which(found[0]):
+    while (found := innermost_hooks(True)) is not None and which(found[0]):
         c_autograd._pop_saved_tensors_default_hooks()
         hooks.append(found)
     try:
@@ -82,7 +71,6 @@ def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
 
 @contextmanager
 def _modes_aside() -> Iterator[None]:
-    """Remove the modes of selective checkpointing, which count operators."""
     modes = dispatch_mode_stack()
     if not any(type(mode).__module__ == _REGIONS for mode in modes):
         yield
@@ -110,28 +98,25 @@ class NestedRecompute:
         self._warned = False
 
     def sequence(self, plan: StepPlan, held_bytes: int, model: TrainedModel) -> Sequence:
-        """Return a sequence that keeps as little as possible; forwards in flight hold `held_bytes`."""
         if self._known is None or self._known[0] is not plan.budget:
             sequence = recompute_all(plan.budget.chain)
             during = simulate(plan.budget.chain, sequence).during[: list(sequence).index(Loss())]
             self._known = plan.budget, sequence, max((plan.budget.chain.input_bytes, *during))
         _, sequence, needed = self._known
-        if not self._warned and not plan.unlimited(model.settings):
-            self._warn_above_limit(plan, held_bytes, needed, model)
-        return sequence
-
-    def _warn_above_limit(self, plan: StepPlan, held_bytes: int, needed: int, model: TrainedModel) -> None:
+        if self._warned or plan.unlimited(model.settings):
+            return sequence
         device = model.device_of(plan.input_spec)
         budget = model.with_forwards(plan.budget, plan.measurement, device, max(2, plan.budget.forwards))
         peak, limit = budget.fixed.total + held_bytes + needed, model.limit_bytes(device)
         if peak <= limit:
-            return
+            return sequence
         self._warned = True
         _log.warning(
-            "%s runs a second time for the backward of a region of torch.utils.checkpoint, beside %s (%d bytes) that "
-            "its plan keeps for backwards to come: the step takes up to %s (%d bytes), and the limit is %s (%d bytes). "
-            "Take the model out of the region, and have the operators around it in regions of their own.",
-            type(model.core).__name__, format_bytes(held_bytes), held_bytes, format_bytes(peak), peak,
-            format_bytes(limit), limit,
+            "%s runs a second time for the backward of a region of torch.utils.checkpoint, beside %s that its plan "
+            "keeps for backwards to come: the step takes up to %s, and the limit is %s. Take the model out of the "
+            "region, and have the operators around it in regions of their own.",
+            type(model.core).__name__,
+            *map(exact_bytes, (held_bytes, peak, limit)),
             extra=record_fields("second_run_over_limit", peak_bytes=peak, mem_limit=limit),
-        )  # fmt: skip
+        )
+        return sequence

@@ -11,10 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_py.errors import fields_of, record_fields
-from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.trained_model import late_optimizers
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
@@ -57,15 +56,10 @@ class KeptGradients:
 
     def __init__(self, plans: StepPlans) -> None:
         self._plans, self._model = plans, plans.model
-        self._known: tuple[object, ...] = ()
-        """the last sequence and limit that were checked"""
+        self._known: tuple[object, ...] = ()  # the last sequence and limit that were checked
 
     def notice(self, value: Any) -> None:
-        """Check that a step on `value` by the plan in use has room for gradients that exist when it begins.
-
-        If not, plan again, and log a line. If no plan fits or the plan must not change, warn, and training goes on
-        beyond the limit.
-        """
+        """Plan again, or warn, unless a step on `value` has room for gradients that exist when it begins."""
         plan = self._plans.in_use
         assert plan is not None
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):
@@ -82,20 +76,21 @@ class KeptGradients:
         peak = kept.peak_bytes(plan.sequence)
         if peak <= limit:
             return
+        remedy = plan.why_it_stays(self._model)
+        if remedy is None:
+            try:
+                self._plans.plan_for_kept_gradients(value)
+            except InfeasibleError as error:
+                remedy = f"Training goes on, beyond the limit: {error}"
+            else:
+                remedy = "It was planned again with gradients that are kept."
         _log.warning(
             "gradients of %s are there when a step begins, although fresh_grads=True says that they are freed between "
-            "steps. Beside them a step may take %s (%d bytes), and the limit is %s (%d bytes). Call zero_grad() before "
-            "the forward, or leave fresh_grads off. %s",
-            type(self._model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit,
-            self._remedy(plan, value),
+            "steps. Beside them a step may take %s, and the limit is %s. Call zero_grad() before the forward, or leave "
+            "fresh_grads off. %s",
+            type(self._model.core).__name__,
+            exact_bytes(peak),
+            exact_bytes(limit),
+            remedy,
             extra=record_fields("kept_gradients", peak_bytes=peak, mem_limit=limit),
-        )  # fmt: skip
-
-    def _remedy(self, plan: StepPlan, value: Any) -> str:
-        if (why := plan.why_it_stays(self._model)) is not None:
-            return why
-        try:
-            self._plans.plan_for_kept_gradients(value)
-        except InfeasibleError as error:
-            return f"Training goes on, beyond the limit: {error}"
-        return "It was planned again with gradients that are kept."
+        )

@@ -1,11 +1,7 @@
-"""Watch steps: measure memory from a step's first forward to the end of its last backward.
+"""Watch steps: measure memory from a step's first forward to the end of its last backward, the caller's loss included.
 
-A step begins with our forward, and ends when the backward through its output does. In between, the caller's loss runs.
-We regain control when the gradient of the output arrives, and when autograd has released its pass. A forward that
-begins while others are in flight joins their step, which ends with the last backward of them all.
-
-Memory outside the model, above all the loss, shows only in a watched step: after an overrun, the plan is solved again.
-Predicted plans are compared with their first step on the device.
+Memory outside the model shows only there: after an overrun, the plan is solved again. A forward that begins while
+others are in flight joins their step. Predicted plans are compared with their first step on the device.
 """
 
 from __future__ import annotations
@@ -29,12 +25,12 @@ from rotor_profiling import (
     watch_step,
 )
 from rotor_profiling.storage import local
+from rotor_py.distributed.processes import gather_objects
 from rotor_py.errors import record_fields
-from rotor_py.plan.agreement import gather_objects
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes, format_bytes
 from rotor_solver import InfeasibleError, simulate
 
 _log = logging.getLogger("rotor_py")
@@ -62,17 +58,13 @@ class WatchedStep:
         gradients: list[weakref.ref[torch.UntypedStorage]],
     ) -> None:
         self.watch = watch
-        self.forwards = 0
-        """forwards that have returned"""
+        self.forwards = 0  # forwards that have returned
         self._model, self._plan, self._sequence, self._limit_bytes = model, plan, plan.sequence, limit_bytes
-        self._gradients = gradients
-        """gradients that existed when it began"""
+        self._gradients = gradients  # gradients that existed when it began
         self._token: weakref.ref[_Alive] | None = None
         self._most, self._one_plan = 1, True
-        self._losses: list[str] = []
-        """the phases that follow a forward, until a gradient arrives"""
-        self._backwards, self._done = 0, 0
-        """gradients that have arrived, and those whose pass is over"""
+        self._losses: list[str] = []  # the phases that follow a forward, until a gradient arrives
+        self._backwards, self._done = 0, 0  # gradients that have arrived, and those whose pass is over
         self._in_first_pass = 0
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
@@ -88,7 +80,6 @@ class WatchedStep:
         return True
 
     def forward_returned(self, outputs: list[torch.Tensor]) -> None:
-        """Register the outputs that need gradients of a forward that has returned."""
         token = None if self._token is None else self._token()
         if token is None:
             if self.forwards:
@@ -138,7 +129,13 @@ class WatchedStep:
                 return  # measured, so there is no prediction to correct
             account_for(self._loss(phases), peak_bytes, self._limit_bytes, plan, self._model)
         elif peak_bytes > self._limit_bytes:
-            tell_of_several_plans(peak_bytes, self._limit_bytes, plan, self._model)
+            # Nothing says which of the plans to change.
+            plan.overruns += 1
+            more = (
+                " Its forwards follow several plans, so these stay as they are: training goes on, beyond the limit. "
+                f"Write mem_limit={max(1, 2 * self._limit_bytes - peak_bytes)}."
+            )
+            _warn_over_limit(self._model, peak_bytes, self._limit_bytes, more)
 
     def _loss(self, phases: dict[str, Phase]) -> Phase:
         """Return the phase of one loss. Losses of forwards that go backward together share the last forward's phase."""
@@ -154,17 +151,14 @@ _MOST_OVERRUNS = 1
 
 
 class WatchedSteps:
-    """Watches steps of one model, and accounts for what they show."""
-
     def __init__(self, model: TrainedModel) -> None:
         self._model = model
+        # the last step; its outputs' graphs keep it and its plan alive
         self._step: weakref.ref[WatchedStep] | None = None
-        """the last step; its outputs' graphs keep it and its plan alive"""
         self._watch: StepWatch | None = None
         self._running: WatchedStep | None = None
         self._device: tuple[StepPlan, torch.device] | None = None
-        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []
-        """outputs of the last watched step"""
+        self._outputs: list[weakref.ref[torch.UntypedStorage]] = []  # outputs of the last watched step
 
     def forward_begins(self, plan: StepPlan, value: Any, in_flight: int) -> None:
         """Watch the step that a forward on `value` begins, unless there is nothing to watch for."""
@@ -177,23 +171,24 @@ class WatchedSteps:
         self._running = step
 
     def forward_failed(self) -> None:
-        """Stop watching the step."""
         self._running = None
         if self._watch is not None:
             self._watch.stop()
 
     def _begin(self, plan: StepPlan, value: Any) -> WatchedStep | None:
         asked = self._model.settings.watch
-        if asked is False or plan.unlimited(self._model.settings) or plan.overruns > _MOST_OVERRUNS:
+        if asked is False or plan.overruns > _MOST_OVERRUNS:
             return None
         # Every step on CUDA asks for it, and inspecting all parameters would take longer than watching does.
         if self._device is None or self._device[0] is not plan:
             self._device = plan, self._model.device_of(plan.input_spec)
         device, present_bytes = self._device[1], 0
         gradients: list[weakref.ref[torch.UntypedStorage]] = []
+        if device.type == "cpu" and plan.watched is plan.sequence and not asked:
+            return None
+        if plan.unlimited(self._model.settings):
+            return None
         if device.type == "cpu":
-            if plan.watched is plan.sequence and not asked:
-                return None
             there = [each.grad for each in self._model.core.parameters() if each.grad is not None]
             present_bytes, gradients = self._present_bytes(plan, value, there, device), _weakly(there)
         limit = self._model.limit_bytes(device)
@@ -231,11 +226,7 @@ _WORTH_SAYING = 10
 
 
 def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Count the measured bytes of a step by `plan`: its peak, and `loss`, the phase that follows its forward.
-
-    If the limit has no room for them, solve again, once per plan, and log the result. If no plan has room, or the plan
-    must not change, warn, and training goes on beyond the limit.
-    """
+    """Count the bytes of a step and of `loss`, the phase after its forward; above `limit`, solve again or warn."""
     planned, gradient = plan.measurement.loss, plan.budget.chain.activation[-1]
     # As `measure_loss` counts it: the gradient of the output is part of the chain.
     temp, kept = max(planned.temp_bytes, loss.rise - gradient), max(planned.kept_bytes, loss.kept - gradient)
@@ -252,57 +243,46 @@ def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model:
     peak = budget.peak_bytes(plan.sequence)
     if plan.file is None:
         plan.budget, plan.measurement = budget, measurement
-    if peak > limit:
-        least = (peak - limit) / _WORTH_SAYING
-        of_loss = of_others = ""
-        if temp - planned.temp_bytes + kept - planned.kept_bytes > least:
-            of_loss = (
-                f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, where "
-                f"{format_bytes(planned.temp_bytes)} were planned for: pass it as loss=, or "
-                f"loss_tmp_memory_usage={temp}, so that it counts from the start."
-            )
-        if other > least:
-            of_others = (
-                f" {format_bytes(other)} more are held than was known, such as other inputs and outputs: let go of "
-                f"them, or write mem_limit={limit - other}."
-            )
-        remedy = _plan_again(plan, model)
-        _log.warning(
-            "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes).%s%s %s",
-            type(model.core).__name__, format_bytes(peak), peak, format_bytes(limit), limit, of_loss, of_others, remedy,
-            extra=record_fields(
-                "over_limit", name=type(model.core).__name__, peak_bytes=peak, mem_limit=limit,
-                loss_bytes=temp if of_loss else 0, other_bytes=other if of_others else 0,
-                goes_on=budget.peak_bytes(plan.sequence) > limit,
-            ),
-        )  # fmt: skip
-
-
-def tell_of_several_plans(peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Warn of a step over its limit whose forwards follow several plans: nothing says which one to change."""
+    if peak <= limit:
+        return
+    least = (peak - limit) / _WORTH_SAYING
+    of_loss = of_others = ""
+    if temp - planned.temp_bytes + kept - planned.kept_bytes > least:
+        of_loss = (
+            f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, where "
+            f"{format_bytes(planned.temp_bytes)} were planned for: pass it as loss=, or loss_tmp_memory_usage={temp}, "
+            "so that it counts from the start."
+        )
+    if other > least:
+        of_others = (
+            f" {format_bytes(other)} more are held than was known, such as other inputs and outputs: let go of them, "
+            f"or write mem_limit={limit - other}."
+        )
     plan.overruns += 1
+    remedy = plan.why_it_stays(model)
+    if remedy is None and plan.overruns > 1:
+        remedy = "It was planned again before, and the plan stays: training goes on, beyond the limit."
+    elif remedy is None:
+        try:
+            takes = exact_bytes(plan.budget.peak_bytes(solve(plan, model)))
+            remedy = f"It was planned again with that, and takes {takes} from now on."
+        except InfeasibleError as error:
+            remedy = f"Training goes on, beyond the limit: {error}"
+    numbers = {"loss_bytes": temp if of_loss else 0, "other_bytes": other if of_others else 0}
+    goes_on = budget.peak_bytes(plan.sequence) > limit
+    _warn_over_limit(model, peak, limit, f"{of_loss}{of_others} {remedy}", goes_on=goes_on, **numbers)
+
+
+def _warn_over_limit(model: TrainedModel, peak: int, limit: int, more: str, **numbers: int) -> None:
+    name = type(model.core).__name__
     _log.warning(
-        "a training step of %s takes %s (%d bytes), and the limit is %s (%d bytes). Its forwards follow several plans, "
-        "so these stay as they are: training goes on, beyond the limit. Write mem_limit=%d.",
-        type(model.core).__name__, format_bytes(peak_bytes), peak_bytes, format_bytes(limit), limit,
-        max(1, 2 * limit - peak_bytes),
-        extra=record_fields("over_limit", name=type(model.core).__name__, peak_bytes=peak_bytes, mem_limit=limit),
-    )  # fmt: skip
-
-
-def _plan_again(plan: StepPlan, model: TrainedModel) -> str:
-    """Solve again, where allowed; return the outcome in words."""
-    plan.overruns += 1
-    if (why := plan.why_it_stays(model)) is not None:
-        return why
-    if plan.overruns > 1:
-        return "It was planned again before, and the plan stays: training goes on, beyond the limit."
-    try:
-        sequence = solve(plan, model)
-    except InfeasibleError as error:
-        return f"Training goes on, beyond the limit: {error}"
-    peak = plan.budget.peak_bytes(sequence)
-    return f"It was planned again with that, and takes {format_bytes(peak)} ({peak} bytes) from now on."
+        "a training step of %s takes %s, and the limit is %s.%s",
+        name,
+        exact_bytes(peak),
+        exact_bytes(limit),
+        more,
+        extra=record_fields("over_limit", name=name, peak_bytes=peak, mem_limit=limit, **numbers),
+    )
 
 
 MARGIN = 0.05
@@ -331,15 +311,16 @@ def compare_with_prediction(peak_bytes: int, plan: StepPlan, model: TrainedModel
     plan.prediction_holds = (1 - MARGIN) * expected - missing <= peak_bytes <= (1 + MARGIN) * expected
     if plan.prediction_holds:
         return
-    when = "the next step" if model.alone else "the next step in which the batch of every process is as large"
-    again = f"It is measured here, and planned again, at {when}."
     _log.warning(
-        "the plan was predicted for %s, and a training step of %s takes %s (%d bytes) where %s (%d bytes) were "
-        "predicted. %s",
-        plan.file.predicted_for, type(model.core).__name__, format_bytes(peak_bytes), peak_bytes,
-        format_bytes(expected), expected, again,
+        "the plan was predicted for %s, and a training step of %s takes %s where %s were predicted. It is measured "
+        "here, and planned again, at the next step%s.",
+        plan.file.predicted_for,
+        type(model.core).__name__,
+        exact_bytes(peak_bytes),
+        exact_bytes(expected),
+        "" if model.alone else " in which the batch of every process is as large",
         extra=record_fields("other_than_predicted", peak_bytes=peak_bytes, predicted_bytes=expected),
-    )  # fmt: skip
+    )
 
 
 def disproved(plan: StepPlan, model: TrainedModel, *, as_large: bool) -> bool:
