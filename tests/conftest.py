@@ -47,7 +47,6 @@ LONGEST = (
     "capture/test_recurrent.py",
     "execute/test_guarded_tape.py",
     "batch_size/test_predicted.py",
-    "plan/test_backward_order.py",
     "capture/test_masks.py",
     "checkpointable/test_memory.py",
     "training/test_inside_regions.py",

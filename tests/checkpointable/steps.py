@@ -10,6 +10,7 @@ from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
+from rotor_solver import store_all
 
 CPU = torch.device("cpu")
 
@@ -28,6 +29,21 @@ class Residual(nn.Sequential):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value + super().forward(value)
+
+
+class Tower(nn.Module):
+    """Linear layers with skips around them. No chain: TorchDynamo captures it."""
+
+    def __init__(self, width: int, depth: int = 8, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers, self.dropout = nn.ModuleList(nn.Linear(width, width) for _ in range(depth)), dropout
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = value + torch.tanh(layer(value))
+            if self.dropout:
+                value = nn.functional.dropout(value, self.dropout, self.training)
+        return value
 
 
 def images(batch: int = 4, size: int = 24) -> torch.Tensor:
@@ -64,8 +80,15 @@ def step_peak(
 
 def between(planned: Checkpointable, share: float) -> int:
     """A limit `share` of the way from the least possible to storing everything."""
-    from rotor_solver import store_all
-
     assert planned.budget is not None
     least, full = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
     return int(least + share * (full - least))
+
+
+def same_gradients(network: nn.Module, plain: nn.Module) -> bool:
+    pairs = zip(network.parameters(), plain.parameters(), strict=True)
+    return all(a.grad is b.grad or torch.equal(a.grad, b.grad) for a, b in pairs)
+
+
+def said_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "rotor_py"]

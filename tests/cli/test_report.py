@@ -121,7 +121,7 @@ def test_a_saved_plan_trains_without_measuring(plan, model_file, loose, tmp_path
     assert f'plan="{saved}"' in result.stdout
     namespace: dict = {}
     exec(Path(model_file()).read_text(), namespace)
-    monkeypatch.setattr("rotor_py.plan.layer_source.measure", None)
+    monkeypatch.setattr("rotor_py.plan.source.measure", None)
     model = Checkpointable(namespace["model"], plan=saved)
     model(torch.randn(8, 3, 32, 32)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -54,9 +54,7 @@ BATCH = torch.randn(4, 4)
 
 
 @pytest.mark.parametrize("option", ["step_in_backward", "on_oom='replan'"])
-def test_what_is_for_one_process_is_refused_once_there_are_several(
-    option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_for_one_process_is_refused_once_there_are_several(option: str, monkeypatch) -> None:
     plain = Checkpointable(MODEL, BATCH, "1GB")
     planned = Checkpointable(MODEL, BATCH, "1GB", **ASKED[option])
     planned(BATCH)

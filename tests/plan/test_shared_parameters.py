@@ -56,15 +56,14 @@ def loss(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
-@pytest.mark.parametrize("made", [repeated, tied])
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(("made", "fresh"), [(repeated, False), (tied, True)])
 def test_their_sums_are_inside_the_limit(made, fresh: bool, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     model, batch = made()
     planned = Checkpointable(model, batch, loss=loss, fresh_grads=fresh, watch=False)
     assert planned.budget is not None
     least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
-    for share in (0.0, 0.3, 1.0):
+    for share in (0.0, 1.0):
         sequence = planned.compute_sequence(int(least + share * (most - least)))
         loss(planned(batch)).backward()
         if fresh:

@@ -17,7 +17,7 @@ from rotor_profiling import StageCost
 from rotor_py import Checkpointable
 from rotor_py.measure.measurement import Way, costliest
 from rotor_py.measure.stage_ways import worth_choosing
-from rotor_py.plan.plan_file import PlanCosts
+from rotor_py.plan.saved_plan import PlanCosts
 from rotor_py.plan.settings import Settings
 from rotor_py.stage.protocol import Keeper, Run, Trial, base_of, both, own_of, parted
 from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage

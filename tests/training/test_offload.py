@@ -194,7 +194,7 @@ class AllIn:
 def test_what_a_part_or_packing_leaves_is_elsewhere(
     make: Callable[[], nn.Module], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rotor_py.plan.layer_source._LEAST_BYTES", 0)
+    monkeypatch.setattr("rotor_py.plan.source._LEAST_BYTES", 0)
     # What is measured is not to depend on clocks.
     monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
     monkeypatch.setattr("rotor_py.measure.stage_measurer.saving_ones", lambda whole, ways, *_: ways)

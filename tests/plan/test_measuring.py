@@ -1,0 +1,141 @@
+"""What a model is measured with, what is logged meanwhile, and what the caller has around it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
+from tests.checkpointable.steps import Tower
+from tests.fields import kinds, logged, raises
+
+CHAIN = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+DATA = torch.randn(12, 8)
+
+
+class Product(nn.Module):
+    """Takes one or two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, value: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
+        value = self.layer(value).tanh()
+        return value if factor is None else value * factor
+
+
+def loader(*columns: torch.Tensor) -> Any:
+    return DataLoader(TensorDataset(*columns), batch_size=4, shuffle=True)
+
+
+@pytest.mark.parametrize("model", [CHAIN, Product()], ids=["chain", "captured"])
+def test_the_first_batch_of_a_loader_is_taken_and_no_random_number_is_drawn(model: nn.Module) -> None:
+    planned = Checkpointable(model, mem_limit="1GB")
+    before = torch.get_rng_state()
+    planned.measure(loader(DATA))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert planned(DATA[:4]).shape == (4, 8)
+    assert planned.sequence is not None
+
+
+@pytest.mark.parametrize("sample", [(DATA[:4], DATA[:4]), loader(DATA, DATA)], ids=["pair", "loader"])
+def test_targets_beside_the_input_are_refused_in_one_sentence(sample: Any) -> None:
+    with raises(UnsupportedModelError, "too_many_arguments", got=2):
+        Checkpointable(CHAIN, sample, mem_limit="1GB")
+    Checkpointable(Product(), sample, mem_limit="1GB")  # takes two
+
+
+@pytest.mark.parametrize("limit", ["1GB", 1e9, 10**9])
+def test_a_limit_in_the_place_of_the_sample_is_told(limit: Any) -> None:
+    with raises(UnsupportedModelError, "not_a_sample"):
+        Checkpointable(CHAIN, limit)
+
+
+def test_a_limit_may_be_a_float() -> None:
+    found = Checkpointable(CHAIN, DATA[:4], mem_limit=1e9)
+    assert found.mem_limit == 10**9
+    assert found.sequence is not None
+
+
+def test_a_loader_without_a_batch_is_told() -> None:
+    with raises(UnsupportedModelError, "empty_loader"):
+        Checkpointable(CHAIN, DataLoader(TensorDataset(DATA[:0])), mem_limit="1GB")
+
+
+def messages(caplog, **options: Any) -> list[tuple[int, str]]:
+    """Levels and lines that a first step of four layers logs."""
+    model = Checkpointable(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), mem_limit="1GB", **options)
+    with caplog.at_level(logging.INFO, "rotor_py"):
+        model(torch.randn(4, 8)).sum().backward()
+    return [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "rotor_py"]
+
+
+def test_measuring_begins_and_ends_with_a_line(caplog) -> None:
+    for options in ({"progress": False}, {}):
+        caplog.clear()
+        assert [level for level, _ in messages(caplog, **options)] == [logging.INFO] * 3
+    assert kinds(caplog) == ["planning", "measuring", "measured"]
+    assert logged(caplog, "planning", name="Sequential")
+    assert logged(caplog, "measured", stages=4)
+    for options in ({"progress": True}, {"verbosity": 1}):  # shown without setting up logging
+        caplog.clear()
+        assert [level for level, _ in messages(caplog, **options)][:3] == [logging.WARNING] * 3
+
+
+def test_a_profiler_that_measuring_ends_is_told_of(caplog) -> None:
+    model = Checkpointable(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), loss=torch.sum)
+    with caplog.at_level(logging.WARNING, "rotor_py"), torch.profiler.profile():
+        model.measure(torch.randn(2, 4))
+    assert logged(caplog, "profiler_lost")
+    caplog.clear()
+    with torch.profiler.profile() as profile:
+        model(torch.randn(2, 4)).sum().backward()
+    assert not logged(caplog, "profiler_lost")
+    assert any("addmm" in event.key for event in profile.key_averages())
+
+
+def gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    checkpoint(model, batch, use_reentrant=False).square().mean().backward()
+    return [batch.grad, *(each.grad for each in model.parameters())]
+
+
+def test_a_model_is_planned_inside_of_a_region_that_is_recomputed() -> None:
+    plain = Tower(32, 4, 0.1)
+    planned = Checkpointable(copy.deepcopy(plain), mem_limit="1GB")
+    for _ in range(2):
+        batches = [torch.ones(64, 32, requires_grad=True) for _ in range(2)]
+        for found, expected in zip(gradients(planned, batches[0]), gradients(plain, batches[1]), strict=True):
+            assert torch.equal(found, expected)
+
+
+def test_hooks_see_nothing_of_planning_and_all_that_comes_after_it() -> None:
+    seen: list[str] = []
+
+    def hooks(name: str) -> saved_tensors_hooks:
+        return saved_tensors_hooks(lambda tensor: seen.append(name) or tensor, lambda tensor: tensor)
+
+    value = torch.ones(2, requires_grad=True)
+    with hooks("outer"), hooks("inner"):
+        with outer_hooks_aside():
+            value.exp()
+        assert seen == []
+        value.exp()
+        with pytest.raises(ZeroDivisionError), outer_hooks_aside():
+            1 / 0  # noqa: B018  # an error in the middle of planning
+        value.exp()
+    assert seen == ["inner", "inner"]
+    with hooks("outer"):
+        value.exp()
+    assert seen == ["inner", "inner", "outer"]
