@@ -10,8 +10,7 @@ from typing import Any
 
 from rotor_solver.described_error import InvalidValueError
 
-LARGEST_SIZE = 2**50
-"""Bytes. Larger sizes are refused, so that sums of sizes are exact everywhere."""
+LARGEST_SIZE = 2**50  # Bytes. Larger sizes are refused, so that sums of sizes are exact everywhere.
 
 
 @dataclass(frozen=True, slots=True)

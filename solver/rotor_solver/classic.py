@@ -20,10 +20,9 @@ from rotor_solver.segments import even_segments, fastest_forwards, recompute_seg
 from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
-_NOTHING = -(2**60)
-"""The need of an empty interval: less than any other, even minus a size."""
+_NOTHING = -(2**60)  # The need of an empty interval: less than any other, even minus a size
+# Numbers in a table: 1 GiB. Slots are made coarser above it. Not measured; too low makes schedules slower.
 _LARGEST_TABLE = 2**27
-"""Numbers in a table: 1 GiB. Slots are made coarser above it. Not measured; too low makes schedules slower."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,16 +41,15 @@ from rotor_solver.segments import store_all
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
 
+# Bytes. A chain with a larger first table is refused. Not measured; too low refuses solvable chains.
 _LARGEST_TABLE = 2**31
-"""Bytes. A chain with a larger first table is refused. Not measured; too low refuses solvable chains."""
+# Slots are refined until makespan / bound - 1 is this small. Not measured; too high loses up to so much time.
 _CLOSE = 0.004
-"""Slots are refined until makespan / bound - 1 is this small. Not measured; too high loses up to so much time."""
+# No refinement if the next table would visit more pairs of slots. Not measured; too high costs solve time.
 _FINER_CHOICES = 1e9
-"""No refinement if the next table would visit more pairs of slots. Not measured; too high costs solve time."""
-_FINER_TABLE = 2**29
-"""No refinement if the next table would have more bytes. Not measured; too high costs memory."""
+_FINER_TABLE = 2**29  # No refinement if the next table would have more bytes. Not measured; too high costs memory.
+# Ways to read between slots (`_Problem._read`) when reading off a sequence. Not measured; each costs one descent.
 _BLENDS = (0.5, 0.0, 1.0)
-"""Ways to read between slots (`_Problem._read`) when reading off a sequence. Not measured; each costs one descent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +112,9 @@ class Floating:
         return Sequence(best, self.name, min(bound, makespan))
 
 
-_Task = tuple[int, int, int, int]
-"""A pending problem: s, its column of `start`, l, and its bytes."""
+_Task = tuple[int, int, int, int]  # A pending problem: s, its column of `start`, l, and its bytes
+# A way to begin a problem: seconds, the operation, and the following tasks, the first of them last.
 _Way = tuple[float, Operation, list[_Task | Operation]]
-"""A way to begin a problem: seconds, the operation, and the following tasks, the first of them last."""
 
 
 class _Problem:

@@ -65,8 +65,7 @@ def peak_in_reverse(footprints: Many[Footprint]) -> int:
     return max((beside + each.peak for beside, each in zip(_beside(footprints), footprints, strict=True)), default=0)
 
 
-PEAKS = {"any": peak_in_any_order, "reverse": peak_in_reverse}
-"""The peak of forwards, by the order of their backwards."""
+PEAKS = {"any": peak_in_any_order, "reverse": peak_in_reverse}  # The peak of forwards, by the order of their backwards
 
 
 def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
@@ -306,12 +305,11 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
     return best
 
 
+# Amounts of room for the running forward, at first. Not measured; too few miss better plans, each costs a solve.
 _ROOMS = 10
-"""Amounts of room for the running forward, at first. Not measured; too few miss better plans, each costs a solve."""
-_CLOSER = 4
-"""Refinements around the best amount of room. Not measured; each costs two solves."""
+_CLOSER = 4  # Refinements around the best amount of room. Not measured; each costs two solves.
+# Shares of an equal part that one forward may keep. Not measured; it may keep less in the end, and fit.
 _SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
-"""Shares of an equal part that one forward may keep. Not measured; it may keep less in the end, and fit."""
 
 
 def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
@@ -345,8 +343,7 @@ def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[
     yield from (found for share in _SHARES if (found := even(best, share)) is not None)
 
 
-_LONGEST = 800
-"""Most stages of a nested chain: 800 take the program some seconds."""
+_LONGEST = 800  # Most stages of a nested chain: 800 take the program some seconds
 
 
 def solve_in_flight(

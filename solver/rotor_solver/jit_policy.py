@@ -26,8 +26,8 @@ from rotor_solver.watching import watcher
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+# Whether the file that is being imported stays plain Python.
 _plain: ContextVar[bool] = ContextVar("plain", default=False)
-"""Whether the file that is being imported stays plain Python."""
 
 
 def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
@@ -58,21 +58,18 @@ def plain_python(name: str) -> ModuleType:
     return module
 
 
-PREPARING = "(preparing the solver, once on this machine)"
-"""Progress text while kernels are compiled."""
+PREPARING = "(preparing the solver, once on this machine)"  # Progress text while kernels are compiled
 
+# Seconds of plain work before Numba is imported. Not measured; a wrong value wastes about as many seconds.
 _IMPORTING = 0.3
-"""Seconds of plain work before Numba is imported. Not measured; a wrong value wastes about as many seconds."""
+# Seconds of plain work before kernels are compiled. Compiling takes longer, 10 to 20 seconds, but so much work makes
+# more work likely. Not measured; a wrong value wastes seconds, once on a machine.
 _COMPILING = 4.0
-"""Seconds of plain work before kernels are compiled. Compiling takes longer, 10 to 20 seconds, but so much work makes
-more work likely. Not measured; a wrong value wastes seconds, once on a machine."""
 
 
 class _Pace:
-    spent = 0.0
-    """Seconds of plain work."""
-    compiled: ClassVar[set[str]] = set()
-    """Files whose kernels are used from now on."""
+    spent = 0.0  # Seconds of plain work
+    compiled: ClassVar[set[str]] = set()  # Files whose kernels are used from now on
 
 
 def kernels_for(name: str, seconds: float, *arrays: Any) -> tuple[Any, list[Any]]:

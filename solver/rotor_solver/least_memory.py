@@ -35,35 +35,23 @@ class Costs(NamedTuple):
     1 if it lies in ā_i. `taken` is the memory that this run leaves, less what it frees.
     """
 
-    activation: Ints
-    """[L+1] bytes of a_0 … a_L."""
-    run: Floats
-    """[L+1] seconds of the forwards without a graph of stages 0 … i-1."""
+    activation: Ints  # [L+1] bytes of a_0 … a_L
+    run: Floats  # [L+1] seconds of the forwards without a graph of stages 0 … i-1
+    # [L+1] seconds: run[j], less the time of the output that stage j-1 skips when it runs right before its backward.
+    # With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes split[j]
+    # - run[i].
     split: Floats
-    """[L+1] seconds: run[j], less the time of the output that stage j-1 skips when it runs right before its backward.
-
-    With a checkpoint at a_j, that stage is the last of an interval and will skip it. So the checkpoint takes split[j] -
-    run[i]."""
+    # [L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early.
     split_floor: Floats
-    """[L+1] seconds: the least split[k] for k ≥ j, which never decreases, so that loops over j may end early."""
-    check_need: Ints
-    """[L+1, L+1] bytes, by (i, j)."""
-    base: Ints
-    """[L+1] bytes, by l."""
-    first: Ints
-    """[L+1] the first option of every stage, among all options."""
-    extra: Floats
-    """[options] seconds."""
-    taken: Ints
-    """[2, options] bytes, by where a_i lies."""
-    forward_need: Ints
-    """[options] bytes: saved, and the scratch of the forward."""
-    backward_need: Ints
-    """[2, options] bytes, by whether l < L."""
-    released: Ints
-    """[2, L] bytes, by where a_i lies."""
-    loss_need: int
-    """Bytes: δ_L, as large as a_L, and the scratch of the loss; a_L itself is the input and not counted."""
+    check_need: Ints  # [L+1, L+1] bytes, by (i, j)
+    base: Ints  # [L+1] bytes, by l
+    first: Ints  # [L+1] the first option of every stage, among all options
+    extra: Floats  # [options] seconds
+    taken: Ints  # [2, options] bytes, by where a_i lies
+    forward_need: Ints  # [options] bytes: saved, and the scratch of the forward
+    backward_need: Ints  # [2, options] bytes, by whether l < L
+    released: Ints  # [2, L] bytes, by where a_i lies
+    loss_need: int  # Bytes: δ_L, as large as a_L, and the scratch of the loss; a_L itself is the input and not counted
 
 
 def costs_of(chain: Chain) -> Costs:
@@ -137,8 +125,8 @@ def least_choice(costs: Costs, least: Ints, state: int, i: int, last: int) -> in
     return -(i + 1 + int(fits.argmax()))
 
 
+# The choice for (state, i, l): the interval [i, l] in one of the two states of a_i.
 Choose = Callable[[int, int, int], int]
-"""The choice for (state, i, l): the interval [i, l] in one of the two states of a_i."""
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:

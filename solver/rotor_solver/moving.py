@@ -136,20 +136,16 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
     return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
 
 
-_CLOSE = 0.005
-"""A gap that is good enough, as in `persistent.program`."""
-_NOT_FAR = 0.01
-"""The same for chains in which less can move, which double the solve time. Not measured."""
+_CLOSE = 0.005  # A gap that is good enough, as in `persistent.program`
+_NOT_FAR = 0.01  # The same for chains in which less can move, which double the solve time. Not measured.
+# First prices to try, the last one first, as multiples of the seconds of a byte's round trip. The last is so small that
+# it does not count, the first so high that no more moves than must. Not measured; wrong ends only cost solves.
 _ENDS = (64.0, 2.0**-10)
-"""First prices to try, the last one first, as multiples of the seconds of a byte's round trip. The last is so small
-that it does not count, the first so high that no more moves than must. Not measured; wrong ends only cost solves."""
-_PRICES = 12
-"""Most prices to try; five or six are typical. Not measured; too few loosen the plan and the bound."""
-_SAME = 1e-6
-"""Prices with no larger relative difference are the same."""
+_PRICES = 12  # Most prices to try; five or six are typical. Not measured; too few loosen the plan and the bound.
+_SAME = 1e-6  # Prices with no larger relative difference are the same
+# Room for copies on their way, as multiples of the most that a stage moves. Tried on chains of 40 to 70 stages: one
+# half to three multiples found the best plan, and those between them made it up to one percent faster.
 _ROOMS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)
-"""Room for copies on their way, as multiples of the most that a stage moves. Tried on chains of 40 to 70 stages: one
-half to three multiples found the best plan, and those between them made it up to one percent faster."""
 
 
 class MovingPlan(NamedTuple):
@@ -194,8 +190,7 @@ class _Search:
     link: Link
     slots: int
     best: tuple[Sequence, Moves, float] | None = None
-    bound: float = 0.0
-    """Seconds; certified."""
+    bound: float = 0.0  # Seconds; certified
 
     def explore(self, chain: Chain, room: int) -> None:
         """Solve `chain` for the prices that matter, with `room` bytes left for copies on their way.
@@ -338,12 +333,9 @@ class _Away(NamedTuple):
 class _TimedSequence:
     """Costs of a sequence's operations, by position, if nothing moves."""
 
-    durations: tuple[float, ...]
-    """Seconds."""
-    during: tuple[int, ...]
-    """Peak of each operation in bytes."""
-    after_loss: int
-    """Position of the first operation after the loss."""
+    durations: tuple[float, ...]  # Seconds
+    during: tuple[int, ...]  # Peak of each operation in bytes
+    after_loss: int  # Position of the first operation after the loss
     link: Link
     limit: int
 

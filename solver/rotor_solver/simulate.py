@@ -57,10 +57,8 @@ def skipped_outputs(sequence: Sequence) -> frozenset[int]:
 class _Attached:
     option: Option
     replayed: bool
-    freed: int = 0
-    """Bytes of the a_i inside this ā_i that were freed before its backward."""
-    away: bool = False
-    """Whether the option's `moved` bytes are out of memory."""
+    freed: int = 0  # Bytes of the a_i inside this ā_i that were freed before its backward
+    away: bool = False  # Whether the option's `moved` bytes are out of memory
 
 
 @dataclass(slots=True)
@@ -70,19 +68,17 @@ class Machine:
     chain: Chain
     sequence: Sequence
     held: int = 0
-    plain: dict[int, int] = field(default_factory=dict)
-    """Bytes of every a_i that stands alone."""
+    plain: dict[int, int] = field(default_factory=dict)  # Bytes of every a_i that stands alone
     attached: dict[int, _Attached] = field(default_factory=dict)
     deltas: set[int] = field(default_factory=set)
     seconds: float = 0.0
     lost: bool = False
-    output: str = "none"
-    """Holder of the caller's a_L: "none" before it exists, "plain", "attached", or "caller"."""
+    output: str = "none"  # Holder of the caller's a_L: "none" before it exists, "plain", "attached", or "caller"
 
     position: int = 0
     activation: tuple[int, ...] = ()
+    # By stage, the position of its last forward: after it, only its backward reads its input.
     last_forward: dict[int, int] = field(default_factory=dict)
-    """By stage, the position of its last forward: after it, only its backward reads its input."""
     skipped: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:

@@ -152,8 +152,7 @@ class _Copies:
     out_free: float = 0.0
     in_free: float = 0.0
     transfers: list[Transfer] = field(default_factory=list)
-    pending: deque[int] = field(default_factory=deque)
-    """Stages whose copy out is not over, in the order of the queue."""
+    pending: deque[int] = field(default_factory=deque)  # Stages whose copy out is not over, in the order of the queue
 
     def wait(self, until: float) -> None:
         self.waiting += max(0.0, until - self.now)

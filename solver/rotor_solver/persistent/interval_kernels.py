@@ -13,8 +13,7 @@ import numpy as np
 
 from rotor_solver.jit_policy import compiled
 
-INFINITE = np.int64(2**62)
-"""More than any need, and small enough that a size can be added to it."""
+INFINITE = np.int64(2**62)  # More than any need, and small enough that a size can be added to it
 
 
 @compiled()

@@ -59,8 +59,7 @@ def stops_of(ended: NDArray[np.bool_]) -> Ints:
     return stop
 
 
-ANYTHING = 2**62
-"""Bytes; more than any memory."""
+ANYTHING = 2**62  # Bytes; more than any memory
 
 
 class Grid(NamedTuple):
@@ -74,39 +73,26 @@ class Grid(NamedTuple):
     its last stages it is no slower, so the table stays a lower bound.
     """
 
-    unit: int
-    """Bytes."""
-    width: int
-    """Most slots in a row."""
-    place: Ints
-    """[nodes] the stage; L for the loss."""
+    unit: int  # Bytes
+    width: int  # Most slots in a row
+    place: Ints  # [nodes] the stage; L for the loss
+    # [nodes] 1 if the stage's input lies in the ā of the stage before, 0 if it stands alone or both cost the same.
     state: Ints
-    """[nodes] 1 if the stage's input lies in the ā of the stage before, 0 if it stands alone or both cost the same."""
-    node: Ints
-    """[2, L+1] by (state, i)."""
-    offset: Ints
-    """[nodes] bytes."""
+    node: Ints  # [2, L+1] by (state, i)
+    offset: Ints  # [nodes] bytes
+    # [L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less.
     slots: Ints
-    """[L+1] slots that a plain a_j takes, as seen from a row whose offset is at most remainder[j]; else one less."""
     remainder: Ints
-    start: Ints
-    """[nodes] the first row of the node."""
-    band: Ints
-    """[L] the last l < L whose interval is of use."""
-    row: Ints
-    """[nodes, L+1] -1 if there is none."""
+    start: Ints  # [nodes] the first row of the node
+    band: Ints  # [L] the last l < L whose interval is of use
+    row: Ints  # [nodes, L+1] -1 if there is none
+    # [L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory.
     after: Ints
-    """[L+1, L+1] by (l, j) the row of the interval from a checkpoint at a_j to stage l, as it lies in memory."""
-    last: Ints
-    """[rows] the stage at which the row ends; L for the loss."""
-    stop: Ints
-    """[L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1."""
-    base: Ints
-    """[L+1] the least `costs.base` of those, in bytes."""
-    tail: int
-    """The first of the rows that end at the loss, which are the last ones."""
-    fastest: Ints
-    """[L] the fastest option of every stage, among all options."""
+    last: Ints  # [rows] the stage at which the row ends; L for the loss
+    stop: Ints  # [L+1] rows that end at stage l stand for intervals to stages l … stop[l]-1
+    base: Ints  # [L+1] the least `costs.base` of those, in bytes
+    tail: int  # The first of the rows that end at the loss, which are the last ones
+    fastest: Ints  # [L] the fastest option of every stage, among all options
 
 
 class Rows(NamedTuple):
@@ -116,16 +102,11 @@ class Rows(NamedTuple):
     since everything is stored, or the last number, since no useful plan has so much memory.
     """
 
-    begin: Ints
-    """Slots; grows when a row is complete and its first numbers turn out to be above `limit`."""
-    high: Ints
-    """Slots."""
-    position: Ints
-    """Numbers of the table, may be negative."""
-    limit: Floats
-    """Times in the unit of the table; negative where no plan is of use."""
-    final: Floats
-    """Times; infinite until a row is complete if it will be the last number."""
+    begin: Ints  # Slots; grows when a row is complete and its first numbers turn out to be above `limit`
+    high: Ints  # Slots
+    position: Ints  # Numbers of the table, may be negative
+    limit: Floats  # Times in the unit of the table; negative where no plan is of use
+    final: Floats  # Times; infinite until a row is complete if it will be the last number
 
 
 class Windows(NamedTuple):
@@ -264,11 +245,11 @@ def rows_of(
     return Rows(begin[owner], most[owner], position[owner], limit[owner], final[owner]), int(sizes.sum())
 
 
+# Stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured.
 _LONGEST_PERIOD = 64
-"""Stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured."""
+# The part of a chain that must repeat without a break. Its square, three quarters, is the part of all intervals that
+# then lie inside. Not measured; a wrong value only costs time.
 _REPEATED = 0.87
-"""The part of a chain that must repeat without a break. Its square, three quarters, is the part of all intervals that
-then lie inside. Not measured; a wrong value only costs time."""
 
 
 def kinds_of(chain: Chain) -> Ints:
@@ -355,16 +336,11 @@ class Problem:
     chain: Chain
     stored: float
     costs: Costs
-    least: Ints
-    """[2, L+1, L+1] bytes, by (state, i, l): the least memory of every interval."""
-    full: Ints
-    """[2, L+1, L+1] bytes, by (state, i, l): the memory from which on the whole interval is stored."""
-    fastest: Ints
-    """[L] the fastest option of every stage, among all options."""
-    kinds: Ints
-    """[L] a number for every stage, equal for stages that cost the same."""
-    period: int
-    """Period in stages with which most of the chain repeats; 0 if it does not."""
+    least: Ints  # [2, L+1, L+1] bytes, by (state, i, l): the least memory of every interval
+    full: Ints  # [2, L+1, L+1] bytes, by (state, i, l): the memory from which on the whole interval is stored
+    fastest: Ints  # [L] the fastest option of every stage, among all options
+    kinds: Ints  # [L] a number for every stage, equal for stages that cost the same
+    period: int  # Period in stages with which most of the chain repeats; 0 if it does not
 
     @classmethod
     def of(cls, chain: Chain) -> Problem:

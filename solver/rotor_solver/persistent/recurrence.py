@@ -134,20 +134,20 @@ def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
     )
 
 
+# Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence.
 _GROUP = 4
-"""Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence."""
+# Extra enlargement of slots if a table is too large: its size falls slightly slower than theirs grows. Not measured;
+# too large a value makes the table coarser than needed.
 _MARGIN = 1.1
-"""Extra enlargement of slots if a table is too large: its size falls slightly slower than theirs grows. Not measured;
-too large a value makes the table coarser than needed."""
+# In chains of up to so many stages, every interval has a row from the beginning. Not measured; costs solve time.
 _SHORT = 64
-"""In chains of up to so many stages, every interval has a row from the beginning. Not measured; costs solve time."""
+# Stages that fit into memory, for which one row for every doubling of length would do. Chosen after a measurement: for
+# 500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the bound
+# by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %.
 _TIGHT = 128
-"""Stages that fit into memory, for which one row for every doubling of length would do. Chosen after a measurement: for
-500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the bound
-by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %."""
+# Least slots in a typical checkpoint at first: a checkpoint rounded down to none looks free. Not measured; too low
+# loosens the first bound.
 _RESOLUTION = 2
-"""Least slots in a typical checkpoint at first: a checkpoint rounded down to none looks free. Not measured; too low
-loosens the first bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +213,7 @@ class Best:
     makespan: float = math.inf
     bound: float = field(init=False)
     sequence: Sequence | None = None
-    later: Floats = field(init=False)
-    """[L+1] seconds by which the stages from i on take longer than stored, at least."""
+    later: Floats = field(init=False)  # [L+1] seconds by which the stages from i on take longer than stored, at least
 
     def __post_init__(self) -> None:
         self.bound = self.problem.stored

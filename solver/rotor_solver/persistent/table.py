@@ -32,21 +32,18 @@ from rotor_solver.watching import watcher
 
 _KERNELS = "rotor_solver.persistent.table_kernels"
 _DESCENT = "rotor_solver.persistent.interval_kernels"
-_PORTIONS = 32
-"""Portions of the work between progress reports. Not measured; more only report more often."""
+_PORTIONS = 32  # Portions of the work between progress reports. Not measured; more only report more often.
+# Times up to this multiple of the scale are of use. 1 would leave no room for rounding; the margin is not measured, and
+# a larger one only costs time.
 _CUT = 1.001
-"""Times up to this multiple of the scale are of use. 1 would leave no room for rounding; the margin is not measured,
-and a larger one only costs time."""
+# Ways to read between slots (`interval_kernels.estimate`) for a sequence, the best first. Not measured; each costs one
+# descent.
 _BLENDS = (0.5, 0.0, 1.0)
-"""Ways to read between slots (`interval_kernels.estimate`) for a sequence, the best first. Not measured; each
-costs one descent."""
-_FEW = 0.25
-"""Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time."""
-_LOOKED_AT = 0.25
-"""The part of all pairs of slots that a table visits, roughly. Not measured; steers table sizes."""
+_FEW = 0.25  # Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time.
+_LOOKED_AT = 0.25  # The part of all pairs of slots that a table visits, roughly. Not measured; steers table sizes.
+# Seconds of plain Python for a row, for a checkpoint of it, and for a pair of slots. Measured for chains of 20 to 100
+# stages.
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
-"""Seconds of plain Python for a row, for a checkpoint of it, and for a pair of slots. Measured for chains of 20 to 100
-stages."""
 
 
 @dataclass(slots=True)
@@ -62,20 +59,13 @@ class Table:
     costs: Costs
     grid: Grid
     rows: Rows
-    size: int
-    """Count of its numbers."""
-    owner: Ints
-    """[rows] the row whose numbers a row shares; itself if it has its own."""
-    work: Floats
-    """[rows] pairs of slots, if every checkpoint is of use to every row; less where rows are shared."""
-    plain_seconds: float
-    """Estimated seconds to fill it without compiled kernels."""
-    windowed: bool = False
-    """Whether only windows of it were filled: it then says less about the parts of the chain."""
-    values: Any = None
-    """[size] the numbers: `flat` of the kernels."""
-    pairs: int = 0
-    """Pairs of slots visited."""
+    size: int  # Count of its numbers
+    owner: Ints  # [rows] the row whose numbers a row shares; itself if it has its own
+    work: Floats  # [rows] pairs of slots, if every checkpoint is of use to every row; less where rows are shared
+    plain_seconds: float  # Estimated seconds to fill it without compiled kernels
+    windowed: bool = False  # Whether only windows of it were filled: it then says less about the parts of the chain
+    values: Any = None  # [size] the numbers: `flat` of the kernels
+    pairs: int = 0  # Pairs of slots visited
 
     @classmethod
     def of(

@@ -59,10 +59,8 @@ import numpy as np
 
 from rotor_solver.jit_policy import compiled
 
-INFINITE = np.int64(2**62)
-"""Bytes; more than any window begins with."""
-STEP = 16
-"""Slots of which one is tested before anything is passed down. Not measured; a wrong value only costs time."""
+INFINITE = np.int64(2**62)  # Bytes; more than any window begins with
+STEP = 16  # Slots of which one is tested before anything is passed down. Not measured; a wrong value only costs time.
 
 
 @compiled()

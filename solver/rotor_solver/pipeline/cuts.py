@@ -47,8 +47,7 @@ from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.watching import watcher
 
-Cost = Callable[[int, int, int], float]
-"""Cost of stages i … j - 1 as part s, for (s, i, j)."""
+Cost = Callable[[int, int, int], float]  # Cost of stages i … j - 1 as part s, for (s, i, j)
 
 
 def best_cuts(bounds: Floats, *costs: Cost) -> tuple[list[int], float]:
@@ -126,12 +125,12 @@ def _nothing_crosses(gradients: tuple[int, ...]) -> bool:
     return True
 
 
+# Slots for the memory that a microbatch keeps, if only a lower bound is needed. Not measured; fewer loosen the bound,
+# and more parts are solved.
 _FEW = 24
-"""Slots for the memory that a microbatch keeps, if only a lower bound is needed. Not measured; fewer loosen the bound,
-and more parts are solved."""
+# A part's chain, the bytes for its microbatches (below zero if the memory outside them exceeds its share), the number
+# in flight, and the room for the one in progress, if that is given separately.
 _Key = tuple[Chain, int, int, int]
-"""A part's chain, the bytes for its microbatches (below zero if the memory outside them exceeds its share), the number
-in flight, and the room for the one in progress, if that is given separately."""
 
 
 class PartCosts:
@@ -281,9 +280,9 @@ def plan_pipeline(
     return min(plans, key=lambda plan: plan.timeline.makespan)
 
 
+# Shares of a limit for the microbatch in progress to try if a rank has several parts. Not measured; each costs a
+# search.
 _WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
-"""Shares of a limit for the microbatch in progress to try if a rank has several parts. Not measured; each costs a
-search."""
 
 
 def _best_plan(search: PartCosts, points: list[int]) -> PipelinePlan:

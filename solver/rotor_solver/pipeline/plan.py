@@ -17,8 +17,7 @@ from rotor_solver.pipeline.sequences import Microbatch, bytes_in_flight
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
 
-_FOR_WEIGHTS = 0.5
-"""The share of a backward without recomputation that is for the weights: about a half (Qi et al.)."""
+_FOR_WEIGHTS = 0.5  # The share of a backward without recomputation that is for the weights: about a half (Qi et al.)
 
 
 @dataclass(frozen=True, slots=True)

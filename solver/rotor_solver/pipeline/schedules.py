@@ -25,8 +25,8 @@ from typing import Literal
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import InvalidValueError, check_count
 
+# Forward, the whole backward, the backward for the inputs only, and the one for the weights: torch's letters.
 Kind = Literal["F", "B", "I", "W"]
-"""Forward, the whole backward, the backward for the inputs only, and the one for the weights: torch's letters."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ class Microbatch:
     backward_peak: int
     forward_seconds: float
     backward_seconds: float
-    stored_backward_seconds: float
-    """The part of the backward that is not recomputation."""
+    stored_backward_seconds: float  # The part of the backward that is not recomputation
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
@@ -107,9 +106,9 @@ def least_in_flight(chain: Chain, count: int) -> tuple[int, Sequence]:
     return total(best), Sequence(operations_of(length, choose), "recompute-all")
 
 
+# Bytes kept, bytes needed, the choice for the interval, and the label of the following interval with the loss. A tuple,
+# not a class: there are thousands of them for every part.
 _Label = tuple[int, int, int, Any]
-"""Bytes kept, bytes needed, the choice for the interval, and the label of the following interval with the loss. A
-tuple, not a class: there are thousands of them for every part."""
 
 
 def _labels(costs: Costs, least: Ints) -> list[_Label]:
@@ -149,11 +148,11 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
     return kept
 
 
+# Numbers in the largest table: 160 MB. Slots are made larger for longer parts. Not measured; too low makes sequences
+# slower.
 _NUMBERS = 2e7
-"""Numbers in the largest table: 160 MB. Slots are made larger for longer parts. Not measured; too low makes sequences
-slower."""
+# Most pairs of slots to visit in one table, about half a second. Not measured; too low makes sequences slower.
 _PAIRS = 3e8
-"""Most pairs of slots to visit in one table, about half a second. Not measured; too low makes sequences slower."""
 
 
 def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> float:
