@@ -1,28 +1,20 @@
 """Choose between keeping, recomputing and offloading within a limit: Lagrangian prices with a certified bound.
 
-Begin with Note [Moves] at `sequence.Moves`.
-
 For a price λ of every byte moved, the persistent program solves the chain in which moved bytes take memory only in
 their own operations (`priced`); no timetable of copies needs less. Each sequence found gets a timetable that fits, and
-is simulated; the fastest wins. Copies take memory on their way, so sequences for slightly lower limits are tried too. A
-price ignores how long copies wait for each other, so chains in which each stage can only move the most, or the least,
-are tried too.
+is simulated; the fastest wins. Slightly lower limits are tried too, as copies take memory on their way, and chains in
+which each stage can only move the most, or the least, as a price ignores how long copies wait for each other.
 
-The bound (`lower_bound`) covers all steps that move. For any sequence within the limit, let C₁ be its compute seconds
-up to the loss, C₂ those after it, and M the bytes that it moves. Copies out are over when the first operation after the
-loss begins, and copies back begin after the loss. So with β bytes a second, a step takes at least
+The bound (`lower_bound`): let C₁ be the compute seconds of a sequence up to the loss, C₂ those after it, and M the
+bytes that it moves, out before and back after the loss (Note [Moves] at `sequence.Moves`). With β bytes a second,
 
     T ≥ max(C₁, M / β_out) + max(C₂, M / β_in)
       = the most of  C₁ + C₂,  M / β_out + C₂,  C₁ + M / β_in,  M / β_out + M / β_in.
 
-Every stage runs once before the loss, by one of its forwards: C₁ lies between `least` and `most`. The program's
-certificate for the price λ says that C₁ + C₂ + λ M ≥ D(λ). So T is at least the height over M of each of the lines, for
-all λ that were solved,
+C₁ lies between `least` and `most`, and the program's certificate says that C₁ + C₂ + λ M ≥ D(λ). So T is at least the
+lowest point, over M, of the upper envelope of these lines for all λ solved, and the seconds of storing everything:
 
     D(λ) - λ M        D(λ) - λ M - most + M / β_out        least + M / β_in        M / β_out + M / β_in
-
-and the seconds of storing everything: at least the lowest point of their upper envelope. Leaving out the memory of
-copies on their way only lowers the bound.
 """
 
 from __future__ import annotations
@@ -41,14 +33,14 @@ from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
 from rotor_solver.described_error import InfeasibleError, bytes_of_limit, check_fits
 from rotor_solver.memory_timeline import moments
 from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent
-from rotor_solver.sequence import ForwardEnable, Moves, Sequence
+from rotor_solver.sequence import ForwardEnable, Loss, Moves, Sequence
 from rotor_solver.simulate import simulate
 from rotor_solver.transfers import (
+    CopyQueues,
     Link,
     MovesSimulation,
     Transfer,
     Trip,
-    loss_position,
     simulate_moves,
     timed_moments,
     transfers,
@@ -70,10 +62,7 @@ __all__ = [
 
 
 def priced(chain: Chain, price: float) -> Chain:
-    """Return `chain` with `price` more seconds for every byte that an option moves.
-
-    A forward after the loss does not move: no copy goes out then. So these options cannot be used there.
-    """
+    """Return `chain` with `price` more seconds for every byte moved. No copy goes out after the loss."""
     stages: list[Stage] = []
     for stage in chain.stages:
         options = [
@@ -113,10 +102,7 @@ class Priced(NamedTuple):
 
 
 def lower_bound(chain: Chain, link: Link, found: Iterable[Priced]) -> tuple[float, float]:
-    """(bytes, seconds): every step within the limit takes at least `seconds`, and reaches that only with `bytes` moved.
-
-    The bounds in `found` must be for that limit, or a higher one.
-    """
+    """(bytes, seconds): every step within the limit of `found` takes at least `seconds`, at best with `bytes` moved."""
     out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
     forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
     least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
@@ -136,7 +122,7 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
     return min(((moved, max(line.at(moved) for line in lines)) for moved in crossings), key=lambda point: point[1])
 
 
-_CLOSE = 0.005  # A gap that is good enough, as in `persistent.program`
+_CLOSE = 0.005  # A gap that is good enough, as in `persistent.recurrence`
 _NOT_FAR = 0.01  # The same for chains in which less can move, which double the solve time. Not measured.
 # First prices to try, the last one first, as multiples of the seconds of a byte's round trip. The last is so small that
 # it does not count, the first so high that no more moves than must. Not measured; wrong ends only cost solves.
@@ -158,7 +144,6 @@ class MovingPlan(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """seconds / lower_bound - 1: the largest possible distance from the best plan."""
         return self.seconds / self.lower_bound - 1 if self.lower_bound else (math.inf if self.seconds else 0.0)
 
 
@@ -193,12 +178,7 @@ class _Search:
     bound: float = 0.0  # Seconds; certified
 
     def explore(self, chain: Chain, room: int) -> None:
-        """Solve `chain` for the prices that matter, with `room` bytes left for copies on their way.
-
-        `chain` is the search's own, or one in which less can move. Prices matter near the lowest point of the bound.
-        Two known sequences move more and less than that point; the price at which both are equally good finds one
-        between them, or shows that there is none.
-        """
+        """Solve `chain` for the prices near the lowest point of the bound, with `room` bytes left for copies."""
         limit, found, known = self.limit - room, list[Priced](), list[tuple[int, float]]()
         # A bound for a lower limit certifies nothing, nor does one for fewer moves.
         certifies = room == 0 and chain is self.chain
@@ -209,8 +189,7 @@ class _Search:
         while prices:
             price = prices.pop()
             sequence = program.solve(priced(chain, price), limit)
-            assert sequence.lower_bound is not None
-            found.append(Priced(price, sequence.lower_bound))
+            found.append(Priced(price, sequence.lower_bound or 0.0))
             known.append(self.offer(sequence))
             moved, bound = lower_bound(self.chain, self.link, found)
             if certifies:
@@ -264,7 +243,7 @@ def _price_between(known: list[tuple[int, float]], moved: float, tried: list[flo
 
 def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
     """Let every forward of `sequence` before the loss move all that it could move at no extra cost."""
-    operations, loss = list(sequence), loss_position(sequence)
+    operations, loss = list(sequence), sequence.index(Loss())
     for position, operation, options, own in _enabled(chain, sequence):
         alike = [k for k, each in enumerate(options) if each.moved > own.moved and _no_worse(each, own)]
         if position < loss and alike:
@@ -274,7 +253,7 @@ def with_all_moves(chain: Chain, sequence: Sequence) -> Sequence:
 
 def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequence:
     """Replace moving options of `sequence` where nothing is moved, if the others cost no more and keep no more."""
-    operations, moving, loss = list(sequence), moves.stages, loss_position(sequence)
+    operations, moving, loss = list(sequence), moves.stages, sequence.index(Loss())
     for position, operation, options, own in _enabled(chain, sequence):
         alike = [k for k, each in enumerate(options) if own.moved and not each.moved and _no_worse(each, own)]
         if alike and not (position < loss and operation.stage in moving):
@@ -283,7 +262,6 @@ def without_idle_moves(chain: Chain, sequence: Sequence, moves: Moves) -> Sequen
 
 
 def _enabled(chain: Chain, sequence: Sequence) -> Iterator[tuple[int, ForwardEnable, tuple[Option, ...], Option]]:
-    """Yield the forwards with a graph by their position, the options of their stages, and their own."""
     for position, operation in enumerate(sequence):
         if isinstance(operation, ForwardEnable):
             options = chain.stages[operation.stage].options
@@ -301,49 +279,29 @@ def _no_worse(one: Option, other: Option) -> bool:
 def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Moves:
     """Return moves of `sequence` with which a step stays within `limit` bytes, however slow the link.
 
-    Waits as late and fetches as early as memory allows: for a given set of moving stages, both are greedy and optimal.
-    Copies out end in the order in which they begin. So before an operation, the shortest prefix of the queue that makes
-    enough room must be over; waiting earlier gains nothing. Copies back begin in the order of the backwards, and their
-    bytes stay to the backward. So while the bytes of a later one are in memory, those of an earlier one are there too,
-    or used up: beginning it as early as possible takes no room from the later one.
-
-    A stage does not move if that fits and takes no longer over `link`. Raises InfeasibleError if even moving all that
-    can move, one at a time, needs more.
+    Waits as late and fetches as early as memory allows, both optimal for given trips: copies out end in the order in
+    which they begin, and copies back begin in the order of the backwards, to which their bytes stay. A stage does not
+    move if that fits and takes no longer over `link`. Raises InfeasibleError if moving all that can move needs more.
     """
-    step = _TimedSequence.of(chain, sequence, link, limit)
+    step = _TimedSequence(chain, sequence, link, limit)
     moving: list[Trip] = []
-    best = step.timetable(moving)
-    if best is None:
+    moves = step.timetable(moving)
+    if moves is None:
         moving = list(trips_of(chain, sequence))
         check_fits("the sequence, whatever it moves, needs", max(step.bytes_while_away(moving)), limit)
-        best = step.timetable(moving)
-        assert best is not None
-    return _moves(step.fewest(moving, best), len(sequence))
+        moves = step.timetable(moving)
+        assert moves is not None
+    return step.fewest(moving, moves)
 
 
-class _Away(NamedTuple):
-    """A trip, the operation that waits for its copy out, and the one right before which its copy back begins."""
-
-    trip: Trip
-    wait: int
-    fetch: int
-
-
-@dataclass(frozen=True, slots=True)
 class _TimedSequence:
     """Costs of a sequence's operations, by position, if nothing moves."""
 
-    durations: tuple[float, ...]  # Seconds
-    during: tuple[int, ...]  # Peak of each operation in bytes
-    after_loss: int  # Position of the first operation after the loss
-    link: Link
-    limit: int
-
-    @classmethod
-    def of(cls, chain: Chain, sequence: Sequence, link: Link, limit: int) -> _TimedSequence:
+    def __init__(self, chain: Chain, sequence: Sequence, link: Link, limit: int) -> None:
         found = moments(chain, sequence)
-        durations, during = tuple(each.seconds for each in found), tuple(each.during for each in found)
-        return cls(durations, during, loss_position(sequence) + 1, link, limit)
+        self.durations, self.during = [each.seconds for each in found], [each.during for each in found]
+        self.after_loss = sequence.index(Loss()) + 1  # Position of the first operation after the loss
+        self.link, self.limit = link, limit
 
     def bytes_while_away(self, trips: Several[Trip]) -> list[int]:
         """By operation, the peak in bytes if moved bytes are in memory only in their own forward and backward."""
@@ -353,40 +311,45 @@ class _TimedSequence:
             change[trip.backward] += trip.moved
         return [most + away for most, away in zip(self.during, accumulate(change), strict=False)]
 
-    def timetable(self, trips: Several[Trip]) -> list[_Away] | None:
+    def timetable(self, trips: Several[Trip]) -> Moves | None:
         """Schedule these trips, given in the order of their forwards; None if that does not fit."""
         room = [self.limit - most for most in self.bytes_while_away(trips)]
         if min(room) < 0:
             return None
-        leaves, waits = {trip.forward: trip for trip in trips}, {}
+        wait_out: list[list[int]] = [[] for _ in room]
+        fetch: list[list[int]] = [[] for _ in room]
+        leaves = {trip.forward: trip for trip in trips}
         pending, held = deque[Trip](), 0
         for position in range(self.after_loss):
             while held > room[position]:
                 trip = pending.popleft()
-                waits[trip], held = position, held - trip.moved
+                wait_out[position].append(trip.stage)
+                held -= trip.moved
             if position in leaves:
                 pending.append(leaves[position])
                 held += leaves[position].moved
-        found, earliest = [], self.after_loss
+        if pending:
+            wait_out[self.after_loss] = [trip.stage for trip in pending]
+        earliest = self.after_loss
         for trip in sorted(trips, key=lambda each: each.backward):
-            fetch = trip.backward
-            while fetch > earliest and room[fetch - 1] >= trip.moved:
-                fetch -= 1
-                room[fetch] -= trip.moved
-            earliest = fetch
-            found.append(_Away(trip, waits.get(trip, self.after_loss), fetch))
-        return found
+            begin = trip.backward
+            while begin > earliest and room[begin - 1] >= trip.moved:
+                begin -= 1
+                room[begin] -= trip.moved
+            earliest = begin
+            fetch[begin].append(trip.stage)
+        return Moves(tuple(map(tuple, wait_out)), tuple(map(tuple, fetch)))
 
-    def fewest(self, trips: Several[Trip], timetable: list[_Away]) -> list[_Away]:
-        """Return the timetable of a subset of `trips` that loses no time and cannot shrink; `timetable` has all."""
-        moving, best, seconds = list(trips), timetable, self.seconds(timetable)
+    def fewest(self, trips: Several[Trip], moves: Moves) -> Moves:
+        """Return the moves of a subset of `trips` that loses no time and cannot shrink; `moves` has all."""
+        moving, best, seconds = list(trips), moves, self.seconds(trips, moves)
         untried = deque(reversed(moving))  # those nearest to the loss come back soonest, and are the hardest to hide
         refused: list[Trip] = []
         while untried:
             trip = untried.popleft()
             rest = [each for each in moving if each is not trip]
             without = self.timetable(rest)
-            if without is None or (time := self.seconds(without)) > seconds:
+            if without is None or (time := self.seconds(rest, without)) > seconds:
                 refused.append(trip)
                 continue
             moving, best, seconds = rest, without, time
@@ -395,36 +358,9 @@ class _TimedSequence:
             refused.clear()
         return best
 
-    def seconds(self, timetable: list[_Away]) -> float:
-        """Seconds of the step by a timetable, whose trips are in the order of their backwards."""
-        # Faster than `simulate_moves`, which has the last word, since the timetable is known to be valid.
-        leaves = {away.trip.forward: away for away in timetable}
-        returns = {away.trip.backward: away.trip for away in timetable}
-        waits, fetches = dict[int, list[Trip]](), dict[int, list[Trip]]()
-        for away in timetable:
-            waits.setdefault(away.wait, []).append(away.trip)
-            fetches.setdefault(away.fetch, []).append(away.trip)
-        now = out_free = in_free = 0.0
-        end: dict[Trip, float] = {}
+    def seconds(self, trips: Several[Trip], moves: Moves) -> float:
+        copies = CopyQueues(trips, moves, self.link)
         for position, duration in enumerate(self.durations):
-            for trip in waits.get(position, ()):
-                now = max(now, end[trip])
-            for trip in fetches.get(position, ()):
-                in_free = end[trip] = max(in_free, now) + trip.moved / self.link.in_bytes_per_second
-            if position in returns:
-                now = max(now, end[returns[position]])
-            now += duration
-            if position in leaves:
-                trip = leaves[position].trip
-                out_free = end[trip] = max(out_free, now) + trip.moved / self.link.out_bytes_per_second
-        return now
-
-
-def _moves(timetable: list[_Away], operations: int) -> Moves:
-    wait_out: list[list[int]] = [[] for _ in range(operations)]
-    fetch: list[list[int]] = [[] for _ in range(operations)]
-    for away in timetable:
-        fetch[away.fetch].append(away.trip.stage)
-    for away in sorted(timetable, key=lambda each: each.trip.forward):
-        wait_out[away.wait].append(away.trip.stage)
-    return Moves(tuple(map(tuple, wait_out)), tuple(map(tuple, fetch)))
+            copies.begin(position)
+            copies.run(position, duration)
+        return copies.now

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import InvalidValueError
@@ -32,19 +32,15 @@ class Link:
             rate = getattr(self, name)
             if not (math.isfinite(rate) and rate > 0):
                 raise InvalidValueError(
-                    f"{name} is {rate!r}; it has to be a finite number of bytes, above zero",
-                    kind="not_a_rate",
-                    name=name,
+                    f"{name} must be finite and above zero, got {rate!r}", kind="not_a_rate", name=name
                 )
 
     @property
     def seconds_per_byte(self) -> float:
-        """Seconds of a byte's round trip."""
         return 1 / self.out_bytes_per_second + 1 / self.in_bytes_per_second
 
     @classmethod
     def slowest(cls, links: Iterable[Link]) -> Link:
-        """Return a link with the slowest rate of `links` in each direction."""
         out, back = zip(*((link.out_bytes_per_second, link.in_bytes_per_second) for link in links), strict=True)
         return cls(min(out), min(back))
 
@@ -59,18 +55,9 @@ class Trip:
     backward: int
 
 
-def loss_position(sequence: Sequence) -> int:
-    """Return the position of the loss. Raises ValueError if there is none."""
-    if Loss() not in sequence.operations:
-        raise InvalidValueError(
-            f"the sequence of {len(sequence)} operations has no loss", kind="no_loss", name="sequence"
-        )
-    return sequence.operations.index(Loss())
-
-
 def trips_of(chain: Chain, sequence: Sequence) -> tuple[Trip, ...]:
     """Return all trips of a valid sequence, in the order of the forwards. A forward after the loss moves nothing."""
-    before = sequence.operations[: loss_position(sequence)]
+    before = sequence.operations[: sequence.index(Loss())]
     backward = {each.stage: place for place, each in enumerate(sequence) if isinstance(each, Backward)}
     found = []
     for position, operation in enumerate(before):
@@ -117,83 +104,79 @@ def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -
     """
     simulate(chain, sequence)  # for its errors, which name the operation
     trips = _checked_trips(chain, sequence, moves)
-    copies = _Copies(Machine(chain, sequence), trips, link)
+    machine, copies = Machine(chain, sequence), CopyQueues(trips, moves, link)
+    leaving = deque(trip.stage for trip in trips)
     begin, during = [], []
-    arriving = {trip.backward: stage for stage, trip in trips.items()}
-    leaving = {trip.forward: stage for stage, trip in trips.items()}
     for position in range(len(sequence)):
-        for stage in moves.wait_out[position]:
-            copies.wait(copies.out_end[stage])
+        begin.append(copies.begin(position))
+        while leaving and copies.out_end.get(leaving[0], math.inf) <= copies.now:
+            machine.move_out(leaving.popleft())
         for stage in moves.fetch[position]:
-            copies.fetch(stage)
-        if position in arriving:
-            copies.wait(copies.in_end[arriving[position]])
-        begin.append(copies.now)
-        during.append(copies.run(position))
-        if position in leaving:
-            copies.send(leaving[position])
-    moved = sum(trip.moved for trip in trips.values())
+            machine.move_in(stage)
+        before = machine.seconds
+        during.append(machine.run(position))
+        copies.run(position, machine.seconds - before)
     peak = max([chain.input_bytes, *during])
     times = tuple(begin), tuple(during), copies.waiting
-    return MovesSimulation(copies.now, peak, *times, moved, tuple(copies.transfers))
+    return MovesSimulation(copies.now, peak, *times, sum(trip.moved for trip in trips), tuple(copies.transfers))
 
 
-@dataclass(slots=True)
-class _Copies:
-    """The queues of operations and of copies in each direction, as far as a step has come."""
+class CopyQueues:
+    """The clock of a step, and the queue of copies in each direction, for `trips` in the order of their forwards."""
 
-    machine: Machine
-    trips: Mapping[int, Trip]
-    link: Link
-    now: float = 0.0
-    waiting: float = 0.0
-    out_end: dict[int, float] = field(default_factory=dict)
-    in_end: dict[int, float] = field(default_factory=dict)
-    out_free: float = 0.0
-    in_free: float = 0.0
-    transfers: list[Transfer] = field(default_factory=list)
-    pending: deque[int] = field(default_factory=deque)  # Stages whose copy out is not over, in the order of the queue
+    def __init__(self, trips: Iterable[Trip], moves: Moves, link: Link) -> None:
+        self.now = self.waiting = self._out_free = self._in_free = 0.0
+        self.out_end: dict[int, float] = {}  # By stage
+        self.transfers: list[Transfer] = []
+        self._in_end: dict[int, float] = {}
+        self._trips = {trip.stage: trip for trip in trips}
+        self._leaving = {trip.forward: trip for trip in self._trips.values()}
+        self._arriving = {trip.backward: trip for trip in self._trips.values()}
+        self._moves, self._link = moves, link
 
-    def wait(self, until: float) -> None:
+    def begin(self, position: int) -> float:
+        """Wait and fetch as the moves say; return the seconds at which the operation begins."""
+        for stage in self._moves.wait_out[position]:
+            self._wait(self.out_end[stage])
+        for stage in self._moves.fetch[position]:
+            end = self._copy(self._trips[stage], False, self._in_free, self._link.in_bytes_per_second)
+            self._in_end[stage] = self._in_free = end
+        if position in self._arriving:
+            self._wait(self._in_end[self._arriving[position].stage])
+        return self.now
+
+    def run(self, position: int, seconds: float) -> None:
+        """Run the operation, and begin the copy out of its bytes."""
+        self.now += seconds
+        if position in self._leaving:
+            trip = self._leaving[position]
+            self._out_free = self._copy(trip, True, self._out_free, self._link.out_bytes_per_second)
+            self.out_end[trip.stage] = self._out_free
+
+    def _wait(self, until: float) -> None:
         self.waiting += max(0.0, until - self.now)
         self.now = max(self.now, until)
-        while self.pending and self.out_end[self.pending[0]] <= self.now:
-            self.machine.move_out(self.pending.popleft())
 
-    def send(self, stage: int) -> None:
-        begin, moved = max(self.out_free, self.now), self.trips[stage].moved
-        self.out_end[stage] = self.out_free = begin + moved / self.link.out_bytes_per_second
-        self.transfers.append(Transfer(stage, moved, True, begin, self.out_free))
-        self.pending.append(stage)
-
-    def fetch(self, stage: int) -> None:
-        begin, moved = max(self.in_free, self.now), self.trips[stage].moved
-        self.in_end[stage] = self.in_free = begin + moved / self.link.in_bytes_per_second
-        self.transfers.append(Transfer(stage, moved, False, begin, self.in_free))
-        self.machine.move_in(stage)
-
-    def run(self, position: int) -> int:
-        self.wait(self.now)  # copies that are over by now have freed their bytes
-        before = self.machine.seconds
-        most = self.machine.run(position)
-        self.now += self.machine.seconds - before
-        return most
+    def _copy(self, trip: Trip, out: bool, free: float, rate: float) -> float:
+        begin = max(free, self.now)
+        end = begin + trip.moved / rate
+        self.transfers.append(Transfer(trip.stage, trip.moved, out, begin, end))
+        return end
 
 
-def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, Trip]:
-    """Return the trips of `moves` by stage. Raises ValueError for moves that break a rule."""
+def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> list[Trip]:
+    """Return the trips of `moves`, in the order of the forwards. Raises ValueError for moves that break a rule."""
     if not len(moves.wait_out) == len(moves.fetch) == len(sequence):
         raise InvalidValueError(
-            f"the moves are for {len(moves.wait_out)} and {len(moves.fetch)} operations; the sequence has "
-            f"{len(sequence)}",
+            f"moves must be for {len(sequence)} operations, got {len(moves.wait_out)} and {len(moves.fetch)}",
             kind="wrong_length",
             name="moves",
             got=len(moves.wait_out),
             needs=len(sequence),
         )
     possible = {trip.stage: trip for trip in trips_of(chain, sequence)}
-    loss = loss_position(sequence)
-    waited: dict[int, int] = {}
+    loss = sequence.index(Loss())
+    waited: set[int] = set()
     for position, stages in enumerate(moves.wait_out):
         for stage in stages:
             if stage not in possible or stage in waited or not possible[stage].forward < position <= loss + 1:
@@ -204,8 +187,8 @@ def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, 
                     stage=stage,
                     position=position,
                 )
-            waited[stage] = position
-    fetched: dict[int, Trip] = {}
+            waited.add(stage)
+    fetched: set[int] = set()
     for position, stages in enumerate(moves.fetch):
         for stage in stages:
             if stage not in waited or stage in fetched or not loss < position <= possible[stage].backward:
@@ -216,12 +199,12 @@ def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> dict[int, 
                     stage=stage,
                     position=position,
                 )
-            fetched[stage] = possible[stage]
-    if missing := waited.keys() - fetched.keys():
+            fetched.add(stage)
+    if missing := waited - fetched:
         raise InvalidValueError(
             f"stages {sorted(missing)} are copied out, and never back", kind="not_fetched", stage=min(missing)
         )
-    return fetched
+    return [trip for trip in possible.values() if trip.stage in fetched]
 
 
 def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Moment, ...]:
