@@ -8,35 +8,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count, product
+from types import SimpleNamespace
 
 from rotor_solver import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
+NAMES = "activation saved gradient forward_time backward_time nograd_time forward_temp backward_temp nograd_temp"
+NAMES += " released skipped_output_time loss_time loss_temp"
 
-class Columns:
-    """The costs of a chain by stage, under the chain's own names. A chain lists them anew whenever it is asked."""
 
-    def __init__(self, chain: Chain) -> None:
-        self.length = len(chain)
-        self.activation, self.saved, self.gradient = chain.activation, chain.saved, chain.gradient
-        self.forward_time, self.backward_time, self.nograd_time = (
-            chain.forward_time,
-            chain.backward_time,
-            chain.nograd_time,
-        )
-        self.forward_temp, self.backward_temp, self.nograd_temp = (
-            chain.forward_temp,
-            chain.backward_temp,
-            chain.nograd_temp,
-        )
-        self.released, self.skipped_output_time = chain.released, chain.skipped_output_time
-        self.loss_time, self.loss_temp = chain.loss_time, chain.loss_temp
-        self.gradients_from = [sum(self.gradient[i:]) for i in range(self.length + 1)]
-        """Of stage i and all that follow."""
+def columns_of(chain: Chain) -> SimpleNamespace:
+    """The costs of a chain by stage, under the chain's own names, which lists them anew whenever it is asked."""
+    columns = SimpleNamespace(length=len(chain), **{name: getattr(chain, name) for name in NAMES.split()})
+    columns.gradients_from = [sum(columns.gradient[i:]) for i in range(len(chain) + 1)]
+    return columns
 
 
 def naive_optimum(chain: Chain, limit: int) -> float:
     """The least makespan of a memory-persistent sequence within `limit` bytes; infinite where there is none."""
-    length, stages, columns = len(chain), chain.stages, Columns(chain)
+    length, stages, columns = len(chain), chain.stages, columns_of(chain)
     sizes, left = (*columns.activation, 0), columns.gradients_from.__getitem__  # |a_{L+1}| = 0
 
     def output(alone: bool) -> int:
@@ -94,7 +83,7 @@ class State:
             return replace(state, saved=self.saved - {index})
         return replace(state, plain=self.plain - {index}, kept=self.kept - {index})
 
-    def held(self, chain: Columns) -> int:
+    def held(self, chain: SimpleNamespace) -> int:
         sizes = chain.activation
         return (
             sum(sizes[i] for i in self.plain)
@@ -113,7 +102,7 @@ def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
     """
     if chain.input_bytes > limit:
         return math.inf
-    order, columns = count(), Columns(chain)
+    order, columns = count(), columns_of(chain)
     start = State()
     known, queue = {start: 0.0}, [(0.0, next(order), start)]
     while queue:
@@ -129,7 +118,7 @@ def exhaustive_optimum(chain: Chain, limit: int, *, persistent: bool) -> float:
     return math.inf
 
 
-def _moves(chain: Columns, state: State, persistent: bool) -> Iterator[tuple[float, int, State]]:
+def _moves(chain: SimpleNamespace, state: State, persistent: bool) -> Iterator[tuple[float, int, State]]:
     """What can be done next: seconds, bytes during it, and the state after it."""
     sizes, length, held = chain.activation, chain.length, state.held(chain)
     for i in state.readable() - {length}:
@@ -158,7 +147,7 @@ def _moves(chain: Columns, state: State, persistent: bool) -> Iterator[tuple[flo
     yield from _backward(chain, state)
 
 
-def _freed(chain: Columns, state: State, i: int) -> Iterator[State]:
+def _freed(chain: SimpleNamespace, state: State, i: int) -> Iterator[State]:
     """Without a_i in one of its places: nobody will read it any more."""
     for inside in (False, True):
         place = state.saved if inside else state.plain
@@ -166,7 +155,7 @@ def _freed(chain: Columns, state: State, i: int) -> Iterator[State]:
             yield replace(state, gone=state.gone | {(i, inside)})
 
 
-def _backward(chain: Columns, state: State) -> Iterator[tuple[float, int, State]]:
+def _backward(chain: SimpleNamespace, state: State) -> Iterator[tuple[float, int, State]]:
     sizes, held = chain.activation, state.held(chain)
     i = state.delta - 1
     if state.lost and state.delta in state.saved and i in state.plain | state.saved:

@@ -6,7 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import (
@@ -36,21 +36,19 @@ GOOD = {
 }
 
 
-def test_arrays_go_in_and_come_out() -> None:
-    chain = Chain.from_arrays(**GOOD, gradient=[7, 8], nograd_time=[0.5, 0.6], nograd_temp=[9, 9], names=["a", "b"])
-    for name, values in GOOD.items():
+def test_arrays_go_in_and_come_out_as_plain_numbers() -> None:
+    more = {"gradient": [7, 8], "nograd_time": [0.5, 0.6], "nograd_temp": [9, 9]}
+    chain = Chain.from_arrays(**GOOD, **more, names=["a", "b"])
+    for name, values in (GOOD | more).items():
         assert list(getattr(chain, name)) == values
-    assert list(chain.gradient) == [7, 8]
-    assert list(chain.nograd_time) == [0.5, 0.6]
-    assert list(chain.nograd_temp) == [9, 9]
     assert [stage.name for stage in chain] == ["a", "b"]
     assert len(chain) == 2
-
-
-def test_without_a_graph_costs_are_those_of_the_first_option_unless_given() -> None:
-    chain = Chain.from_arrays(**GOOD)
-    assert (chain.nograd_time, chain.nograd_temp, chain.gradient) == ((1.0, 2.0), (1, 2), (0, 0))
-    assert chain.replay_temp == (3, 4)
+    plain = Chain.from_arrays(**{name: np.array(values, dtype=float) for name, values in GOOD.items()})
+    assert plain == Chain.from_arrays(**GOOD) == pickle.loads(pickle.dumps(plain))
+    assert hash(plain) == hash(Chain.from_arrays(**GOOD))
+    assert all(type(size) is int for size in plain.activation)
+    # Without a graph, costs are those of the first option.
+    assert (plain.nograd_time, plain.nograd_temp, plain.gradient, plain.replay_temp) == ((1, 2), (1, 2), (0, 0), (3, 4))
 
 
 def test_what_is_released_depends_on_both_stages() -> None:
@@ -59,37 +57,22 @@ def test_what_is_released_depends_on_both_stages() -> None:
     assert Chain.from_arrays(**GOOD).released == ((0, 0), (0, 0))
 
 
-def test_numpy_arrays_and_whole_floats_are_converted() -> None:
-    chain = Chain.from_arrays(**{name: np.array(values, dtype=float) for name, values in GOOD.items()})
-    assert chain == Chain.from_arrays(**GOOD)
-    assert all(type(size) is int for size in chain.activation)
-
-
-def test_chains_are_values() -> None:
-    chain = Chain.from_arrays(**GOOD)
-    assert pickle.loads(pickle.dumps(chain)) == chain
-    assert hash(chain) == hash(Chain.from_arrays(**GOOD))
-
-
 @pytest.mark.parametrize(
     ("name", "values", "kind", "where"),
     [
         ("forward_time", [1.0, float("nan")], "not_seconds", "forward_time of stage 1"),
-        ("forward_time", [1.0, float("inf")], "not_seconds", "forward_time of stage 1"),
         ("backward_time", [-1.0, 0.0, 0.0], "not_seconds", "backward_time of stage 0"),
         ("backward_time", [1.0, 0.0, float("nan")], "not_seconds", "loss_time"),
         ("activation", [-1, 2, 3], "out_of_range", "input_bytes"),
         ("activation", [1, 2, 3.5], "not_bytes", "activation of stage 1"),
         ("activation", [1, True, 3], "not_bytes", "activation of stage 0"),
         ("saved", ["4", 2], "not_bytes", "saved of stage 0"),
-        ("saved", [None, 2], "not_bytes", "saved of stage 0"),
         ("forward_temp", [0, 2**60], "out_of_range", "forward_temp of stage 1"),
         ("backward_temp", [-11, 0, 0], "out_of_range", "backward_temp of stage 0"),
         ("backward_temp", [0, 0, -1], "out_of_range", "loss_temp"),
         ("input_released", [0, 21], "out_of_range", "input_released of stage 1"),
         ("output_released", [0, 31], "out_of_range", "output_released of stage 1"),
         ("saved", [1], "wrong_length", "saved"),
-        ("activation", [1, 2], "wrong_length", "activation"),
     ],
 )
 def test_bad_values_are_named(name: str, values: list[object], kind: str, where: str) -> None:
@@ -119,6 +102,7 @@ OPERATIONS = st.one_of(
 )
 
 
+@settings(max_examples=50)
 @given(st.lists(OPERATIONS))
 def test_text_is_read_back(operations) -> None:
     sequence = Sequence(operations)
@@ -131,24 +115,15 @@ def test_text_is_read_back(operations) -> None:
 def test_the_notation_of_the_field() -> None:
     operations = [ForwardEnable(0), ForwardCheck(1), ForwardNograd(2), ForwardEnable(3, 1), Loss(), Backward(3)]
     assert str(Sequence(operations)) == "Fe_0, CF_1, Fn_2, Fe_3^1, L, B_3"
+    assert Sequence(operations, "persistent", 3.0) == Sequence(operations) != Sequence(operations[1:])
 
 
-def test_what_found_it_does_not_matter_for_equality() -> None:
-    assert Sequence([Loss()], "persistent", 3.0) == Sequence([Loss()])
-    assert Sequence([Loss()]) != Sequence([])
-
-
-@pytest.mark.parametrize(
-    "token", ["Fe_", "Fe", "fe_0", "F_0", "B_0^1", "CF_-1", "Fe_0^", "L_0", "Fe_0 L", "Fe_٣", "Fe_1.0", "Fe_1~"]
-)
-def test_tokens_that_are_none_are_named(token: str) -> None:
+@pytest.mark.parametrize("token", ["Fe_", "fe_0", "F_0", "B_0^1", "CF_-1", "Fe_0^", "L_0", "Fe_0 L", "Fe_٣", "Fe_1.0"])
+def test_tokens_and_items_that_are_no_operations_are_named(token: str) -> None:
     with raises(ValueError, "not_an_operation", position=1):
         Sequence.parse(f"L, {token}, L")
-
-
-def test_things_that_are_no_operations_are_refused() -> None:
     with raises(ValueError, "not_an_operation", position=1):
-        Sequence([Loss(), "L"])  # type: ignore[list-item] # the test
+        Sequence([Loss(), token])  # type: ignore[list-item] # the test
 
 
 @pytest.mark.parametrize(
@@ -165,19 +140,12 @@ def test_segments_run_again_right_before_their_backwards(again: list[range], tex
     assert str(sequence) == text
     assert sequence.algorithm == "by hand"
     simulate(unit_chain(4), sequence)
-
-
-def test_every_stage_runs_again_by_the_option_that_it_is_given() -> None:
-    sequence = recompute_segments([ForwardEnable(0, 2), ForwardEnable(1, 1)], [range(1)])
-    assert str(sequence) == "CF_0, Fe_1^1, L, B_1, Fe_0^2, B_0"
-
-
-def test_a_chain_without_stages_is_its_loss() -> None:
-    assert str(recompute_segments([], [])) == "L"
-    assert segments_from([], 0) == even_segments(0, 1) == []
+    own = recompute_segments([ForwardEnable(0, 2), ForwardEnable(1, 1)], [range(1)])
+    assert str(own) == "CF_0, Fe_1^1, L, B_1, Fe_0^2, B_0"
 
 
 def test_segments_by_their_starts_and_by_their_number() -> None:
     assert segments_from([0, 3, 4], 6) == [range(3), range(3, 4), range(4, 6)]
     assert even_segments(7, 3) == [range(2), range(2, 4), range(4, 7)]
     assert even_segments(2, 5) == [range(1), range(1, 2)]
+    assert segments_from([], 0) == even_segments(0, 1) == []

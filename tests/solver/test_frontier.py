@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import pickle
-import random
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 
-from rotor_solver import Chain, InfeasibleError, Periodic, frontier, limit_for, min_bytes, simulate, solve, store_all
-from rotor_solver.frontier import _steepest
+from rotor_solver import Chain, InfeasibleError, frontier, limit_for, min_bytes, simulate, solve, store_all
 from tests.fields import raises
 from tests.solver.long_chains import random_chain
 from tests.solver.naive import naive_optimum
 from tests.solver.strategies import rich_chains, unit_chain
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(rich_chains())
 def test_the_frontier_is_the_optimum_at_every_limit(chain: Chain) -> None:
     whole = simulate(chain, store_all(chain)).peak
@@ -30,12 +27,6 @@ def test_the_frontier_is_the_optimum_at_every_limit(chain: Chain) -> None:
     for limit in range(min_bytes(chain), whole + 2):
         assert found.makespan(limit) == naive_optimum(chain, limit)
     assert found.lower_bounds == pytest.approx(found.makespans)
-
-
-@settings(max_examples=60, deadline=None)
-@given(rich_chains())
-def test_limits_increase_makespans_decrease_and_every_sequence_fits_to_the_byte(chain: Chain) -> None:
-    found = frontier(chain)
     assert list(found.limits) == sorted(set(found.limits))
     assert list(found.makespans) == sorted(set(found.makespans), reverse=True)
     for limit, makespan, sequence in zip(found.limits, found.makespans, found.sequences, strict=True):
@@ -45,11 +36,11 @@ def test_limits_increase_makespans_decrease_and_every_sequence_fits_to_the_byte(
 
 
 def test_a_long_chain_has_a_frontier_close_to_single_plans_and_bounds_that_hold() -> None:
-    chain = random_chain(60)
+    chain = random_chain(40)
     found = frontier(chain)
     assert found.limits[0] == min_bytes(chain)
     assert len(found) > 20
-    for limit in found.limits[:: len(found) // 10]:
+    for limit in found.limits[:: len(found) // 5]:
         single = solve(chain, limit)
         assert single.lower_bound is not None
         assert found.makespan(limit) <= simulate(chain, single).makespan * 1.02
@@ -64,7 +55,7 @@ def test_where_few_sizes_fit_together_the_frontier_is_as_fast_as_plans_for_singl
         times, [99, 21] * 6 + [20], [65536] * 13, [65536] * 12, [5064] * 12, [16640, 65536] * 6 + [65536]
     )
     found, whole = frontier(chain), simulate(chain, store_all(chain)).peak
-    for limit in range(min_bytes(chain), whole, (whole - min_bytes(chain)) // 50):
+    for limit in range(min_bytes(chain), whole, (whole - min_bytes(chain)) // 20):
         assert found.makespan(limit) <= simulate(chain, solve(chain, limit)).makespan
 
 
@@ -79,7 +70,7 @@ def test_only_the_limits_that_were_asked_for() -> None:
     assert len(frontier(chain, [0])) == 0
 
 
-@pytest.mark.parametrize("overhead", [0.0, 0.05, 0.1, 0.5, 3.0])
+@pytest.mark.parametrize("overhead", [0.0, 0.1, 3.0])
 def test_the_limit_for_an_overhead_keeps_it_and_less_memory_does_not(overhead: float) -> None:
     chain = unit_chain(15)
     stored = simulate(chain, store_all(chain)).makespan
@@ -114,33 +105,22 @@ def test_a_chain_of_no_stages_and_one_without_times() -> None:
     assert list(frontier(still)) == [(min_bytes(still), 0.0)]
 
 
-def test_a_frontier_survives_pickling() -> None:
-    found = frontier(unit_chain(5))
-    assert pickle.loads(pickle.dumps(found)) == found
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_steps_that_others_make_useless_are_left_out_whatever_their_order(seed: int) -> None:
-    """Plans whose times differ in the last digit only may come in an order that is not that of their times."""
-    chain = unit_chain(12)
-    sequences = [*(Periodic(every=every).solve(chain, 10**9) for every in range(1, 13)), store_all(chain)] * 2
-    random.Random(seed).shuffle(sequences)
-    kept = [simulate(chain, sequence) for _, sequence in _steepest(chain, sequences)]
-    assert all(a.peak < b.peak and a.makespan > b.makespan for a, b in pairwise(kept))
-    for each in [simulate(chain, sequence) for sequence in sequences]:
-        assert any(other.peak <= each.peak and other.makespan <= each.makespan for other in kept)
-
-
-def test_a_frontier_is_drawn_as_the_ending_of_the_file_says(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+def test_the_overheads_at_all_limits_are_drawn_as_the_ending_of_the_file_says(tmp_path: Path, monkeypatch) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
     found = frontier(unit_chain(6))
+    assert pickle.loads(pickle.dumps(found)) == found
     found.plot(tmp_path / "curve.svg")
     found.plot(str(tmp_path / "curve.png"))
-    text = (tmp_path / "curve.svg").read_text()
-    assert "more time than storing everything" in text
+    assert "more time than storing everything" in (tmp_path / "curve.svg").read_text()
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="txt"):
         found.plot(tmp_path / "curve.txt")
+    drawn: list[list[float]] = []
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda self, *_, **__: drawn.extend(self.axes[0].lines[0].get_data())
+    )
+    found.plot("curve.svg")
+    assert [*map(list, drawn)] == [list(found.limits), [made / found.stored - 1 for made in found.makespans]]
 
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,14 +129,3 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monke
         frontier(unit_chain(3)).plot(tmp_path / "curve.svg")
     assert caught.value.name == "matplotlib"
     assert not (tmp_path / "curve.svg").exists()
-
-
-def test_what_is_drawn_is_the_limits_and_the_time_above_storing_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = pytest.importorskip("matplotlib.figure")
-    drawn: list[list[list[float]]] = []
-    monkeypatch.setattr(
-        figures.Figure, "savefig", lambda self, *_, **__: drawn.append([*map(list, self.axes[0].lines[0].get_data())])
-    )
-    found = frontier(unit_chain(6))
-    found.plot("curve.svg")
-    assert drawn == [[list(found.limits), [made / found.stored - 1 for made in found.makespans]]]

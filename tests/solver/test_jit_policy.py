@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 
-from rotor_solver import Chain, Option, Stage, frontier, jit_policy, simulate, solve, store_all
+from rotor_solver import Chain, Option, Stage, frontier, jit_policy, simulate, solve
 from rotor_solver.least_memory import costs_of, least_memory
 from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
@@ -34,10 +34,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_small_chain_is_planned_without_numba() -> None:
-    script = (
-        "import sys; from tests.solver.strategies import unit_chain; from rotor_solver import limit_for, solve; "
-        "solve(unit_chain(20), 12), limit_for(unit_chain(9), slots=40); print('numba' in sys.modules)"
-    )
+    script = "solve(unit_chain(20), 12), limit_for(unit_chain(9), slots=40); print('numba' in sys.modules)"
     assert run(script) == "False"
 
 
@@ -55,11 +52,6 @@ def test_plain_work_is_done_until_compiling_would_have_taken_as_long(kept: bool,
     steps = [jit_policy.compiling_pays(KERNELS, worth / 10) for _ in range(12)]
     assert steps.index(True) in (9, 10)  # sums of tenths
     assert all(steps[steps.index(True) :])
-
-
-def test_work_that_takes_longer_than_compiling_is_never_begun_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit_policy, "on_disk", lambda module: False)
-    assert jit_policy.compiling_pays(KERNELS, 2 * jit_policy._COMPILING)
 
 
 def test_what_is_kept_of_a_file_is_found_until_the_file_changes(tmp_path: Path) -> None:
@@ -100,13 +92,12 @@ def test_kernels_use_nothing_of_other_files_of_the_solver(module: ModuleType) ->
             assert {each.name for each in node.names} == {"compiled"}
 
 
-@pytest.mark.parametrize(("stages", "options"), [(1, 1), (5, 3)])
-def test_arrays_lie_in_memory_the_same_way_for_every_chain(stages: int, options: int) -> None:
-    each = Stage(10, tuple(Option(1.0 + i, 2.0 + i, 20 - i, 0, 0) for i in range(options)), nograd_time=1.0)
-    costs = costs_of(Chain((each,) * stages, 10, 0.0, 0))
-    arrays = [part for part in costs if isinstance(part, np.ndarray)]
-    assert len(arrays) > 5
-    assert all(array.flags.c_contiguous for array in arrays)
+def test_arrays_lie_in_memory_the_same_way_for_every_chain() -> None:
+    for stages, options in ((1, 1), (5, 3)):
+        each = Stage(10, tuple(Option(1.0 + i, 2.0 + i, 20 - i) for i in range(options)), nograd_time=1.0)
+        arrays = [part for part in costs_of(Chain((each,) * stages, 10)) if isinstance(part, np.ndarray)]
+        assert len(arrays) > 5
+        assert all(array.flags.c_contiguous for array in arrays)
 
 
 def both(find: Callable[[], T]) -> tuple[T, T]:
@@ -119,16 +110,16 @@ def both(find: Callable[[], T]) -> tuple[T, T]:
     return found[0], found[1]
 
 
-CHAINS = [*(rich_chain(14 + seed, seed, whole=seed % 2 == 0) for seed in range(4)), chain_of(3, 60)]
+CHAINS = [rich_chain(14, 0, whole=True), rich_chain(15, 1, whole=False), chain_of(3, 60)]
 
 
 @pytest.mark.parametrize("scale", [5.0, 500.0])
 @pytest.mark.parametrize("chain", CHAINS, ids=len)
 def test_all_numbers_of_a_table_and_its_windows_are_the_same(chain: Chain, scale: float) -> None:
-    problem, room = Problem.of(chain), limit_between(chain, 0.2) - chain.input_bytes
+    problem, room = Problem(chain), limit_between(chain, 0.2) - chain.input_bytes
 
     def filled() -> Table:
-        table = Table.of(problem, room, max(1, room // 200), scale, np.zeros(len(chain) + 1))
+        table = Table(problem, room, max(1, room // 200), scale, np.zeros(len(chain) + 1))
         table.values = np.zeros(table.size)
         table.fill()
         return table
@@ -149,16 +140,15 @@ def test_all_numbers_of_a_table_and_its_windows_are_the_same(chain: Chain, scale
 def test_plans_bounds_and_least_limits_are_the_same(chain: Chain) -> None:
     plain, compiled = both(lambda: least_memory(costs_of(chain)))
     assert plain.tolist() == compiled.tolist()
-    for fraction in (0.0, 0.05, 0.3, 1.0):
+    for fraction in (0.0, 0.3):
         limit = limit_between(chain, fraction)
         plain_plan, plan = both(lambda limit=limit: solve(chain, limit))
         assert plain_plan == plan
         assert plain_plan.lower_bound == plan.lower_bound
         assert simulate(chain, plan).peak <= limit
-    assert solve(chain, simulate(chain, store_all(chain)).peak) == store_all(chain)
 
 
 def test_the_whole_curve_is_the_same() -> None:
-    plain, compiled = both(lambda: frontier(CHAINS[1], slots=60))
+    plain, compiled = both(lambda: frontier(CHAINS[1], slots=40))
     assert plain == compiled
     assert len(plain.limits) > 5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from rotor_solver import (
     Moment,
     Option,
     Sequence,
+    Simulation,
     Stage,
     min_bytes,
     moments,
@@ -34,130 +36,94 @@ CHAIN = Chain.from_arrays(
 )
 
 
+def run(chain: Chain, text: str) -> Simulation:
+    return simulate(chain, Sequence.parse(text))
+
+
 def test_storing_everything() -> None:
-    result = simulate(CHAIN, Sequence.parse("Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0"))
+    result = run(CHAIN, "Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0")
     assert result.makespan == 6 + 60 + 5
     # a_0 = 100, then ā_1 = 11, ā_2 = 22, ā_3 = 33, δ_3 = 30, …
     assert result.after == (111, 133, 166, 196, 153, 121, 100)
-    assert result.during == (
-        111 + 1000,
-        133 + 2000,
-        166 + 3000,
-        166 + 30 + 7,
-        196 + 20 + 30_000,
-        153 + 10 + 20_000,
-        121 + 100 + 10_000,
-    )
+    backwards = 196 + 20 + 30_000, 153 + 10 + 20_000, 121 + 100 + 10_000
+    assert result.during == (111 + 1000, 133 + 2000, 166 + 3000, 166 + 30 + 7, *backwards)
     assert result.peak == 196 + 20 + 30_000
 
 
 def test_checkpoints_and_recomputation() -> None:
-    result = simulate(CHAIN, Sequence.parse("CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"))
+    result = run(CHAIN, "CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0")
     assert result.makespan == 1 + 2 + 3 + 5 + 30 + 1 + 2 + 20 + 1 + 10
-    assert result.after == (
-        110,  # a_0, a_1
-        120,  # a_0, a_2: Fn drops a_1
-        153,  # and ā_3
-        183,  # and δ_3
-        120,  # a_0, δ_2: B_2 frees ā_3, δ_3 and the plain a_2
-        130,  # and a_1 again
-        152,  # and ā_2
-        110,  # a_0, δ_1
-        121,  # and ā_1
-        100,  # δ_0
-    )
-    assert result.during[0] == 100 + 10 + 1000
-    assert result.during[1] == 110 + 20 + 2000
+    # a_0, a_1; a_2 for a_1, which Fn drops; ā_3; δ_3; B_2 frees ā_3, δ_3 and a_2; a_1; ā_2; δ_1; ā_1; δ_0
+    assert result.after == (110, 120, 153, 183, 120, 130, 152, 110, 121, 100)
+    assert result.during[:2] == (100 + 10 + 1000, 110 + 20 + 2000)
     assert result.during[4] == 183 + 20 + 30_000
 
 
 def test_an_input_inside_a_saved_set_is_read_from_there() -> None:
-    result = simulate(CHAIN, Sequence.parse("Fe_0, CF_1, Fe_2, L, B_2, Fe_1, B_1, B_0"))
-    assert result.after == (111, 131, 164, 194, 131, 153, 121 - 0, 100)
+    assert run(CHAIN, "Fe_0, CF_1, Fe_2, L, B_2, Fe_1, B_1, B_0").after == (111, 131, 164, 194, 131, 153, 121, 100)
 
 
-def test_the_loss_frees_an_output_that_stands_alone() -> None:
-    result = simulate(CHAIN, Sequence.parse("CF_0, CF_1, CF_2, L, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"))
+def test_the_loss_frees_an_output_that_stands_alone_unless_the_caller_holds_it() -> None:
+    stored, alone = "Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0", "CF_0, CF_1, CF_2, L, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"
+    result = run(CHAIN, alone)
     assert result.after[2:4] == (100 + 10 + 20 + 30, 100 + 10 + 20 + 30)  # a_3 goes, δ_3 comes
     assert result.during[3] == 160 + 30 + 7
-
-
-def test_a_held_output_stays_to_the_end() -> None:
-    held = Chain(CHAIN.stages, CHAIN.input_bytes, CHAIN.loss_time, CHAIN.loss_temp, output_held=True)
-    stored = simulate(held, Sequence.parse("Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0"))
-    assert stored.after == (111, 133, 166, 196, 153 + 30, 121 + 30, 100 + 30)
-    plain = simulate(held, Sequence.parse("CF_0, CF_1, CF_2, L, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"))
-    assert plain.after[3:6] == (160 + 30, 190 + 33, 190 + 33 - 33 - 30 + 20 - 20)
+    held = replace(CHAIN, output_held=True)
+    assert run(held, stored).after == (111, 133, 166, 196, 153 + 30, 121 + 30, 100 + 30)
+    assert run(held, alone).after[3:6] == (160 + 30, 190 + 33, 190 + 33 - 33 - 30 + 20 - 20)
 
 
 def test_parameter_gradients_come_with_the_backward_and_stay() -> None:
     chain = Chain.from_arrays([1] * 2, [1] * 3, [8] * 3, [8] * 2, [0] * 2, [0] * 3, gradient=[100, 1000])
-    result = simulate(chain, Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"))
-    assert result.after == (16, 24, 32, 16 + 8 + 1000 - 0, 8 + 1100)
+    result = run(chain, "Fe_0, Fe_1, L, B_1, B_0")
+    assert result.after == (16, 24, 32, 16 + 8 + 1000, 8 + 1100)
     assert result.peak == 8 + 1100
 
 
 def test_options_have_costs_of_their_own() -> None:
     stage = Stage(8, (Option(1, 2, 50, 3, 4), Option(10, 20, 9, 30, 40)), nograd_time=0.5, nograd_temp=6)
-    chain = Chain((stage, stage), 8)
-    first = simulate(chain, Sequence.parse("Fe_0^1, Fe_1, L, B_1, B_0"))
+    first = run(Chain((stage, stage), 8), "Fe_0^1, Fe_1, L, B_1, B_0")
     assert first.makespan == 10 + 1 + 2 + 20
     assert first.after[:2] == (8 + 9, 8 + 9 + 50)
     assert first.during[0] == 8 + 9 + 30
-    second = simulate(chain, Sequence.parse("CF_0, Fe_1^1, L, B_1, Fe_0, B_0"))
+    second = run(Chain((stage, stage), 8), "CF_0, Fe_1^1, L, B_1, Fe_0, B_0")
     assert second.makespan == 0.5 + 10 + 20 + 1 + 2
     assert second.during[0] == 8 + 8 + 6
 
 
-def test_a_backward_of_a_forward_after_the_loss_has_its_own_scratch() -> None:
-    chain = Chain.from_arrays([1], [1, 0], [8, 8], [8], [0], [5, 0], replay_temp=[500])
-    assert simulate(chain, Sequence.parse("Fe_0, L, B_0")).peak == 8 + 8 + 8 + 8 + 5
-    assert simulate(chain, Sequence.parse("CF_0, L, Fe_0, B_0")).peak == 8 + 8 + 8 + 8 + 500
-
-
-def test_a_backward_may_need_less_than_its_results() -> None:
-    """Scratch may be negative: the gradient of the input may share memory with that of the output."""
-    chain = Chain.from_arrays([1], [1, 0], [8, 8], [8], [0], [-8, 0])
-    assert simulate(chain, Sequence.parse("Fe_0, L, B_0")).during[2] == 8 + 8 + 8 + 8 - 8
+def test_scratch_of_a_backward_may_be_negative_and_differs_after_a_recompute() -> None:
+    chain = Chain.from_arrays([1], [1, 0], [8, 8], [8], [0], [-8, 0], replay_temp=[500])
+    assert run(chain, "Fe_0, L, B_0").during[2] == 8 + 8 + 8 + 8 - 8
+    assert run(chain, "CF_0, L, Fe_0, B_0").peak == 8 + 8 + 8 + 8 + 500
 
 
 def released_chain(**released: list[int]) -> Chain:
     return Chain.from_arrays([1] * 3, [1] * 4, [8, 10, 20, 30], [11, 22, 33], [0] * 3, [0, 5, 0, 0], **released)
 
 
-def test_an_input_that_stands_alone_goes_once_its_stage_has_run_with_a_graph() -> None:
-    sequence = Sequence.parse("CF_0, Fe_1, Fe_2, L, B_2, B_1, Fe_0, B_0")
-    usual = simulate(released_chain(), sequence)
-    freed = simulate(released_chain(input_released=[0, 10, 0]), sequence)
-    assert usual.after == (18, 40, 73, 103, 70 - 10, 18, 29, 8)
+def test_an_input_that_stands_alone_goes_once_its_stage_has_run_with_a_graph_the_last_time() -> None:
+    text, chain = "CF_0, Fe_1, Fe_2, L, B_2, B_1, Fe_0, B_0", released_chain(input_released=[0, 10, 0])
+    assert run(released_chain(), text).after == (18, 40, 73, 103, 70 - 10, 18, 29, 8)
+    freed = run(chain, text)
     assert freed.after == (18, 30, 63, 93, 60 - 10, 18, 29, 8)
     assert freed.during[5] == 50 + 10 + 5  # B_1: δ_1 and scratch on top of what is there
+    # a_1 stays for CF_1, which makes a second a_2; then a_1 goes
+    assert run(chain, "CF_0, Fe_1, CF_1, Fe_2, L, B_2, B_1, Fe_0, B_0").after[1:3] == (40, 50)
 
 
 def test_an_input_inside_a_saved_set_goes_if_both_its_stages_can_do_without_it() -> None:
-    sequence = Sequence.parse("Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0")
-    after = (19, 41, 74, 104, 61, 29, 8)
-    assert simulate(released_chain(), sequence).after == after
-    assert simulate(released_chain(input_released=[0, 0, 20]), sequence).after == after
-    assert simulate(released_chain(output_released=[0, 20, 0]), sequence).after == after
-    freed = simulate(released_chain(input_released=[0, 0, 20], output_released=[0, 20, 0]), sequence)
+    text, one, other = "Fe_0, Fe_1, Fe_2, L, B_2, B_1, B_0", [0, 0, 20], [0, 20, 0]
+    for chain in (released_chain(), released_chain(input_released=one), released_chain(output_released=other)):
+        assert run(chain, text).after == (19, 41, 74, 104, 61, 29, 8)
+    freed = run(released_chain(input_released=one, output_released=other), text)
     assert freed.after == (19, 41, 54, 84, 41, 29, 8)
     # Scratch is counted from all of ā_2 on, so B_1 needs no less than before.
-    assert freed.during[5] == simulate(released_chain(), sequence).during[5]
+    assert freed.during[5] == run(released_chain(), text).during[5]
 
 
-def test_an_input_that_is_read_again_stays_until_then() -> None:
-    chain = released_chain(input_released=[0, 10, 0])
-    result = simulate(chain, Sequence.parse("CF_0, Fe_1, CF_1, Fe_2, L, B_2, B_1, Fe_0, B_0"))
-    assert result.after[1:3] == (40, 50)  # a_1 stays for CF_1, which makes a second a_2; then a_1 goes
-
-
-def test_no_stages_and_nothing_but_zeros() -> None:
-    empty = Chain.from_arrays([], [2], [7], [], [], [3])
-    result = simulate(empty, Sequence.parse("L"))
+def test_a_chain_without_stages_is_its_loss() -> None:
+    result = run(Chain.from_arrays([], [2], [7], [], [], [3]), "L")
     assert (result.makespan, result.peak) == (2, 7 + 7 + 3)
-    zeros = Chain.from_arrays([0] * 2, [0] * 3, [0] * 3, [0] * 2, [0] * 2, [0] * 3)
-    assert simulate(zeros, Sequence.parse("Fe_0, Fe_1, L, B_1, B_0")).peak == 0
 
 
 @pytest.mark.parametrize(
@@ -177,8 +143,9 @@ def test_no_stages_and_nothing_but_zeros() -> None:
     ],
 )
 def test_what_is_not_in_memory_cannot_be_used(text: str, kind: str, fields: dict[str, int]) -> None:
-    with raises(ValueError, kind, **fields):
-        simulate(CHAIN, Sequence.parse(text))
+    for read in (simulate, moments, plan_memory):
+        with raises(ValueError, kind, **fields):
+            read(CHAIN, Sequence.parse(text))
 
 
 def parts(moment: Moment) -> int:
@@ -194,30 +161,17 @@ def test_the_parts_add_up_to_the_simulated_memory(chain: Chain) -> None:
         assert tuple(moment.after for moment in found) == simulated.after
         assert tuple(map(parts, found)) == simulated.after
         assert sum(moment.seconds for moment in found) == simulated.makespan
-        assert all(a.begin + a.seconds == b.begin for a, b in itertools.pairwise(found))
+        assert all(a.begin + a.seconds == b.begin for a, b in pairwise(found))
 
 
 def test_a_recomputed_step_by_hand() -> None:
-    chain = Chain.from_arrays(
-        forward_time=[1, 2],
-        backward_time=[10, 20, 5],
-        activation=[100, 10, 20],
-        saved=[11, 22],
-        forward_temp=[0, 0],
-        backward_temp=[0, 0, 0],
-        gradient=[1000, 2000],
-    )
+    times, sizes = ([1, 2], [10, 20, 5]), ([100, 10, 20], [11, 22], [0] * 2, [0] * 3)
+    chain = Chain.from_arrays(*times, *sizes, gradient=[1000, 2000])
     found = moments(chain, Sequence.parse("CF_0, Fe_1, L, B_1, Fe_0, B_0"))
     assert [moment.again for moment in found] == [False, False, False, False, True, False]
     assert [dict(moment.inputs) for moment in found] == [{0: 100, 1: 10}] * 3 + [{0: 100}] * 2 + [{}]
     assert [dict(moment.attached) for moment in found] == [{}, {2: 22}, {2: 22}, {}, {1: 11}, {}]
     assert [moment.gradients for moment in found] == [0, 0, 20, 2010, 2010, 3100]
-
-
-def test_moments_refuse_a_sequence_that_is_not_valid() -> None:
-    chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
-    with raises(ValueError, "no_gradient", stage=0):
-        moments(chain, Sequence.parse("Fe_0, B_0"))
 
 
 def test_what_a_plan_keeps_for_the_backward_is_in_memory_when_the_loss_runs() -> None:
@@ -226,9 +180,3 @@ def test_what_a_plan_keeps_for_the_backward_is_in_memory_when_the_loss_runs() ->
     assert [stage.not_kept_bytes for stage in memory.stages] == [11, 22 - 20, 0]
     assert (memory.input_bytes, memory.beside_bytes) == (100, 3)
     assert memory.share_saved == 13 / 66
-
-
-def test_plan_memory_refuses_a_sequence_that_is_not_valid() -> None:
-    chain = Chain.from_arrays([1], [1, 1], [1, 1], [1], [0], [0, 0])
-    with raises(ValueError, "no_gradient", stage=0):
-        plan_memory(chain, Sequence.parse("Fe_0, B_0"))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from rotor_solver import Persistent, frontier, jit_policy, watched
+from rotor_solver import Chain, Persistent, frontier, jit_policy, watched
 from rotor_solver.jit_policy import PREPARING
 from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.table import Table
@@ -33,14 +33,10 @@ def telling(told: Told) -> Progress:
     return tell
 
 
-def filled(chain, watch: bool, told: Told) -> Table:
+def filled(chain: Chain) -> Table:
     room = limit_between(chain, 0.4) - chain.input_bytes
-    made = Table.of(Problem.of(chain), room, max(1, room // 200), 1e3, np.zeros(len(chain) + 1))
-    if watch:
-        with watched(telling(told)):
-            made.fill()
-    else:
-        made.fill()
+    made = Table(Problem(chain), room, max(1, room // 200), 1e3, np.zeros(len(chain) + 1))
+    made.fill()
     return made
 
 
@@ -48,7 +44,9 @@ def filled(chain, watch: bool, told: Told) -> Table:
 def test_a_watched_table_is_filled_in_portions_and_is_the_same_table(kind: str) -> None:
     chain = rich_chain(150, 1, whole=False) if kind == "different" else repeated_chain(100, 2)
     told: Told = []
-    found, expected = filled(chain, True, told), filled(chain, False, told)
+    expected = filled(chain)
+    with watched(telling(told)):
+        found = filled(chain)
     assert found.pairs == expected.pairs
     assert found.lower_bound(found.room) == expected.lower_bound(expected.room)
     assert np.array_equal(found.later(), expected.later())
@@ -79,16 +77,12 @@ def test_compiling_is_told_of_before_anything_is_counted(monkeypatch) -> None:
     assert any(what.endswith("slots") for _, _, what in told)
 
 
-def test_nobody_is_told_after_the_block() -> None:
+def test_a_watcher_is_told_nothing_after_the_block_and_may_interrupt_the_solver() -> None:
     told: Told = []
     with watched(lambda *state: told.append(state)):
         pass
     Persistent().solve(unit_chain(30), 12)
     assert told == []
-
-
-def test_what_a_watcher_raises_stops_the_solver() -> None:
-    """An interrupt comes through."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Stage, min_bytes, simulate, solve, store_all
@@ -33,7 +33,7 @@ def a_limit(data: st.DataObject, chain: Chain) -> int:
     return data.draw(st.integers(min_bytes(priced(chain, 0.0)), simulate(chain, store_all(chain)).peak))
 
 
-@settings(max_examples=40, deadline=None)  # all sequences with all timetables
+@settings(max_examples=25, deadline=None)  # all sequences with all timetables
 @given(st.data(), tiny_chains(3), LINKS)
 def test_the_bound_is_below_every_step_and_the_plan_near_the_best(
     data: st.DataObject, chain: Chain, link: Link
@@ -60,7 +60,7 @@ def test_the_bound_is_met_where_copies_out_take_longer_than_the_forward() -> Non
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), moving_chains(4), LINKS, LINKS)
-def test_what_was_planned_is_what_happens_inside_the_limit(
+def test_what_was_planned_happens_inside_the_limit_and_is_no_slower_than_moving_nothing(
     data: st.DataObject, chain: Chain, link: Link, real: Link
 ) -> None:
     limit = a_limit(data, chain)
@@ -72,28 +72,17 @@ def test_what_was_planned_is_what_happens_inside_the_limit(
     assert plan.sequence.lower_bound == plan.lower_bound
     for other in (real, SLOW, Link(1e12, 1e12)):
         assert simulate_moves(chain, plan.sequence, plan.moves, other).peak <= limit
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.data(), moving_chains(4), LINKS)
-def test_it_is_no_slower_than_moving_nothing(data: st.DataObject, chain: Chain, link: Link) -> None:
-    limit = data.draw(st.integers(min_bytes(chain), simulate(chain, store_all(chain)).peak))
-    still = simulate(chain, solve(chain, limit)).makespan
-    assert solve_moving(chain, limit, link).seconds <= still
-    slow = solve_moving(chain, limit, SLOW)
-    assert slow.seconds == still
-    assert not slow.moves.stages
-
-
-@settings(max_examples=20, deadline=None)
-@given(moving_chains(3), LINKS)
-def test_limits_below_the_least_are_refused_with_it(chain: Chain, link: Link) -> None:
+    if limit >= min_bytes(chain):
+        still = simulate(chain, solve(chain, limit)).makespan
+        assert plan.seconds <= still
+        slow = solve_moving(chain, limit, SLOW)
+        assert slow.seconds == still
+        assert not slow.moves.stages
     least = min_bytes(priced(chain, 0.0))
-    assume(least > 0)
-    with pytest.raises(InfeasibleError) as info:
-        solve_moving(chain, least - 1, link)
-    assert info.value.min_bytes == least
     solve_moving(chain, least, link)
+    if least > 0:
+        with raises(InfeasibleError, "limit_too_small", min_bytes=least):
+            solve_moving(chain, least - 1, link)
 
 
 def test_moving_makes_limits_possible_that_recomputing_cannot_reach() -> None:
@@ -117,49 +106,27 @@ def test_a_fast_link_moves_for_nothing_what_would_be_computed_again() -> None:
     assert stored.makespan < slower.seconds < simulate(chain, solve(chain, limit)).makespan
 
 
-def test_a_wide_transformer_on_an_h100_takes_a_quarter_of_the_memory_for_a_fifth_more_time() -> None:
-    """Written down, not predicted: layers of Llama-3 8B for 8192 words, at 40 % of the data sheet's rate."""
-    width, keys, inside, words, rate = 4096, 1024, 14336, 8192, 0.4 * 989e12
-    forward = 2 * words * (2 * width**2 + 2 * width * keys + 3 * width * inside) / rate
-    state = 2 * words * width  # in 16 bits
-    saved = 2 * words * (6 * width + 2 * keys + 3 * inside)
-    stored = Option(forward, 2 * forward, saved, state, 2 * state)
-    moving = replace(stored, saved=state, moved=saved - state)
-    chain = Chain((Stage(state, (stored, moving)),) * 32, state)
-    everything, link = simulate(chain, store_all(chain)), Link(50e9, 50e9)
-    for times_less, overhead in ((2, 0.08), (4, 0.20)):
-        plan = solve_moving(chain, everything.peak // times_less, link)
-        assert plan.seconds < (1 + overhead) * everything.makespan
-        assert plan.gap < 0.05
-        again = simulate(chain, solve(chain, everything.peak // times_less)).makespan
-        assert plan.seconds - everything.makespan < 2 / 3 * (again - everything.makespan), "POFO saves a third"
-
-
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=6))
 def test_the_lowest_point_of_lines(numbers: list[tuple[int, int]]) -> None:
     lines = [Line(float(seconds), float(slope)) for seconds, slope in numbers] + [Line(0.0, 1.0)]
     moved, height = lowest_point(lines)
     assert moved >= 0
     assert height == max(line.at(moved) for line in lines)
-    grid = [quarter / 4 for quarter in range(100)]
-    assert all(height <= max(line.at(each) for line in lines) + 1e-9 for each in grid)
+    assert all(height <= max(line.at(each / 4) for line in lines) + 1e-9 for each in range(100))
 
 
-def test_a_chain_without_stages() -> None:
-    plan = solve_moving(Chain((), 4, 1.0), 8, Link(1.0, 1.0))
-    assert str(plan.sequence) == "L"
-    assert plan.seconds == 1.0
-    assert plan.gap == 0.0
+def test_a_chain_without_stages_and_limits_that_are_none() -> None:
+    chain, link = Chain((), 4, 1.0), Link(1.0, 1.0)
+    plan = solve_moving(chain, 8, link)
+    assert (str(plan.sequence), plan.seconds, plan.gap) == ("L", 1.0, 0.0)
+    for limit, kind in ((-1, "negative"), (math.nan, "not_bytes"), ("4GB", "not_bytes")):
+        with raises(ValueError, kind, name="mem_limit"):
+            solve_moving(chain, limit, link)
 
 
-@pytest.mark.parametrize(("limit", "kind"), [(-1, "negative"), (math.nan, "not_bytes"), ("4GB", "not_bytes")])
-def test_limits_that_are_none_are_refused(limit: float, kind: str) -> None:
-    with raises(ValueError, kind, name="mem_limit"):
-        solve_moving(Chain((), 0, 1.0), limit, Link(1.0, 1.0))
-
-
-def transformer() -> Chain:
-    """Sixteen blocks that may also move what is left where they are stored in part; in ms and MB, as on an H100."""
+def transformer(blocks: int) -> Chain:
+    """Blocks that may also move what is left where they are stored in part; in ms and MB, as on an H100."""
 
     def stage(forward: float, again: int, ways: list[tuple[float, int, int, int, int]]) -> Stage:
         kept = [Option(forward, backward, saved, *scratch) for backward, saved, *scratch, _ in ways]
@@ -172,20 +139,17 @@ def transformer() -> Chain:
     # backward, saved, scratch of both runs, and what can leave
     attention = [(4.45, 253, 34, 152, 219), (4.69, 152, 0, 251, 85), (5.12, 102, 33, 337, 35), (5.81, 68, 66, 370, 0)]
     mlp = [(4.74, 705, 34, 201, 671), (5.38, 336, 201, 470, 268), (6.3, 67, 336, 872, 0)]
-    return Chain((stage(1.66, 100, attention), stage(2.22, 369, mlp)) * 16, 34, 0.1, 100)
+    return Chain((stage(1.66, 100, attention), stage(2.22, 369, mlp)) * blocks, 34, 0.1, 100)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("times_less", [3, 4, 6])
-def test_more_ways_to_move_make_no_plan_slower_and_some_faster(times_less: int) -> None:
-    chain, link = transformer(), Link(41.0, 41.0)
-    limit = simulate(chain, store_all(chain)).peak // times_less
+def test_more_ways_to_move_make_no_plan_slower_and_some_faster() -> None:
+    chain, link = transformer(12), Link(41.0, 41.0)
+    limit = simulate(chain, store_all(chain)).peak // 3
     most, least = moving_only(chain, max), moving_only(chain, min)
     assert {len({o.moved for o in s.options if o.moved and o.forward_temp <= limit}) for s in (*most, *least)} == {1}
     found = solve_moving(chain, limit, link)
     narrower = [solve_moving(each, limit, link) for each in (most, least)]
-    assert found.seconds <= min(each.seconds for each in narrower)
+    assert found.seconds < min(each.seconds for each in narrower) * 0.99
     assert found.lower_bound <= min(each.lower_bound for each in narrower) * 1.005
-    if times_less != 4:
-        assert found.seconds < min(each.seconds for each in narrower) * 0.99
     assert simulate_moves(chain, found.sequence, found.moves, link).peak <= limit

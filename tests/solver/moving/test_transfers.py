@@ -25,24 +25,18 @@ def moves(out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], ope
 
 @settings(deadline=None, max_examples=40)
 @given(moving_chains(), LINKS)
-def test_where_nothing_moves_it_is_the_simulator(chain: Chain, link: Link) -> None:
-    for sequence in (store_all(chain), recompute_all(chain)):
-        plain, moved = simulate(chain, sequence), simulate_moves(chain, sequence, Moves.none(len(sequence)), link)
-        assert (moved.makespan, moved.peak, moved.during) == (plain.makespan, plain.peak, plain.during)
-        assert moved.waiting == moved.moved == 0
-
-
-@settings(deadline=None, max_examples=40)
-@given(moving_chains())
-def test_bytes_that_may_move_and_do_not_are_saved(chain: Chain) -> None:
+def test_where_nothing_moves_it_is_the_simulator_and_all_bytes_are_saved(chain: Chain, link: Link) -> None:
     def kept(option: Option) -> Option:
         return replace(option, saved=option.kept, moved=0)
 
     stages = (replace(stage, options=tuple(map(kept, stage.options))) for stage in chain.stages)
     stays = replace(chain, stages=tuple(stages))
-    for sequence in (store_all(chain), recompute_all(chain)):
-        assert simulate(chain, sequence) == simulate(stays, sequence)
     assert (store_all(chain), recompute_all(chain)) == (store_all(stays), recompute_all(stays))
+    for sequence in (store_all(chain), recompute_all(chain)):
+        plain, moved = simulate(chain, sequence), simulate_moves(chain, sequence, Moves.none(len(sequence)), link)
+        assert plain == simulate(stays, sequence)
+        assert (moved.makespan, moved.peak, moved.during) == (plain.makespan, plain.peak, plain.during)
+        assert moved.waiting == moved.moved == 0
 
 
 def test_copies_of_one_direction_queue_and_those_of_the_other_do_not() -> None:
@@ -76,21 +70,15 @@ def test_moves_that_break_a_rule_are_refused(
         simulate_moves(CHAIN, Sequence.parse(TEXT), moves(out, back), Link(1.0, 1.0))
 
 
-def test_moves_of_another_sequence_are_refused() -> None:
+def test_moves_of_another_sequence_and_links_without_a_speed_are_refused() -> None:
     with raises(ValueError, "wrong_length", name="moves", needs=7):
         simulate_moves(CHAIN, Sequence.parse(TEXT), Moves.none(6), Link(1.0, 1.0))
+    for rates in ((0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))):
+        with raises(ValueError, "not_a_rate"):
+            Link(*rates)
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_link_has_a_speed(rate: float) -> None:
-    with raises(ValueError, "not_a_rate"):
-        Link(rate, 1.0)
-    with raises(ValueError, "not_a_rate"):
-        Link(1.0, rate)
-
-
-EVEN_STAGE = Stage(1, (Option(1.0, 2.0, 10), Option(1.0, 2.0, 2, moved=8)))
-EVEN_CHAIN = Chain((EVEN_STAGE,) * 4, 1)
+EVEN_CHAIN = Chain((STAGE,) * 4, 1)
 SEQUENCE = Sequence.parse("Fe_0^1, Fe_1^1, Fe_2^1, Fe_3, L, B_3, B_2, B_1, B_0")
 
 
@@ -116,23 +104,15 @@ def test_the_limit_holds_at_any_speed(data: st.DataObject, chain: Chain, planned
 
 @settings(deadline=None, max_examples=40)
 @given(st.data(), tiny_chains(3), LINKS)
-def test_no_timetable_of_the_same_trips_is_faster(data: st.DataObject, chain: Chain, link: Link) -> None:
+def test_no_timetable_of_the_same_trips_is_faster_and_none_of_fewer_trips_as_fast(
+    data: st.DataObject, chain: Chain, link: Link
+) -> None:
     sequence = data.draw(st.sampled_from(list(all_sequences(chain))))
     limit = a_limit(data, chain, sequence)
     moves = plan_moves(chain, sequence, link, limit)
     trips = [trip for trip in possible_trips(chain, sequence) if sequence[trip[0]].stage in moves.stages]
     seconds = simulate_moves(chain, sequence, moves, link).makespan
     assert seconds == pytest.approx(best_timetable(chain, sequence, trips, limit, link))
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.data(), tiny_chains(3), LINKS)
-def test_what_moves_cannot_stay_without_loss(data: st.DataObject, chain: Chain, link: Link) -> None:
-    sequence = data.draw(st.sampled_from(list(all_sequences(chain))))
-    limit = a_limit(data, chain, sequence)
-    moves = plan_moves(chain, sequence, link, limit)
-    trips = [trip for trip in possible_trips(chain, sequence) if sequence[trip[0]].stage in moves.stages]
-    seconds = simulate_moves(chain, sequence, moves, link).makespan
     for trip in trips:
         assert best_timetable(chain, sequence, [each for each in trips if each != trip], limit, link) > seconds
 
@@ -149,21 +129,13 @@ def test_what_was_slow_to_keep_stays_once_the_link_has_less_to_carry() -> None:
     assert simulate_moves(chain, sequence, moves, link).makespan <= 27.5
 
 
-def test_nothing_moves_where_all_fits() -> None:
-    moves = plan_moves(EVEN_CHAIN, SEQUENCE, Link(8.0, 8.0), 43)
-    assert not moves.stages
-    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).peak == 43
-
-
-def test_stages_far_from_the_loss_move_first() -> None:
-    moves = plan_moves(EVEN_CHAIN, SEQUENCE, Link(8.0, 8.0), 36)
+def test_nothing_moves_where_all_fits_and_stages_far_from_the_loss_move_first() -> None:
+    link = Link(8.0, 8.0)
+    assert not plan_moves(EVEN_CHAIN, SEQUENCE, link, 43).stages
+    moves = plan_moves(EVEN_CHAIN, SEQUENCE, link, 36)
     assert moves.stages == {0}
     assert moves.wait_out[3] == (0,), "as late as possible: before the fourth stage makes its 10 bytes"
     assert moves.fetch[6] == (0,), "as early as possible: once the last stage has gone backward"
-    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, Link(8.0, 8.0)).makespan == 12.0
-
-
-def test_a_sequence_that_needs_more_is_refused_with_what_it_needs() -> None:
-    with raises(InfeasibleError, "limit_too_small", min_bytes=19, mem_limit=18) as info:
-        plan_moves(EVEN_CHAIN, SEQUENCE, Link(1.0, 1.0), 18)
-    assert info.value.min_bytes == 19
+    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, link).makespan == 12.0
+    with raises(InfeasibleError, "limit_too_small", min_bytes=19, mem_limit=18):
+        plan_moves(EVEN_CHAIN, SEQUENCE, link, 18)

@@ -9,7 +9,7 @@ import pytest
 
 from rotor_solver import Chain, Option, Stage, simulate, solve
 from rotor_solver.persistent import table_kernels
-from rotor_solver.persistent.layout import Problem, Spacing, nodes_of
+from rotor_solver.persistent.layout import Problem, Spacing, nodes_of, period_of
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import need_of
 from tests.solver.long_chains import limit_between, random_chain, rich_chain
@@ -50,13 +50,15 @@ def plain_rows(filled: Table) -> dict[tuple[int, int], np.ndarray]:
     return rows
 
 
-def filled_table(chain: Chain, fraction: float, slots: int, limit: float | None) -> Table:
-    """A table of all plans, or of those that take up to `limit` times the longest."""
-    problem, room = Problem.of(chain), limit_between(chain, fraction) - chain.input_bytes
-    scale = simulate(chain, problem.least_sequence()).makespan - problem.stored
-    filled = Table.of(problem, room, max(1, room // slots), scale * (limit or 10.0), np.zeros(len(chain) + 1))
-    filled.fill()
-    return filled
+def filled_table(
+    chain: Chain, fraction: float, slots: int, limit: float = 10.0, spacing: Spacing | None = None
+) -> Table:
+    """A table of plans that take up to `limit` times the longest."""
+    problem, room = Problem(chain), limit_between(chain, fraction) - chain.input_bytes
+    scale = limit * (simulate(chain, problem.least_sequence()).makespan - problem.stored)
+    made = Table(problem, room, max(1, room // slots), scale, np.zeros(len(chain) + 1), spacing=spacing)
+    made.fill()
+    return made
 
 
 def row_values(filled: Table, row: int) -> np.ndarray:
@@ -67,11 +69,10 @@ def row_values(filled: Table, row: int) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(("seed", "whole"), [(0, False), (1, True), (2, False)])
 def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool) -> None:
     chain = rich_chain(19 + seed, seed, whole=whole)
-    filled = filled_table(chain, [0.15, 0.4, 0.8][seed % 3], 150, None)
+    filled = filled_table(chain, [0.15, 0.4, 0.8][seed], 150)
     grid, expected = filled.grid, plain_rows(filled)
     assert len(expected) > len(chain) ** 2 / 2
     for (node, last), values in expected.items():
@@ -79,8 +80,7 @@ def test_every_number_is_that_of_the_recurrence(seed: int, whole: bool) -> None:
         assert row_values(filled, row) == pytest.approx(values, rel=1e-9), (grid.place[node], grid.state[node], last)
 
 
-@pytest.mark.parametrize("limit", [0.1, 0.4])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "limit"), [(0, 0.1), (1, 0.4)])
 def test_rows_omit_only_times_above_their_limit(seed: int, limit: float) -> None:
     chain = rich_chain(22, seed, whole=seed % 2 == 0)
     filled = filled_table(chain, 0.3, 200, limit)
@@ -102,19 +102,42 @@ def test_rows_omit_only_times_above_their_limit(seed: int, limit: float) -> None
 SPACINGS = [Spacing(1), Spacing(3), Spacing(2, 4)]
 
 
-def spaced_table(chain: Chain, fraction: float, slots: int, spacing: Spacing | None) -> Table:
-    problem, room = Problem.of(chain), limit_between(chain, fraction) - chain.input_bytes
-    scale = 10 * (simulate(chain, problem.least_sequence()).makespan - problem.stored)
-    made = Table.of(problem, room, max(1, room // slots), scale, np.zeros(len(chain) + 1), spacing=spacing)
-    made.fill()
-    return made
-
-
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("spacing", SPACINGS)
+def test_an_interval_that_begins_later_ends_wherever_an_earlier_one_does(spacing: Spacing) -> None:
+    for length in (1, 2, 7, 100):
+        ended = spacing.ended(length)
+        assert ended.diagonal().all()
+        assert ended[:, -1].all()
+        assert not np.tril(ended, -1).any()
+        for i in range(length - 1):
+            assert not (ended[i, i + 1 :] & ~ended[i + 1, i + 1 :]).any()
+
+
+def test_rows_are_about_as_many_for_every_doubling_of_length() -> None:
+    for parts in (1, 4, 16):
+        ended = Spacing(parts).ended(1024)[0]
+        for doubling in range(int(np.log2(2 * parts)), 10):
+            assert parts - 1 <= np.count_nonzero(ended[2**doubling : 2 ** (doubling + 1)]) <= parts + 1
+        assert ended[: 2 * parts].all()
+        assert not Spacing(parts).dense(1024)
+        assert Spacing(parts).dense(2 * parts)
+    assert Spacing(3, 5).dense(15)
+    assert not Spacing(3, 5).dense(17)
+
+
+def test_a_chain_has_a_period_if_most_of_it_repeats_itself_without_a_break() -> None:
+    turns, zeros = np.arange(90) % 3, np.zeros(40, np.int64)
+    periodic = {3: [turns, np.concatenate([[7], turns, [8, 9]])], 1: [zeros]}
+    broken = np.concatenate([turns[:45], [5], turns[:44]])
+    periodic[0] = [np.arange(90) // 30, broken, np.arange(50), zeros[:0], zeros[:1]]
+    for period, kinds in periodic.items():
+        assert [period_of(each) for each in kinds] == [period] * len(kinds)
+
+
+@pytest.mark.parametrize(("seed", "spacing"), [*enumerate(SPACINGS)])
 def test_no_number_exceeds_that_of_an_interval_it_stands_for(seed: int, spacing: Spacing) -> None:
     chain, fraction = rich_chain(31 + seed, seed, whole=seed == 1), [0.02, 0.2, 0.5][seed]
-    few = spaced_table(chain, fraction, 120, spacing)
+    few = filled_table(chain, fraction, 120, spacing=spacing)
     plain, grid, below = plain_rows(few), few.grid, 0
     for row, (node, last) in enumerate(zip(nodes_of(grid), grid.last, strict=True)):
         found = row_values(few, row)
@@ -122,41 +145,27 @@ def test_no_number_exceeds_that_of_an_interval_it_stands_for(seed: int, spacing:
             assert (found <= plain[node, stage] * (1 + 1e-9)).all(), (grid.place[node], last, stage)
             below += int((found < plain[node, stage]).sum())
     assert below > 0
-    assert few.lower_bound(few.room) <= spaced_table(chain, fraction, 120, None).lower_bound(few.room)
+    assert few.lower_bound(few.room) <= filled_table(chain, fraction, 120).lower_bound(few.room)
 
 
 def tables(chain: Chain, fraction: float, slots: int, finer: int, above: float) -> tuple[Table, Table, Table, float]:
-    """A coarse table of plans up to `above` times as long as a good one, a finer one inside the windows of the coarse
-    one, and all of the finer one; and what the good plan takes longer than storing everything.
-    """
+    """A coarse table of plans up to `above` times a good one, a finer one in its windows, all of it, and the good."""
     limit = limit_between(chain, fraction)
-    problem, room = Problem.of(chain), limit - chain.input_bytes
+    problem, room = Problem(chain), limit - chain.input_bytes
     good = simulate(chain, solve(chain, limit)).makespan - problem.stored
     later = np.zeros(len(chain) + 1)
-    coarse = Table.of(problem, room, max(1, room // slots), good * above, later)
+    coarse = Table(problem, room, max(1, room // slots), good * above, later)
     coarse.fill()
     windows = coarse.windows(good * above)
-    inside = Table.of(problem, room, max(1, room // (finer * slots)), good * above, later, windows=windows)
-    everything = Table.of(problem, room, max(1, room // (finer * slots)), good * above, later)
+    inside = Table(problem, room, max(1, room // (finer * slots)), good * above, later, windows=windows)
+    everything = Table(problem, room, max(1, room // (finer * slots)), good * above, later)
     inside.fill()
     everything.fill()
     return coarse, inside, everything, good
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("fraction", [0.02, 0.3, 0.7])
-@pytest.mark.parametrize("seed", range(2))
-def test_the_bound_inside_the_windows_is_as_good_and_holds(seed: int, fraction: float, whole: bool) -> None:
-    _, inside, everything, good = tables(rich_chain(18 + seed, seed, whole=whole), fraction, 60, 4, 1.0)
-    assert everything.lower_bound(inside.room) <= inside.lower_bound(inside.room) * (1 + 1e-9)
-    assert inside.lower_bound(inside.room) <= good
-    assert inside.pairs <= everything.pairs
-
-
-@pytest.mark.parametrize("slots", [3, 10, 40])
-@pytest.mark.parametrize("above", [1.0, 1.2])
-@pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("slots", [3, 40])
+@pytest.mark.parametrize(("seed", "fraction", "above"), [(0, 0.0, 1.0), (1, 0.05, 1.2), (2, 0.3, 1.0), (0, 0.3, 1.2)])
 def test_where_slots_are_exact_the_optimum_is_inside(seed: int, fraction: float, above: float, slots: int) -> None:
     chain = rich_chain(12 + seed, seed, whole=True)
     coarse, inside, everything, good = tables(chain, fraction, slots, 10**6, above)
@@ -168,22 +177,21 @@ def test_where_slots_are_exact_the_optimum_is_inside(seed: int, fraction: float,
     assert seconds == pytest.approx(good, rel=1e-6)
 
 
-@pytest.mark.parametrize("above", [1.0, 1.3])
-@pytest.mark.parametrize("slots", [10, 10**6])
+@pytest.mark.parametrize(("slots", "above"), [(10, 1.3), (10**6, 1.0)])
 @pytest.mark.parametrize("spacing", SPACINGS)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_optimum_lies_inside_their_windows(seed: int, spacing: Spacing, slots: int, above: float) -> None:
     chain = rich_chain(24 + seed, seed, whole=True)
-    problem, room = Problem.of(chain), limit_between(chain, [0.0, 0.03, 0.1, 0.3][seed % 4]) - chain.input_bytes
+    problem, room = Problem(chain), limit_between(chain, [0.0, 0.03, 0.1, 0.3][seed % 4]) - chain.input_bytes
     later = np.zeros(len(chain) + 1)
     most = 2 * (simulate(chain, problem.least_sequence()).makespan - problem.stored)
-    exact = Table.of(problem, room, 1, most, later)
+    exact = Table(problem, room, 1, most, later)
     exact.fill()
     good = exact.lower_bound(room)
     windows, bounds = None, []
     for each in (spacing, Spacing(4 * spacing.parts, spacing.period), None):
         unit = max(1, room // slots) if each else 1
-        filled = Table.of(problem, room, unit, good * above, later, spacing=each, windows=windows)
+        filled = Table(problem, room, unit, good * above, later, spacing=each, windows=windows)
         filled.fill()
         bounds.append(filled.lower_bound(room))
         windows = filled.windows(good * above)
@@ -191,8 +199,7 @@ def test_the_optimum_lies_inside_their_windows(seed: int, spacing: Spacing, slot
     assert bounds[-1] == pytest.approx(good, rel=1e-6)
 
 
-@pytest.mark.parametrize("above", [1.0, 1.1])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "above"), [(0, 1.0), (1, 1.1)])
 def test_shared_rows_have_windows_that_are_right_for_all_of_them(seed: int, above: float) -> None:
     rng = np.random.default_rng(seed)
     sizes = rng.integers(1, 9, (3, 2)).tolist()
@@ -204,10 +211,12 @@ def test_shared_rows_have_windows_that_are_right_for_all_of_them(seed: int, abov
     assert inside.lower_bound(inside.room) == pytest.approx(good, rel=1e-6)
 
 
-def test_most_of_a_long_chain_lies_outside() -> None:
-    coarse, inside, everything, _ = tables(random_chain(80), 0.2, 400, 4, 1.0)
+def test_most_of_a_long_chain_lies_outside_and_the_bound_inside_is_as_good() -> None:
+    coarse, inside, everything, good = tables(random_chain(80), 0.2, 300, 4, 1.0)
     assert inside.size < 0.2 * everything.size
     assert inside.pairs < 0.05 * everything.pairs
+    assert everything.lower_bound(inside.room) <= inside.lower_bound(inside.room) * (1 + 1e-9)
+    assert inside.lower_bound(inside.room) <= good
     windows = coarse.windows(coarse.scale)
     assert np.isfinite(windows.outside[0, 80])
     assert 0.005 < np.isfinite(windows.outside).mean() < 0.2
@@ -219,18 +228,12 @@ ROOM, SCALE = 96, 16.0  # a power of two: times stay whole numbers
 
 
 def example(first_saved: int = 24) -> Chain:
-    return Chain.from_arrays(
-        forward_time=[1, 2, 3, 2, 1],
-        backward_time=[2, 4, 6, 4, 2, 0],
-        activation=[8] * 6,
-        saved=[first_saved, 40, 16, 32, 24],
-        forward_temp=[0] * 5,
-        backward_temp=[0] * 6,
-    )
+    saved = [first_saved, 40, 16, 32, 24]
+    return Chain.from_arrays([1, 2, 3, 2, 1], [2, 4, 6, 4, 2, 0], [8] * 6, saved, [0] * 5, [0] * 6)
 
 
 def table_of(chain: Chain, unit: int, scale: float = SCALE, **more: object) -> Table:
-    return Table.of(Problem.of(chain), ROOM, unit, scale, np.zeros(6), **more)  # type: ignore[arg-type] # as given
+    return Table(Problem(chain), ROOM, unit, scale, np.zeros(6), **more)  # type: ignore[arg-type] # as given
 
 
 def filled(unit: int) -> Table:
@@ -249,52 +252,31 @@ def line(table: Table, row: int) -> str:
     return f"[{i}, {table.grid.last[row]}] {begin} {high} {rows.final[row] * SCALE:g} {steps}"
 
 
-def rows_of(table: Table) -> dict[tuple[int, int], int]:
-    """The number of every row by its interval."""
-    places = table.grid.place[nodes_of(table.grid)]
-    return {(int(i), int(last)): row for row, (i, last) in enumerate(zip(places, table.grid.last, strict=True))}
-
-
-def test_rule_1_what_the_fastest_option_takes_is_whole_slots() -> None:
+def test_rules_1_to_3_offsets_rows_and_final_of_the_example() -> None:
     assert table_of(example(), 4).grid.offset.tolist() == [0] * 6
     assert table_of(example(25), 4).grid.offset.tolist() == [0] + [3] * 5
     assert "the offsets of later stages would be 3" in NOTE
-    assert all(4 * m - 25 == 4 * (m - 7) + 3 for m in range(26))
-
-
-def test_rule_2_the_rows_of_the_example() -> None:
     table = filled(4)
-    rows = rows_of(table)
     assert len(table.grid.last) == 21
-    for interval in ((0, 0), (0, 1), (0, 2), (2, 5), (3, 5), (4, 5), (0, 5)):
-        assert line(table, rows[interval]) in NOTE
-    assert table.problem.full[0, 0, 5] == 152
-
-
-def test_rule_3_final_follows_the_last_slot() -> None:
-    table = table_of(example(), 4)
     assert table.size == numbers(table) + 21
-    table.fill()
-    rows = table.rows
-    assert (table.values[rows.position + rows.high] == rows.final).all()
+    places = table.grid.place[nodes_of(table.grid)]
+    found = {(int(i), int(last)): row for row, (i, last) in enumerate(zip(places, table.grid.last, strict=True))}
+    for interval in ((0, 0), (0, 1), (0, 2), (2, 5), (3, 5), (4, 5), (0, 5)):
+        assert line(table, found[interval]) in NOTE
+    assert table.problem.full[0, 0, 5] == 152
+    assert (table.values[table.rows.position + table.rows.high] == table.rows.final).all()
 
 
 def test_rule_4_windows_of_plans_that_are_no_slower_than_the_best() -> None:
     chain = example()
-    best = simulate(chain, solve(chain, ROOM + 8)).makespan - Problem.of(chain).stored
+    plan = solve(chain, ROOM + 8)
+    assert str(plan) == "CF_0, Fn_1, Fe_2, Fe_3, Fe_4, L, B_4, B_3, B_2, Fe_0, Fe_1, B_1, B_0"
+    best = simulate(chain, plan).makespan - Problem(chain).stored
     assert best == 3
     table = filled(4)
     found = table.windows(best)
-    reached = np.argwhere(np.isfinite(found.outside)).tolist()
-    assert [[i, last, int(found.low[i, last])] for i, last in reached] == [
-        [0, 1, 77],
-        [0, 5, 93],
-        [1, 1, 53],
-        [2, 5, 85],
-        [3, 5, 69],
-        [4, 5, 37],
-        [5, 5, 5],
-    ]
+    reached = {(i, last): found.low[i, last] for i, last in np.argwhere(np.isfinite(found.outside)).tolist()}
+    assert reached == {(0, 1): 77, (0, 5): 93, (1, 1): 53, (2, 5): 85, (3, 5): 69, (4, 5): 37, (5, 5): 5}
     assert "7 of the 21 rows have a window: [0, 1] from 77 bytes on, [1, 1] from 53, [2, 5] from 85" in NOTE
     assert "[3, 5] from 69, [4, 5] from 37, the loss from 5, and [0, 5] from 93 to 100" in NOTE
     assert found.high[0, 5] == 100
@@ -313,8 +295,3 @@ def test_rule_4_windows_of_plans_that_are_no_slower_than_the_best() -> None:
 def numbers(table: Table) -> int:
     """Slots that are computed, all rows together."""
     return int(np.maximum(0, table.rows.high - table.rows.begin).sum())
-
-
-def test_a_plan_of_the_example_by_hand() -> None:
-    chain = example()
-    assert str(solve(chain, ROOM + 8)) == ("CF_0, Fn_1, Fe_2, Fe_3, Fe_4, L, B_4, B_3, B_2, Fe_0, Fe_1, B_1, B_0")

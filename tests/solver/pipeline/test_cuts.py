@@ -17,7 +17,7 @@ from tests.solver.pipeline.naive import all_cuts
 from tests.solver.pipeline.test_plan import uniform
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 4), st.booleans())
 def test_no_cuts_are_better_and_no_cost_is_computed_twice(seed: int, parts: int, more: int, some_fail: bool) -> None:
     length = parts + more
@@ -72,19 +72,19 @@ def test_the_policies_run_what_they_say() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_plan_is_never_slower_than_a_policy_that_fits(schedule: str) -> None:
-    chain = uniform(12)
-    for limit in (150, 300, 1000):
+    chain = uniform(9)
+    for limit in (150, 1000):
         plan = plan_pipeline(chain, 3, limit, 6, schedule, slots=100)
         others = equal_cuts(chain, plan)
         assert [each.plan.slowest_seconds for each in others] == sorted(each.plan.slowest_seconds for each in others)
         for other in others:
-            assert other.plan.cuts == (4, 8)
-            if other.fits:
+            assert other.plan.cuts == (3, 6)
+            if other.plan.fits:
                 assert plan.slowest_seconds <= other.plan.slowest_seconds
 
 
 def test_fixed_bytes_count_for_policies_too() -> None:
     chain = uniform(4)
     plan = plan_pipeline(chain, 2, 1000, 2)
-    assert equal_cuts(chain, plan)[0].fits
-    assert not equal_cuts(chain, plan, fixed=[500] * 4)[0].fits
+    assert equal_cuts(chain, plan)[0].plan.fits
+    assert not equal_cuts(chain, plan, fixed=[500] * 4)[0].plan.fits

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import Chain, InfeasibleError, PipelinePlan, min_bytes, plan_pipeline, simulate, store_all
+from rotor_solver import Chain, InfeasibleError, min_bytes, plan_pipeline, simulate, solve, store_all
 from rotor_solver.pipeline import SCHEDULES, Schedule
 from rotor_solver.pipeline.cuts import _WORKING
 from rotor_solver.pipeline.plan import DividedLimits
@@ -41,7 +41,7 @@ def best_of_all(chain: Chain, limits: tuple[int, ...], counts: list[int], fixed:
     return best
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     plain_chains(max_stages=4),
     st.sampled_from(("gpipe", "1f1b")),
@@ -77,7 +77,7 @@ def test_no_cuts_and_no_sequences_are_better(
     assert plan.fits
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=15)
 @given(
     plain_chains(max_stages=8),
     st.sampled_from(
@@ -110,32 +110,23 @@ def test_no_rank_of_the_simulated_step_passes_its_limit(
         assert plan.timeline.peaks[rank] <= sum(part.peak_bytes for part in own)
 
 
-def test_what_one_part_on_each_rank_is_planned_to_take_is_what_the_step_takes() -> None:
-    plan = plan_pipeline(uniform(12), 3, 100, 6, slots=EXACT)
-    assert plan.timeline.peaks == tuple(part.peak_bytes for part in plan.parts)
-
-
-def test_later_ranks_get_more_stages_where_memory_is_short() -> None:
+def test_later_ranks_get_more_stages_where_memory_is_short_and_each_rank_keeps_its_own_limit() -> None:
     """They keep fewer microbatches in flight, and so recompute less."""
     plan = plan_pipeline(uniform(24), 4, 160, 8, slots=EXACT)
     lengths = [part.end - part.begin for part in plan.parts]
     assert lengths == sorted(lengths)
     assert lengths[0] < lengths[-1]
+    assert plan.timeline.peaks == tuple(part.peak_bytes for part in plan.parts)
     assert plan_pipeline(uniform(24), 4, 10**6, 8).cuts == (6, 12, 18)
-
-
-def test_every_rank_has_a_limit_of_its_own() -> None:
-    chain = uniform(12)
-    plan = plan_pipeline(chain, 2, (60, 10**4), 4, slots=EXACT)
+    plan = plan_pipeline(uniform(12), 2, (60, 10**4), 4, slots=EXACT)
     assert plan.cuts[0] < 6
     assert plan.timeline.peaks[0] <= 60
 
 
 def test_one_rank_with_one_microbatch_is_the_ordinary_problem() -> None:
     chain = uniform(10)
-    for limit in range(min_bytes(chain), 120, 10):
-        plan = plan_pipeline(chain, 1, limit, 1)
-        assert plan.parts[0].sequence.lower_bound == pytest.approx(plan.slowest_seconds)
+    for limit in range(min_bytes(chain), 120, 30):
+        assert plan_pipeline(chain, 1, limit, 1).slowest_seconds == simulate(chain, solve(chain, limit)).makespan
 
 
 def test_a_part_begins_only_where_it_may() -> None:
@@ -164,7 +155,7 @@ def test_gradients_that_the_first_microbatch_leaves_are_there_from_then_on() -> 
     assert (alone.left_bytes, several.left_bytes) == (0, 200)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=6)
 @given(plain_chains(max_stages=6), st.floats(0.3, 1.5))
 def test_where_a_rank_has_several_parts_the_slowest_part_is_as_fast_as_its_share_allows(
     chain: Chain, share: float
@@ -196,35 +187,23 @@ def test_where_a_rank_has_several_parts_the_slowest_part_is_as_fast_as_its_share
     assert max(part.microbatch.seconds for part in plan.parts) in [pytest.approx(each, rel=0.01) for each in best]
 
 
-def refused(arguments: tuple, kind: str, name: str | None, **more: object) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "more", "kind", "name"),
+    [
+        ((4, 100, 4), {}, "too_few_stages", None),
+        ((2, 100, 4, "interleaved"), {}, "too_few_stages", None),
+        ((3, 100, 4), {"boundaries": [1]}, "too_few_stages", None),
+        ((2, 100, 4, "dualpipe"), {}, "unknown_value", "schedule"),
+        ((2, (100, 100, 100), 4), {}, "wrong_length", "limits"),
+        ((2, -1, 4), {}, "negative", "mem_limit"),
+        ((2, 100, 4), {"fixed": [1]}, "wrong_length", "fixed"),
+        ((2, 100, 4), {"boundaries": [7]}, "no_such_stage", "boundaries"),
+        ((2, 100, 4), {"slots": 0}, "not_a_count", "slots"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(arguments: tuple, more: dict, kind: str, name: str | None) -> None:
     with raises(ValueError, kind, name=name):
-        plan_pipeline(*arguments, **more)
-
-
-def test_what_cannot_be_is_refused_in_a_sentence() -> None:
-    chain = uniform(3)
-    refused((chain, 4, 100, 4), "too_few_stages", None)
-    refused((chain, 2, 100, 4, "interleaved"), "too_few_stages", None)
-    refused((chain, 3, 100, 4), "too_few_stages", None, boundaries=[1])
-    refused((chain, 2, 100, 4, "dualpipe"), "unknown_value", "schedule")
-    refused((chain, 2, (100, 100, 100), 4), "wrong_length", "limits")
-    refused((chain, 2, -1, 4), "negative", "mem_limit")
-    refused((chain, 2, 100, 4), "wrong_length", "fixed", fixed=[1])
-    refused((chain, 2, 100, 4), "no_such_stage", "boundaries", boundaries=[7])
-    refused((chain, 2, 100, 4), "not_a_count", "slots", slots=0)
-
-
-def test_the_refusal_names_the_rank_and_the_least_limit() -> None:
-    chain = uniform(12)
-    with raises(InfeasibleError, "limit_too_small", mem_limit=20) as caught:
-        plan_pipeline(chain, 3, 20, 6)
-    least = caught.value.min_bytes
-    assert caught.value.mem_limit == 20
-    assert f"needs at least {least} bytes; its limit is 20. Take smaller microbatches" in str(caught.value)
-    plan: PipelinePlan = plan_pipeline(chain, 3, least, 6)
-    assert plan.fits
-    with pytest.raises(InfeasibleError):
-        plan_pipeline(chain, 3, least - 1, 6)
+        plan_pipeline(uniform(3), *arguments, **more)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -236,14 +215,10 @@ def test_the_least_limit_is_a_matter_of_bytes_and_not_of_times(schedule: str) ->
     for chain in chains:
         with pytest.raises(InfeasibleError) as caught:
             plan_pipeline(chain, 2, 1, 4, schedule, fixed=[4, 0, 3, 1, 2])
+        assert caught.value.mem_limit == 1
         found.add(caught.value.min_bytes)
     (least,) = found
     for chain in chains:
         assert plan_pipeline(chain, 2, least, 4, schedule, fixed=[4, 0, 3, 1, 2]).fits
         with pytest.raises(InfeasibleError):
             plan_pipeline(chain, 2, least - 1, 4, schedule, fixed=[4, 0, 3, 1, 2])
-
-
-def test_several_parts_on_a_rank_are_refused_without_a_claim_about_other_ways_to_divide_its_limit() -> None:
-    with raises(InfeasibleError, "limit_too_small"):
-        plan_pipeline(uniform(12), 2, 20, 4, "interleaved")

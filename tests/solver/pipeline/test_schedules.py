@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.pipelining import schedules as theirs
 
 from rotor_solver import Chain, plan_pipeline
-from rotor_solver.pipeline import SCHEDULES, PipelinePlan, Schedule, equal_cuts
+from rotor_solver.pipeline import PipelinePlan, Schedule, equal_cuts
 from rotor_solver.pipeline.schedules import InFlight, in_flight
 from tests.fields import raises
 from tests.solver.pipeline.test_plan import uniform
@@ -66,7 +66,7 @@ def test_1f1b_and_gpipe_by_hand() -> None:
     assert order("gpipe", 0) == order("gpipe", 1) == "F0 F1 F2 B0 B1 B2"
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_what_is_in_flight_is_what_the_formulas_say(microbatches: int) -> None:
     ranks = 4
 
@@ -84,7 +84,7 @@ def test_what_is_in_flight_is_what_the_formulas_say(microbatches: int) -> None:
         assert [each.weights for each in counts("zero-bubble")] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("microbatches", [4, 8, 16])
+@pytest.mark.parametrize("microbatches", [4, 16])
 def test_interleaved_keeps_the_forwards_ahead_and_one_more(microbatches: int) -> None:
     ranks, parts = 4, 2
     schedule = Schedule("interleaved", ranks, microbatches, parts)
@@ -97,17 +97,6 @@ def test_interleaved_keeps_the_forwards_ahead_and_one_more(microbatches: int) ->
         own = [each.forwards for number, each in enumerate(in_flight(schedule)) if number % ranks == rank]
         assert max(own) <= min(microbatches, most)
         assert sum(own) >= most
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_microbatch_goes_once_through_every_part(name: str) -> None:
-    schedule = Schedule(name, 3, 6, 2 if name == "interleaved" else 1)
-    for rank in range(3):
-        done = [(each.part, each.microbatch) for each in schedule.order(rank) if each.kind == "F"]
-        back = [(each.part, each.microbatch) for each in schedule.order(rank) if each.kind in ("B", "I")]
-        whole = {(part, each) for part in range(schedule.parts) if part % 3 == rank for each in range(6)}
-        assert len(done) == len(back) == len(whole)
-        assert set(done) == set(back) == whole
 
 
 @pytest.mark.parametrize(
@@ -146,12 +135,9 @@ def test_what_is_received_sent_and_returned_counts(schedule: str, first: int, la
     plan = plan_pipeline(CHAIN, 2, 2**50, 8, schedule, buffers=True)
     assert [part.fixed_bytes for part in plan.parts] == [first, last]
     assert [part.fixed_bytes for part in plan_pipeline(CHAIN, 2, 2**50, 8, schedule).parts] == [0, 0]
-
-
-def test_what_the_loss_keeps_of_those_in_flight_counts() -> None:
-    chain = replace(CHAIN, loss_temp=7)
-    more = plan_pipeline(chain, 2, 2**50, 8, "gpipe", buffers=True).parts[1].fixed_bytes
-    assert more == plan_pipeline(CHAIN, 2, 2**50, 8, "gpipe", buffers=True).parts[1].fixed_bytes + 7 * 7
+    in_flight_besides = 7 if schedule == "gpipe" else 0  # the loss of each keeps its scratch
+    plan = plan_pipeline(replace(CHAIN, loss_temp=7), 2, 2**50, 8, schedule, buffers=True)
+    assert plan.parts[1].fixed_bytes == last + 7 * in_flight_besides
 
 
 AMPLE = 10**6
@@ -162,39 +148,29 @@ def times(plan: PipelinePlan, rank: int) -> str:
     return " ".join(f"{event.action.kind}{event.action.microbatch}@{event.begin:g}" for event in events)
 
 
-def test_1f1b_of_equal_cuts_by_hand() -> None:
-    """A forward takes 1 second, a backward 2: (M + P - 1) · 3 seconds, of which each rank works 2 · 3."""
-    plan = plan_pipeline(uniform(2), 2, AMPLE, 2)
-    assert plan.cuts == (1,)
-    assert times(plan, 0) == "F0@0 F1@1 B0@4 B1@7"
-    assert times(plan, 1) == "F0@1 B0@2 F1@4 B1@5"
-    assert plan.timeline.makespan == 9
-    assert plan.timeline.busy == (6, 6)
-    assert plan.timeline.bubble == pytest.approx(1 / 3)
-
-
-def test_gpipe_of_equal_cuts_by_hand() -> None:
-    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, "gpipe")
-    assert times(plan, 0) == "F0@0 F1@1 B0@5 B1@7"
-    assert times(plan, 1) == "F0@1 F1@2 B0@3 B1@5"
-    assert plan.timeline.makespan == 9
-
-
-def test_zero_bubble_fills_the_bubble_with_weights() -> None:
-    """The backward for the inputs takes 1 of the 2 seconds: rank 0 need not wait for the other one."""
-    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, "zero-bubble")
-    assert times(plan, 1) == "F0@1 I0@2 F1@3 I1@4 W0@5 W1@6"
-    assert times(plan, 0) == "F0@0 F1@1 B0@3 B1@5"
-    assert plan.timeline.makespan == 7
+@pytest.mark.parametrize(
+    ("schedule", "makespan", "first", "second"),
+    [
+        # A forward takes 1 second, a backward 2: (M + P - 1) · 3 seconds, of which each rank works 2 · 3.
+        ("1f1b", 9, "F0@0 F1@1 B0@4 B1@7", "F0@1 B0@2 F1@4 B1@5"),
+        ("gpipe", 9, "F0@0 F1@1 B0@5 B1@7", "F0@1 F1@2 B0@3 B1@5"),
+        # The backward for the inputs takes 1 of the 2 seconds: rank 0 need not wait for the other one.
+        ("zero-bubble", 7, "F0@0 F1@1 B0@3 B1@5", "F0@1 I0@2 F1@3 I1@4 W0@5 W1@6"),
+    ],
+)
+def test_a_step_of_two_equal_parts_by_hand(schedule: str, makespan: float, first: str, second: str) -> None:
+    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, schedule)
+    assert [times(plan, rank) for rank in range(2)] == [first, second]
+    assert (plan.timeline.makespan, plan.timeline.busy) == (makespan, (6, 6))
+    assert plan.timeline.bubble == pytest.approx(1 - 6 / makespan)
 
 
 def test_interleaved_by_hand() -> None:
     """Four parts of one stage on two ranks: the bubble is half of that of 1F1B with parts of two stages."""
     interleaved = plan_pipeline(uniform(4), 2, AMPLE, 2, "interleaved")
-    plain = plan_pipeline(uniform(4), 2, AMPLE, 2)
     assert [part.rank for part in interleaved.parts] == [0, 1, 0, 1]
-    assert plain.timeline.makespan == 18
     assert interleaved.timeline.makespan == 15
+    assert plan_pipeline(uniform(4), 2, AMPLE, 2).timeline.makespan == 18
 
 
 def test_bytes_by_hand() -> None:

@@ -29,7 +29,7 @@ def in_flight(chain: Chain, sequence, count: int) -> int:
     return bytes_in_flight(one.kept_bytes, one.peak_bytes, count)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=50)
 @given(plain_chains(max_stages=4) | rich_chains(max_stages=3), st.integers(2, 4), st.floats(0, 1))
 def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int, share: float) -> None:
     found = naive.bytes_and_seconds(chain, count)
@@ -45,8 +45,7 @@ def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int,
         assert in_flight(chain, sequence, count) <= limit
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(rich_chains(max_stages=4), st.integers(2, 4), st.floats(0, 1), st.integers(1, 12))
 def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
     chain: Chain, count: int, share: float, slots: int
@@ -60,15 +59,10 @@ def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
     assert sequence.lower_bound <= best + 1e-9
     assert bound_in_flight(chain, limit, count, slots) <= best + 1e-9
     assert simulate(chain, sequence).makespan >= best - 1e-9
-
-
-def test_below_the_least_bytes_the_error_has_both_numbers() -> None:
-    chain = Chain.from_arrays([1, 1], [1, 1, 1], [4, 4, 4], [8, 8], [0, 0], [0, 0, 0])
-    least = naive.least_bytes(chain, 3)
-    with raises(InfeasibleError, "limit_too_small", min_bytes=least) as caught:
-        fastest_in_flight(chain, least - 1, 3, EXACT)
-    assert (caught.value.min_bytes, caught.value.mem_limit) == (least, least - 1)
-    assert bound_in_flight(chain, least - 1, 3, EXACT) == math.inf
+    if least:
+        assert bound_in_flight(chain, least - 1, count, slots) == math.inf
+        with raises(InfeasibleError, "limit_too_small", min_bytes=least, mem_limit=least - 1):
+            fastest_in_flight(chain, least - 1, count, slots)
 
 
 def test_with_many_in_flight_little_is_kept_and_much_is_used_in_the_backward() -> None:
