@@ -189,8 +189,8 @@ MUTATIONS = [
     ),
     mutation(
         "no forward in flight needs more while it runs",
-        "sum(each.waiting for each in footprints) + max(each.working for each in footprints)",
-        "sum(each.waiting for each in footprints)",
+        "others + each.waiting + each.working",
+        "others + each.waiting",
         "two in flight",
     ),
     mutation(

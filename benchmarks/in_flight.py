@@ -25,7 +25,7 @@ from chains import random_chain  # noqa: E402 # beside this file
 from report import write  # noqa: E402
 
 from rotor_solver import Chain, least_in_flight, solve_in_flight, store_all  # noqa: E402
-from rotor_solver.in_flight import PEAKS, Footprint  # noqa: E402
+from rotor_solver.in_flight import ORDERS, Footprint, peaks_of  # noqa: E402
 from tests.solver.naive import all_sequences  # noqa: E402
 
 CASES = ((4, 2, 20), (12, 2, 10), (12, 4, 10), (24, 2, 10), (24, 8, 4), (48, 2, 6))
@@ -41,7 +41,7 @@ def overheads(chain: Chain, forwards: int, share: float) -> dict[str, float]:
     stored = Footprint.of(chain, store_all(chain))
     plain = forwards * stored.makespan
     least = least_in_flight(chain, forwards)
-    limit = int(least + share * (PEAKS["any"]([stored] * forwards) - least))
+    limit = int(least + share * (max(peaks_of([stored] * forwards, "any")) - least))
     reverse = solve_in_flight(chain, limit, forwards, "reverse")
     found = {
         "any": solve_in_flight(chain, limit, forwards).makespan,
@@ -49,7 +49,7 @@ def overheads(chain: Chain, forwards: int, share: float) -> dict[str, float]:
         "bound": reverse.lower_bound,
     }
     if len(chain) <= TINY:
-        found |= {f"best_{order}": best(chain, forwards, order, limit) for order in PEAKS}
+        found |= {f"best_{order}": best(chain, forwards, order, limit) for order in ORDERS}
     return {name: seconds / plain - 1 for name, seconds in found.items()}
 
 
@@ -59,7 +59,7 @@ def best(chain: Chain, forwards: int, order: str, limit: int) -> float:
     joint = (
         combinations_with_replacement(footprints, forwards) if order == "any" else product(footprints, repeat=forwards)
     )
-    return min(sum(each.makespan for each in plan) for plan in joint if PEAKS[order](plan) <= limit)
+    return min(sum(each.makespan for each in plan) for plan in joint if max(peaks_of(plan, order)) <= limit)
 
 
 def measured(stages: int, forwards: int, chains: int, share: float) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def measure(case: Case) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     assert plan.fits
     policies = equal_cuts(case.chain, plan, fixed=case.fixed)
-    best = next((each for each in policies if each.fits), None)
+    best = next((each for each in policies if each.plan.fits), None)
     everything = next(each for each in policies if each.policy == "recompute everything")
     stored = simulate(case.chain, store_all(case.chain)).makespan
     return {
@@ -118,7 +118,7 @@ def measure(case: Case) -> dict[str, Any]:
         "gap": plan.slowest_seconds / plan.lower_bound - 1 if plan.lower_bound else None,
         "policy": best.policy if best else None,
         "best_policy": _ratio(best.plan if best else None, plan),
-        "recompute_everything": _ratio(everything.plan if everything.fits else None, plan),
+        "recompute_everything": _ratio(everything.plan if everything.plan.fits else None, plan),
         "equal_cuts_own_plans": _ratio(_own_plans(case, policies[0].plan), plan),
         "planning_seconds": seconds,
     }

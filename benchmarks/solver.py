@@ -150,11 +150,11 @@ def few_rows(extent: Extent) -> Iterator[Row]:
         chain = FAMILIES[name](stages)
         for share in ROW_SHARES:
             limit = limit_at(chain, share)
-            problem, room = Problem.of(chain), limit - chain.input_bytes
+            problem, room = Problem(chain), limit - chain.input_bytes
             more = simulate(chain, solve(chain, limit)).makespan - problem.stored
             bounds, numbers = [], []
             for parts in (*PARTS, stages):
-                table = Table.of(problem, room, room // SLOTS, more, np.zeros(stages + 1), spacing=Spacing(parts))
+                table = Table(problem, room, room // SLOTS, more, np.zeros(stages + 1), spacing=Spacing(parts))
                 table.fill()
                 bounds.append(problem.stored + table.lower_bound(room))
                 numbers.append(table.size)

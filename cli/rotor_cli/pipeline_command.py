@@ -47,7 +47,7 @@ class PipelineFacts:
     @property
     def best_equal(self) -> EqualCuts | None:
         """The fastest policy on equal cuts that fits; None if none does."""
-        return next((each for each in self.equal if each.fits), None)
+        return next((each for each in self.equal if each.plan.fits), None)
 
     @property
     def ratio(self) -> float | None:

@@ -34,7 +34,13 @@ from rotor_solver import (
     solve_in_flight,
     store_all,
 )
-from rotor_solver.in_flight import PEAKS, Footprint, busiest_of, least_in_flight_sequence, most_while_one_begins
+from rotor_solver.in_flight import (
+    Footprint,
+    busiest_of,
+    least_in_flight_sequence,
+    most_while_one_begins,
+    peaks_of,
+)
 from rotor_solver.moving import Link, simulate_moves, solve_moving
 
 # Share of time that distinct sequences for backwards in reverse must save: at most the solver's gap.
@@ -124,7 +130,7 @@ class Budget:
 
     def bytes_together(self, forwards: list[Footprint]) -> int:
         """Return the peak bytes while these forwards are in flight, whichever of them runs."""
-        return self.fixed.total - self.held_beside + PEAKS[self.backward_order](forwards)
+        return self.fixed.total - self.held_beside + max(peaks_of(forwards, self.backward_order))
 
     def _snapshot(self, sequence: Sequence) -> int:
         return self.snapshot_bytes if recomputes(sequence) else 0

@@ -22,13 +22,7 @@ from rotor_solver.described_error import (
 )
 from rotor_solver.floating import Floating
 from rotor_solver.frontier import Frontier, frontier, limit_for
-from rotor_solver.in_flight import (
-    ForwardsSimulation,
-    JointPlan,
-    least_in_flight,
-    simulate_forwards,
-    solve_in_flight,
-)
+from rotor_solver.in_flight import ForwardsSimulation, JointPlan, least_in_flight, simulate_forwards, solve_in_flight
 from rotor_solver.memory_timeline import Moment, PlanMemory, StageMemory, moments
 from rotor_solver.persistent import Persistent
 from rotor_solver.pipeline import PipelinePlan, Schedule, plan_pipeline

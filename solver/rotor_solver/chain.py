@@ -91,10 +91,7 @@ class Stage:
 
 
 def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
-    """Return the stage with sizes as ints and times as floats; `incoming` is the size of its input in bytes.
-
-    Raises ValueError, naming the field and `where`, for an impossible size or time and for a stage without options.
-    """
+    """Return the stage with sizes as ints and times as floats. Raises ValueError, naming `where`, unless possible."""
     if not stage.options:
         raise InvalidValueError(
             f"{where} has no options; a stage needs at least one way to run", kind="no_options", name=where
@@ -105,8 +102,7 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
     for forward in (*(option.forward_time for option in options), *([] if nograd_time is None else [nograd_time])):
         if skipped_output_time > forward:
             raise InvalidValueError(
-                f"skipped_output_time of {where} is {skipped_output_time} seconds; it is a part of the forward, which "
-                f"takes {forward}",
+                f"skipped_output_time of {where} must be at most its forward, {forward} s, got {skipped_output_time}",
                 kind="longer_than_forward",
                 name=where,
             )
@@ -210,8 +206,7 @@ class Chain:
             left += stages[index].gradient
             if left < 0:
                 raise InvalidValueError(
-                    f"gradient of stage {index} is {stages[index].gradient}; it frees {-left} bytes more than the "
-                    "backwards of later stages left",
+                    f"gradient of stage {index} frees {-left} bytes more than the backwards of later stages left",
                     kind="gradient_frees_too_much",
                     stage=index,
                 )
@@ -251,8 +246,7 @@ class Chain:
             listed = [default] * length if values is None else list(values)
             if len(listed) != length + extra:
                 raise InvalidValueError(
-                    f"{name} has {len(listed)} entries; a chain of {length} stages (the length of forward_time) needs "
-                    f"{length + extra}",
+                    f"{name} must have {length + extra} entries for {length} forward times, got {len(listed)}",
                     kind="wrong_length",
                     name=name,
                     got=len(listed),

@@ -145,7 +145,6 @@ def _all_but_last_again(chain: Chain, segments: list[range], name: str) -> Seque
 
 
 def _fastest_fitting(chain: Chain, mem_limit: int, schedules: list[Sequence]) -> Sequence:
-    """Return the fastest schedule within `mem_limit` bytes. Raises InfeasibleError if none fits."""
     results = [simulate(chain, each) for each in schedules]
     fitting = [number for number, result in enumerate(results) if result.peak <= mem_limit]
     check_fits(f"{schedules[0].algorithm} needs", min(result.peak for result in results), mem_limit)
@@ -183,7 +182,16 @@ class GriewankHeterogeneous:
 
         Exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least limit.
         """
-        program = _Heterogeneous(costs_of(_with_fastest_options(chain)), self.attached)
+        fastest = (
+            replace(
+                stage,
+                options=(stage.options[stage.fastest_option],),
+                nograd_time=stage.seconds_without_graph,
+                nograd_temp=stage.temp_without_graph,
+            )
+            for stage in chain
+        )
+        program = _Heterogeneous(costs_of(replace(chain, stages=tuple(fastest))), self.attached)
         check_fits(f"{self.name} needs", chain.input_bytes + int(program.least[0, -1]), mem_limit)
         room = min(mem_limit - chain.input_bytes, int(program.full[0, -1]))
         program.fill(room, self.slots)
@@ -302,7 +310,7 @@ class _Heterogeneous:
         return np.maximum(0, -((self.offset - need) // self.unit))
 
     def checkpoints(self, room: int) -> dict[tuple[int, int], int]:
-        """Return the checkpoint of every interval [i, l] that has one, in exactly `room` bytes, at least the least."""
+        """The checkpoint of every interval [i, l] that has one, in exactly `room` bytes, at least the least."""
         found = {}
         pending = [(0, self.length + 1, room)]
         while pending:
@@ -380,19 +388,6 @@ def _full_memory(costs: Costs, attached: bool) -> tuple[Ints, Floats]:
             full[i, stop] = max(need, costs.activation[i + 1] + full[i + 1, stop])
             seconds[i, stop] = costs.split[i + 1] - costs.run[i] + seconds[i + 1, stop]
     return full, seconds
-
-
-def _with_fastest_options(chain: Chain) -> Chain:
-    stages = (
-        replace(
-            stage,
-            options=(stage.options[stage.fastest_option],),
-            nograd_time=stage.seconds_without_graph,
-            nograd_temp=stage.temp_without_graph,
-        )
-        for stage in chain.stages
-    )
-    return replace(chain, stages=tuple(stages))
 
 
 def _input_sequence(chain: Chain, checkpoints: dict[tuple[int, int], int], name: str) -> Sequence:

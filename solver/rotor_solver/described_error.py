@@ -38,11 +38,7 @@ class DescribedError(Exception):
         # Copying and pickling pass an exception's positional arguments, which differ in subclasses. Notes stay behind:
         # they describe where this instance was raised.
         state = {name: value for name, value in self.__dict__.items() if name != "__notes__"}
-        return _restored, (type(self), self.args), state
-
-
-def _restored(error_class: type[DescribedError], args: tuple[object, ...]) -> DescribedError:
-    return error_class.__new__(error_class, *args)
+        return type(self).__new__, (type(self), *self.args), state
 
 
 class InvalidValueError(DescribedError, ValueError):
@@ -68,10 +64,7 @@ def bytes_of_limit(mem_limit: Any) -> int:
         mem_limit = math.floor(mem_limit)
     if mem_limit < 0:
         raise InvalidValueError(
-            f"mem_limit is {mem_limit}; it has to be zero bytes or more",
-            kind="negative",
-            name="mem_limit",
-            got=mem_limit,
+            f"mem_limit must be zero bytes or more, got {mem_limit}", kind="negative", name="mem_limit", got=mem_limit
         )
     return int(mem_limit)
 

@@ -2,14 +2,8 @@
 
 After Beaumont et al., "Optimal checkpointing for heterogeneous chains" (HAL hal-02352969). A problem is (s, t, l, M), s
 ≤ t ≤ l: a_s and δ_{l+1} are in memory, the backwards of the stages l … t are to run in M bytes, a_s counted, and a_s is
-of no use after that. There are three ways to begin, each of which advances by one stage; hence L⁴/24 choices:
-
-    Fe_s … B_s   if s = t: in between is the problem (s+1, s+1, l), with a_{s+1} inside ā_{s+1}
-    Fn_s         if s < t: then (s+1, t, l, M)
-    CF_s         for a j with t < j ≤ l: then (s+1, j, l, M - |a_s|), and from a_s again (s, t, j-1, M)
-
-The bound is certified for all such sequences: they drop every checkpoint before those kept earlier, and keep ā_{s+1}
-only together with a_s. Less the time of storing everything, and with the names of `Costs`,
+of no use after that. It begins with Fe_s, Fn_s, or CF_s and a checkpoint at a_j. The bound is certified for all such
+sequences. Less the time of storing everything, and with the names of `Costs`,
 
     Opt(L, L, L, M) = 0                                             if M ≥ |a_L| + loss_need
     Opt(s, t, l, M) = the least of
@@ -118,11 +112,7 @@ _Way = tuple[float, Operation, list[_Task | Operation]]
 
 
 class _Problem:
-    """All problems of a chain. (s, t, l) has the row start[s, t] + l; start[s, L+1] + l has (s, s, l) with a_s in ā_s.
-
-    `least` is by row: the least memory in which the problem can be solved, a_s counted if it stands alone. `table` is
-    [rows, slots] seconds beyond storing everything. Raises InfeasibleError if the chain needs more than `mem_limit`.
-    """
+    """All problems. (s, t, l) has the row start[s, t] + l; start[s, L+1] + l has (s, s, l) with a_s in ā_s."""
 
     table: Floats
     unit: int
@@ -165,7 +155,6 @@ class _Problem:
         return s if column > self.length else column
 
     def _own(self, s: int, column: int) -> int:
-        """The bytes of a_s, or 0 if it lies in ā_s."""
         return 0 if column > self.length else int(self.costs.activation[s])
 
     def _options(self, s: int, column: int, last: int) -> Iterator[tuple[int, int, int, int]]:
@@ -198,7 +187,6 @@ class _Problem:
         return min(found)
 
     def fill(self, unit: int) -> None:
-        """Fill the table with slots of `unit` bytes."""
         costs, start, length = self.costs, self.start, self.length
         width, self.offset = divmod(self.mem_limit, unit)
         self.unit, self.table = unit, np.full((len(self.least), width + 1), np.inf)
@@ -233,7 +221,6 @@ class _Problem:
                 out[low:] = np.minimum(out[low:], later.min(axis=0))
 
     def _slot_of(self, need: int) -> int:
-        """The first slot m with m · unit + offset ≥ need."""
         return max(0, -((self.offset - need) // self.unit))
 
     def _read(self, row: int, memory: int, blend: float, cut: float) -> float:
@@ -267,7 +254,6 @@ class _Problem:
         return operations
 
     def _ways(self, s: int, column: int, last: int, memory: int, blend: float, cut: float) -> Iterator[_Way]:
-        """All ways to begin a problem in exactly `memory` bytes."""
         costs, start, least, t = self.costs, self.start, self.least, self._until(s, column)
         for number, k, need, taken in self._options(s, column, last) if s == t else ():
             seconds, row = float(costs.extra[k]), start[s + 1, self.length + 1] + last if last > s else -1

@@ -19,15 +19,7 @@ import numpy as np
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count
 from rotor_solver.persistent.layout import Problem, Spacing
-from rotor_solver.persistent.recurrence import (
-    BRIEF,
-    THOROUGH,
-    Persistent,
-    common_divisor,
-    parts_of,
-    solved,
-    units,
-)
+from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent, common_divisor, parts_of, solved, units
 from rotor_solver.persistent.table import Table
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
@@ -79,9 +71,7 @@ class Frontier:
         """
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
             raise InvalidValueError(
-                f"overhead is {overhead!r}; it has to be zero or more: 0.1 for a tenth more time",
-                kind="not_an_overhead",
-                name="overhead",
+                f"overhead must be zero or more, got {overhead!r}", kind="not_an_overhead", name="overhead"
             )
         for limit, made in self:
             if made <= self.stored * (1 + overhead):
@@ -118,7 +108,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     of bytes, or if `slots` < 1.
     """
     check_count(slots, "slots")
-    problem, stored = Problem.of(chain), store_all(chain)
+    problem, stored = Problem(chain), store_all(chain)
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan
     least = chain.input_bytes + problem.needed
@@ -192,19 +182,16 @@ _CLOSER = 4
 
 
 def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int) -> list[Table]:
-    """Fill tables for all of `room` and for less and less of it, as long as there are plans; the smallest comes first.
-
-    With little memory, every byte counts more, and tables are cheap. The factor of four is not measured.
-    """
+    """Tables for all of `room`, a quarter of it (not measured), and so on, while there are plans: smallest first."""
     tables = []
     while True:
         unit, exact = next(units(problem.costs, room, slots, divisor))
         later = np.zeros(len(problem.chain) + 1)
         spacing = Spacing(_CLOSER * parts_of(problem, room), max(1, problem.period))
-        table = Table.of(problem, room, unit, scale or 1.0, later, exact=exact, spacing=spacing)
+        table = Table(problem, room, unit, scale or 1.0, later, exact=exact, spacing=spacing)
         excess = THOROUGH.excess(table)
         if excess > 1:
-            table = Table.of(problem, room, math.ceil(unit * excess), scale or 1.0, later, spacing=spacing)
+            table = Table(problem, room, math.ceil(unit * excess), scale or 1.0, later, spacing=spacing)
         table.fill()
         tables.append(table)
         if exact or room // 4 <= problem.needed:
@@ -243,11 +230,7 @@ def _steepest(chain: Chain, sequences: Iterable[Sequence]) -> list[_Step]:
 def _closer(
     chain: Chain, steps: list[_Step], slots: int, most: int, bound: Callable[[int], float], proven: dict[int, float]
 ) -> list[_Step]:
-    """Add up to `most` solves for single limits, just below a step, where the tables' plans are far from the bound.
-
-    A table's slots are laid out for its largest limit. At other limits, it can miss a plan that just fits. The new
-    bounds go into `proven`, by limit.
-    """
+    """Add up to `most` solves just below steps far from the bound; their bounds go into `proven`, by limit."""
     for _ in range(most):
         far = [
             (simulate(chain, slower).makespan / max(bound(limit - 1), math.ulp(0.0)), limit - 1)
@@ -258,7 +241,6 @@ def _closer(
         if gap - 1 <= _FAR:
             break
         best = solved(chain, limit, slots, BRIEF)
-        assert best.sequence is not None
         proven[limit] = best.bound
         steps = _steepest(chain, [*(each for _, each in steps), best.sequence])
     return steps
@@ -268,7 +250,6 @@ LINE, POINT = "#1f77b4", "#d62728"
 
 
 def require_matplotlib() -> Any:
-    """Return the module `matplotlib`. Raises ImportError, with what to install, if it is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -285,11 +266,7 @@ def draw(
     points: Iterable[tuple[str, int, float]] = (),
     title: str = "",
 ) -> None:
-    """Draw the step function of `overheads` (0.1 is 10% more time) by `limits` in bytes into an image file.
-
-    The ending of `path` sets the format: .svg, .png, .pdf. `points` are (name, bytes, overhead), drawn in addition.
-    Raises ImportError if matplotlib is missing, ValueError for a format that it does not know.
-    """
+    """Draw the step function of `overheads` by `limits` in bytes as an image; `points` are (name, bytes, overhead)."""
     matplotlib = require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, PercentFormatter

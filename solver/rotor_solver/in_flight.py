@@ -1,9 +1,8 @@
 """Plan several forwards of one chain that are in flight at once, within one limit.
 
-In any order, all forwards follow one sequence: the memory that all of them keep must fit, plus the excess of the
-running one. A plan of one forward with room at its loss for the others keeps at most the limit less the room; so each
-amount of room is a problem for the persistent program. In reverse order, all forwards are one long chain
-(`nested_chain`), which gives the best plan and a bound for any order.
+In any order, all forwards follow one sequence. A plan of one forward with room at its loss for the others keeps at most
+the limit less the room; so each amount of room is a problem for the persistent program. In reverse order, all forwards
+are one long chain (`nested_chain`), which gives the best plan and a bound for any order.
 """
 
 from __future__ import annotations
@@ -47,46 +46,17 @@ class Footprint:
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Footprint:
-        """Return the footprint of `sequence`. Raises ValueError if it is not valid for `chain`."""
         found = simulate(chain, sequence)
-        loss = list(sequence).index(Loss())
+        loss = sequence.index(Loss())
         # With the gradient of the output: the backward of a sum of losses makes all of these first.
         kept = (found.after[loss - 1] if loss else chain.input_bytes) + chain.activation[-1]
         return cls(kept, found.after[-1] + chain.input_bytes, found.peak, found.makespan)
 
 
-def peak_in_any_order(footprints: Many[Footprint]) -> int:
-    """The peak of these forwards if any of them may run while all others wait."""
-    return sum(each.waiting for each in footprints) + max(each.working for each in footprints)
-
-
-def peak_in_reverse(footprints: Many[Footprint]) -> int:
-    """The peak of these forwards if their backwards come in reverse: while one runs, those before it wait."""
-    return max((beside + each.peak for beside, each in zip(_beside(footprints), footprints, strict=True)), default=0)
-
-
-PEAKS = {"any": peak_in_any_order, "reverse": peak_in_reverse}  # The peak of forwards, by the order of their backwards
-
-
-def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
-    """Return the index of the forward that runs at the peak, and the bytes that the others hold meanwhile."""
-    if order == "reverse":
-        beside = _beside(footprints)
-        number = max(range(len(beside)), key=lambda at: beside[at] + footprints[at].peak)
-        return number, beside[number]
-    number = max(range(len(footprints)), key=lambda at: footprints[at].working)
-    return number, sum(each.waiting for each in footprints) - footprints[number].waiting
-
-
-def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
-    """The most that all but one hold while that one begins; in reverse order, the last begins last."""
-    if order == "reverse":
-        return sum(each.kept for each in footprints[:-1])
-    return sum(each.waiting for each in footprints) - min(each.waiting for each in footprints)
-
-
-def _beside(footprints: Many[Footprint]) -> list[int]:
-    """Bytes that the others hold while each forward runs, if the backwards come in reverse."""
+def _beside(footprints: Many[Footprint], order: str) -> list[int]:
+    """Bytes that the others hold while each forward runs."""
+    if order == "any":
+        return [sum(each.waiting for each in footprints) - own.waiting for own in footprints]
     found, before, after = [], 0, sum(each.left for each in footprints)
     for each in footprints:
         after -= each.left
@@ -95,12 +65,28 @@ def _beside(footprints: Many[Footprint]) -> list[int]:
     return found
 
 
-def with_room_at_loss(chain: Chain, room: int) -> Chain:
-    """Return the chain with a loss that needs `room` bytes at least.
+def peaks_of(footprints: Many[Footprint], order: str) -> list[int]:
+    """Bytes of all forwards together while each of them runs; in reverse order, those before it wait."""
+    beside = _beside(footprints, order)
+    if order == "any":
+        return [others + each.waiting + each.working for others, each in zip(beside, footprints, strict=True)]
+    return [others + each.peak for others, each in zip(beside, footprints, strict=True)]
 
-    A plan of it within a limit keeps at most the limit less `room` from its forward to its backward, so that others can
-    run in between.
-    """
+
+def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:
+    """Return the index of the forward that runs at the peak, and the bytes that the others hold meanwhile."""
+    peaks = peaks_of(footprints, order)
+    number = peaks.index(max(peaks))
+    return number, _beside(footprints, order)[number]
+
+
+def most_while_one_begins(footprints: Many[Footprint], order: str) -> int:
+    """The most that all but one hold while that one begins; in reverse order, the last begins last."""
+    return sum(each.kept for each in footprints[:-1]) if order == "reverse" else max(_beside(footprints, order))
+
+
+def with_room_at_loss(chain: Chain, room: int) -> Chain:
+    """A plan of this chain within a limit keeps at most the limit less `room`, so that others can run in between."""
     return replace(chain, loss_temp=max(chain.loss_temp, room))
 
 
@@ -145,11 +131,11 @@ def simulate_forwards(
 class _RunningForward:
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
         self.machine, self._chain = Machine(chain, sequence), chain
-        loss = list(sequence).index(Loss())
+        loss = sequence.index(Loss())
         self._parts = iter((range(loss), range(loss, loss + 1), range(loss + 1, len(sequence))))
 
     def go_on(self) -> int:
-        """Run the forward, the loss or the backward; return the most bytes that are held meanwhile."""
+        """Run the forward, the loss or the backward; return the peak in bytes meanwhile."""
         return max([self.held, *map(self.machine.run, next(self._parts))])
 
     @property
@@ -233,14 +219,14 @@ def _joined(found: list[Candidate], order: str, bound: float) -> JointPlan:
 
 
 def _peak(found: list[Candidate], order: str) -> int:
-    return PEAKS[order]([each for each, _ in found])
+    return max(peaks_of([each for each, _ in found], order))
 
 
 def _apart(chain: Chain, sequence: Sequence, forwards: int) -> list[Candidate]:
     return [(Footprint.of(chain, each), each) for each in apart(sequence, len(chain), forwards)]
 
 
-ORDERS = tuple(PEAKS)
+ORDERS = ("any", "reverse")
 
 
 def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
@@ -271,17 +257,11 @@ def least_in_flight_sequence(chain: Chain, forwards: int, order: str = "any", *,
 
 
 def _least_in_reverse(chain: Chain, forwards: int) -> list[Candidate]:
-    """Return plans with a low peak if the backwards come in reverse."""
     return _apart(chain, recompute_all(nested_chain(chain, forwards)), forwards)
 
 
 def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
-    """Return the least limit for any order, and the room at the loss with which a plan of one forward keeps it.
-
-    With room e, the least peak of one forward is P(e), and it keeps at most P(e) - e. So `forwards` of them need at
-    most (forwards - 1) (P(e) - e) + P(e), and some e is the room of the best plan. As e grows, P(e) does not fall and
-    P(e) - e does not rise, so most e can be skipped.
-    """
+    """Return the least limit for any order, and the room at the loss with which a plan of one forward keeps it."""
     left = Footprint.of(chain, store_all(chain)).left
 
     def least_peak(room: int) -> int:
@@ -372,7 +352,7 @@ def solve_in_flight(
     check_fits(f"{forwards} forwards in flight need", least, limit)
     stored = store_all(chain)
     whole = Footprint.of(chain, stored)
-    if peak_in_any_order([whole] * forwards) <= limit:
+    if max(peaks_of([whole] * forwards, "any")) <= limit:
         return _joined([(whole, stored)] * forwards, "any", forwards * whole.makespan)
     nested, bound = _nested(chain, limit, forwards, slots)
     in_reverse = None
@@ -381,7 +361,7 @@ def solve_in_flight(
         if not worth:
             return in_reverse
     every = candidates(chain, limit, forwards, slots)
-    fitting = [each for each in every if peak_in_any_order([each[0]] * forwards) <= limit]
+    fitting = [each for each in every if max(peaks_of([each[0]] * forwards, "any")) <= limit]
     plans = [in_reverse] if in_reverse else []
     if fitting:
         fastest = min(fitting, key=lambda each: each[0].makespan)
@@ -396,8 +376,7 @@ def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[C
     """Return the best plan in reverse, and its proven bound; None if only a bound is known."""
     length = len(chain) + 1
     some = min(forwards, max(1, _LONGEST // length))
-    one = store_all(chain).lower_bound
-    assert one is not None
+    one = store_all(chain).lower_bound or 0.0
     if some < forwards:
         # The others hold memory too: `some` get the limit less the others' minimum.
         least = Footprint.of(chain, recompute_all(with_room_at_loss(chain, limit))).kept
@@ -408,8 +387,8 @@ def _nested(chain: Chain, limit: int, forwards: int, slots: int) -> tuple[list[C
             found = Persistent(slots).solve(nested_chain(chain, forwards), room)
         except InfeasibleError:
             break
-        if room == limit and found.lower_bound is not None:
-            bound = max(bound, found.lower_bound)
+        if room == limit:
+            bound = max(bound, found.lower_bound or 0.0)
         plans = _apart(chain, found, forwards)
         over = _peak(plans, "reverse") - limit
         if over <= 0:

@@ -1,14 +1,12 @@
-"""Compile the solver's kernels, and choose between compiled kernels and plain Python.
+"""Compile the solver's kernels, and choose between compiled kernels and plain Python, which compute the same bits.
 
-Loading kernels takes less than half a second in each process, compiling them many seconds, once on a machine. Plain
-Python plans twenty stages in less. The total work is unknown beforehand (the rent-or-buy problem): work runs plainly
-until its total reaches the time that the kernels would take, so at most twice the time is spent. Both ways compute the
-same bits. The decision uses estimated seconds, not clocks, so that runs repeat.
+Compiling takes many seconds, once on a machine; plain Python plans twenty stages in less. Work runs plainly until its
+total reaches the time that the kernels would take, so at most twice the time is spent (the rent-or-buy problem). The
+decision uses estimated seconds, not clocks, so that runs repeat.
 
 Import kernel files through `kernels_for` only, which keeps imports fast. Numba's disk cache is keyed on a kernel's own
-file. Hence a kernel calls only kernels of its own file, and uses only constants of its own file, even if a small
-function then stands in two files. Every kernel is called with the same types everywhere: processes that compile
-different versions of one kernel at once can mix them up (numba issue 10128).
+file: a kernel calls only kernels, and uses only constants, of its own file. Every kernel is called with the same types
+everywhere: processes that compile different versions of one kernel at once can mix them up (numba issue 10128).
 """
 
 from __future__ import annotations
@@ -73,10 +71,7 @@ class _Pace:
 
 
 def kernels_for(name: str, seconds: float, *arrays: Any) -> tuple[Any, list[Any]]:
-    """Return the kernel file `name` for work of `seconds` in plain Python, compiled or plain, and its `arrays`.
-
-    Plain Python gets nested lists, which it reads faster; a NamedTuple of arrays becomes one of lists.
-    """
+    """Return the kernel file `name` for work of `seconds` in plain Python, compiled or plain, and its `arrays`."""
     if compiling_pays(name, seconds):
         return import_module(name), list(arrays)
     return plain_python(name), [_listed(each) for each in arrays]

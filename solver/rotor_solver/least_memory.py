@@ -55,7 +55,6 @@ class Costs(NamedTuple):
 
 
 def costs_of(chain: Chain) -> Costs:
-    """Return the costs of `chain`, with all of its options."""
     length = len(chain)
     activation = np.array(chain.activation, np.int64)
     gradient = np.array(chain.gradient, np.int64)
@@ -130,10 +129,7 @@ Choose = Callable[[int, int, int], int]
 
 
 def operations_of(length: int, choose: Choose) -> list[Operation]:
-    """Return the operations of a chain of `length` stages, calling `choose` for intervals in running order.
-
-    An explicit stack replaces recursion: chains may have more stages than Python allows nested calls.
-    """
+    """Return the operations of a chain of `length` stages, calling `choose` for intervals in running order."""
     operations: list[Operation] = []
     pending: list[tuple[int, int, int] | Operation] = [(0, 0, length)]
     while pending:

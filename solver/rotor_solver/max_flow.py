@@ -30,16 +30,13 @@ class Network:
             self._left.append(left)
 
     def behind_least_cut(self) -> set[Hashable]:
-        """Return the nodes on the sink's side of the minimum cut; of equal cuts, the one nearest to the sink.
-
-        Needs a cut that goes only through edges with a capacity.
-        """
+        """The nodes on the sink's side of the minimum cut; of equal cuts, the one nearest to the sink."""
         endless = 1 + sum(self._left)  # more than all other edges together
         for edge in self._unbounded:
             self._left[edge] = endless
-        while (distance := self._distances())[0] is not None:
+        while (distance := self._distances())[0] >= 0:
             self._fill(distance)
-        return {point for point, number in self._number.items() if distance[number] is not None}
+        return {point for point, number in self._number.items() if distance[number] >= 0}
 
     def _at(self, point: Hashable) -> int:
         if point not in self._number:
@@ -47,22 +44,19 @@ class Network:
             self._edges.append([])
         return self._number[point]
 
-    def _distances(self) -> list[int | None]:
-        """For each node, the number of residual edges on a shortest path to the sink; None if there is no path."""
-        found: list[int | None] = [None] * len(self._edges)
+    def _distances(self) -> list[int]:
+        """For each node, the number of residual edges on a shortest path to the sink; -1 if there is no path."""
+        found = [-1] * len(self._edges)
         found[1], reached = 0, [1]
         for point in reached:  # grows meanwhile
-            away = found[point]
-            assert away is not None
             for edge in self._edges[point]:
                 begin = self._to[edge]
-                if found[begin] is None and self._left[edge ^ 1]:
-                    found[begin] = away + 1
+                if found[begin] < 0 and self._left[edge ^ 1]:
+                    found[begin] = found[point] + 1
                     reached.append(begin)
         return found
 
-    def _fill(self, distance: list[int | None]) -> None:
-        """Send a blocking flow along shortest paths."""
+    def _fill(self, distance: list[int]) -> None:
         pending = [list(edges) for edges in self._edges]  # edges that may lie on such a path
         path: list[int] = []
         point = 0
@@ -77,11 +71,9 @@ class Network:
                         full = at
                 point = self._to[path[full] ^ 1]  # where the first full edge begins
                 del path[full:]
-            away = distance[point]
-            assert away is not None
             while pending[point]:
                 edge = pending[point][-1]
-                if self._left[edge] and distance[self._to[edge]] == away - 1:
+                if self._left[edge] and distance[self._to[edge]] == distance[point] - 1:
                     break
                 pending[point].pop()
             if pending[point]:

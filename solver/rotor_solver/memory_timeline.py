@@ -59,7 +59,6 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
             index: (kept.option.saved if kept.away else kept.option.kept) - kept.freed
             for index, kept in machine.attached.items()
         }
-        output = chain.activation[-1] if machine.output == "caller" else 0
         again = False
         if isinstance(operation, Backward):
             left += chain.stages[operation.stage].gradient
@@ -76,7 +75,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
                 after=machine.held,
                 inputs=dict(machine.plain),
                 attached=attached,
-                output=output,
+                output=chain.activation[-1] if machine.output == "caller" else 0,
                 gradients=left + sum(chain.activation[index] for index in machine.deltas),
             )
         )
@@ -134,11 +133,6 @@ def plan_memory(chain: Chain, sequence: Sequence, beside_bytes: int = 0) -> Plan
 
 def _kept(chain: Chain, sequence: Sequence) -> list[int]:
     """For every stage, the bytes of its output and its ā when the loss begins."""
-    before = None
-    for moment in moments(chain, sequence):
-        if isinstance(moment.operation, Loss):
-            break
-        before = moment
-    if before is None:  # the loss comes first: the chain has no stages
-        return []
+    found, loss = moments(chain, sequence), sequence.index(Loss())
+    before = found[loss - 1]  # without stages, the loss itself
     return [before.inputs.get(i + 1, 0) + before.attached.get(i + 1, 0) for i in range(len(chain))]

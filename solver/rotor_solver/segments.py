@@ -1,9 +1,4 @@
-"""Sequences with given checkpoints, and the two extremes.
-
-`recompute_segments` cuts a chain into segments of consecutive stages and recomputes some: periodic checkpoints, the
-levels of a model, checkpoints chosen by hand. `store_all` is the fastest sequence, `recompute_all` the
-memory-persistent one with the least peak.
-"""
+"""Sequences that recompute segments of consecutive stages, and the two extremes: `store_all` and `recompute_all`."""
 
 from __future__ import annotations
 
@@ -19,11 +14,7 @@ from rotor_solver.simulate import simulate
 
 
 def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range], algorithm: str = "") -> Sequence:
-    """Build the sequence that recomputes the segments `again` and stores all other stages as they run.
-
-    `forwards` says how each stage runs with a graph. `again` are disjoint segments of stages. The forward keeps only
-    the first input of each. Right before the backward of its last stage, the segment is recomputed and stored.
-    """
+    """Return the sequence that recomputes the disjoint segments `again` before the backward of their last stage."""
     stored = list(forwards)
     starts, ends = {}, {}
     for segment in again:
@@ -70,13 +61,12 @@ def store_all(chain: Chain) -> Sequence:
 def recompute_all(chain: Chain) -> Sequence:
     """Return a memory-persistent sequence with the least peak."""
     costs = costs_of(chain)
-    return least_sequence(chain, costs, least_memory(costs))
+    return least_sequence(costs, least_memory(costs))
 
 
-def least_sequence(chain: Chain, costs: Costs, least: Ints) -> Sequence:
+def least_sequence(costs: Costs, least: Ints) -> Sequence:
     """Return `recompute_all(chain)`, given `costs` and the table [2, L+1, L+1] of `least_memory`."""
-    choose = partial(least_choice, costs, least)
-    return Sequence(operations_of(len(chain), choose), "recompute-all")
+    return Sequence(operations_of(len(costs.activation) - 1, partial(least_choice, costs, least)), "recompute-all")
 
 
 def min_bytes(chain: Chain) -> int:

@@ -135,9 +135,7 @@ class Sequence(collections.abc.Sequence[Operation]):
         for position, operation in enumerate(self.operations):
             if not isinstance(operation, Operation):
                 raise InvalidValueError(
-                    f"operation {position} of the sequence is {operation!r}, which is not an operation",
-                    kind="not_an_operation",
-                    position=position,
+                    f"item {position} is no operation: {operation!r}", kind="not_an_operation", position=position
                 )
 
     @classmethod

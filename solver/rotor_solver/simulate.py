@@ -192,17 +192,14 @@ class Machine:
         return max(before + kept.freed + self.activation[stage] + temp, self.held)
 
     def move_out(self, stage: int) -> None:
-        """Free the `moved` bytes of `stage`: they have been copied out."""
         self.attached[stage + 1].away = True
         self.held -= self.attached[stage + 1].option.moved
 
     def move_in(self, stage: int) -> None:
-        """Take the `moved` bytes of `stage` again: their copy back begins."""
         self.attached[stage + 1].away = False
         self.held += self.attached[stage + 1].option.moved
 
     def _release_input(self, stage: int) -> None:
-        """Free the part of the input of `stage` that its backward does not need."""
         alone, inside = self.chain.released[stage]
         if stage in self.plain:
             self.plain[stage] -= alone

@@ -26,5 +26,4 @@ def watched(progress: Progress) -> Iterator[None]:
 
 
 def watcher() -> Progress | None:
-    """Return the callback given to `watched`; None outside of it."""
     return _watching.get()

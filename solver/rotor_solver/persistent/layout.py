@@ -1,15 +1,13 @@
 """Facts about a chain before its first table, and the layout of tables in slots and rows.
 
-Slot m of a row stands for m · unit + offset bytes. Every row has its own offset, such that a stage's fastest option
-keeps a whole number of slots. So only checkpoints lose to rounding, not stages stored one after the other. See Note
-[Rows and windows] in `table_kernels`. The longer intervals are, the fewer have rows (`Spacing`). In chains of repeated
-blocks, rows are shared (`owners`).
+Every row has its own offset in bytes, such that only checkpoints lose to rounding (Note [Rows and windows] in
+`table_kernels`). The longer intervals are, the fewer have rows. In chains of repeated blocks, rows are shared.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +40,6 @@ class Spacing(NamedTuple):
         return ended
 
     def dense(self, length: int) -> bool:
-        """Whether all intervals of a chain have rows."""
         return length <= self.parts * (2 if self.period == 1 else self.period)
 
 
@@ -122,7 +119,6 @@ class Windows(NamedTuple):
 
 
 def fastest_options(costs: Costs) -> Ints:
-    """The fastest option of every stage, among all options."""
     bounds = zip(costs.first[:-1], costs.first[1:], strict=True)
     keys = [range(low, high) for low, high in bounds]
     return np.array([min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in keys], np.int64)
@@ -131,10 +127,7 @@ def fastest_options(costs: Costs) -> Ints:
 def grid_of(
     costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, spacing: Spacing, later: Floats, cut: float
 ) -> Grid:
-    """Build the grid for `room` bytes, for plans that take at most `cut` longer than storing everything.
-
-    Of `cut`, stages from i on take at least later[i]: [L+1]. Times are in the unit of `costs.run`.
-    """
+    """Build the grid for plans within `room` bytes that take at most `cut` longer than storing everything."""
     length = len(costs.activation) - 1
     apart = np.concatenate([costs.released[0] != costs.released[1], [False]])
     node = np.cumsum(np.concatenate([[0], 1 + apart[:-1]])) + np.stack([np.zeros_like(apart), apart])
@@ -274,10 +267,7 @@ def period_of(kinds: Ints) -> int:
 
 
 def fitting_unit(kinds: Ints, period: int, taken: Ints, unit: int) -> int:
-    """Return a slot of at most `unit` bytes that divides the memory kept by a period, as nearly as possible.
-
-    `taken` is [L], the bytes that every stage keeps. Rows of later periods then have the slots of earlier ones.
-    """
+    """Return a slot of at most `unit` bytes that divides the memory kept by a period, as nearly as possible."""
     same = kinds[:-period] == kinds[period:]
     sums = np.convolve(taken, np.ones(period, np.int64), "valid")[: len(same)][same]
     size = Counter(sums.tolist()).most_common(1)[0][0]
@@ -329,28 +319,18 @@ def full_memory(costs: Costs, fastest: Ints) -> Ints:
     return full
 
 
-@dataclass(frozen=True, slots=True)
 class Problem:
-    """Data that all tables of a chain share. `stored` is the time of storing everything, in seconds."""
+    """Data that all tables of a chain share."""
 
-    chain: Chain
-    stored: float
-    costs: Costs
-    least: Ints  # [2, L+1, L+1] bytes, by (state, i, l): the least memory of every interval
-    full: Ints  # [2, L+1, L+1] bytes, by (state, i, l): the memory from which on the whole interval is stored
-    fastest: Ints  # [L] the fastest option of every stage, among all options
-    kinds: Ints  # [L] a number for every stage, equal for stages that cost the same
-    period: int  # Period in stages with which most of the chain repeats; 0 if it does not
-
-    @classmethod
-    def of(cls, chain: Chain) -> Problem:
-        """Build the problem of a chain."""
-        stored = store_all(chain).lower_bound
-        assert stored is not None
-        costs, kinds = costs_of(chain), kinds_of(chain)
-        fastest = fastest_options(costs)
-        full = full_memory(costs, fastest)
-        return cls(chain, stored, costs, least_memory(costs), full, fastest, kinds, period_of(kinds))
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.costs = chain, costs_of(chain)
+        self.stored = store_all(chain).lower_bound or 0.0  # Seconds of storing everything
+        self.least = least_memory(self.costs)
+        self.fastest = fastest_options(self.costs)
+        # [2, L+1, L+1] bytes, by (state, i, l): the memory from which on the whole interval is stored.
+        self.full = full_memory(self.costs, self.fastest)
+        self.kinds = kinds_of(chain)
+        self.period = period_of(self.kinds)  # In stages; 0 if most of the chain does not repeat
 
     @property
     def needed(self) -> int:
@@ -359,4 +339,4 @@ class Problem:
 
     def least_sequence(self) -> Sequence:
         """Return a sequence for `needed` bytes."""
-        return least_sequence(self.chain, self.costs, self.least)
+        return least_sequence(self.costs, self.least)

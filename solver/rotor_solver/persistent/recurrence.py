@@ -3,34 +3,24 @@
 Begin with `optimum`, the recurrence in thirty lines. Such sequences are trees over intervals of stages (Beaumont et
 al., "Optimal checkpointing for heterogeneous chains", HAL hal-02352969; the memory conditions are our own, see
 docs/solver.md). [i, l] stands for a problem: run the backwards of stages l, …, i, with a_i and δ_{l+1} in memory, in m
-bytes, a_i not counted. The loss is stage L. There are two ways to begin:
-
-    Fe_i                       then [i+1, l] with the memory left by ā_{i+1}, then B_i
-    CF_i, Fn_{i+1} … Fn_{j-1}  then [j, l] with the checkpoint a_j kept, then, once it is gone, [i, j-1] from a_i again
-
-`table_kernels.fill` computes it for all numbers of slots at once; see Note [Rows and windows] there. Slots would cost
-time or certainty, so:
-
-* sizes are rounded down: the table is a lower bound for all persistent sequences, the certificate;
-* slots are laid out so that only checkpoints are rounded (`layout`), and needs are compared in bytes;
-* sequences are read off with memory in bytes (`interval_kernels.descend`): they fit, whatever the slots are;
-* times above the best known sequence are never computed: a plan for groups of stages makes the first table cheap, and
-  the windows of each table make the next, finer one cheap;
-* the first tables have rows for only some of the intervals, which stand for the others too (`Spacing`).
+bytes, a_i not counted. The loss is stage L. `table_kernels.fill` computes it for all numbers of slots at once, with
+sizes rounded down: a lower bound. Sequences are read off with memory in bytes (`interval_kernels.descend`), so they
+fit. Times above the best known sequence are never computed: a plan for groups of stages makes the first table cheap,
+and the windows of each table make the next, finer one cheap.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
 
 from rotor_solver.chain import Chain, Option, Stage
 from rotor_solver.described_error import InfeasibleError, check_count, check_fits
-from rotor_solver.least_memory import Costs, Floats, Ints, costs_of
+from rotor_solver.least_memory import Costs, Ints, costs_of
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.table import Table
 from rotor_solver.segments import even_segments, store_all
@@ -39,11 +29,7 @@ from rotor_solver.simulate import simulate
 
 
 def optimum(chain: Chain, mem_limit: int) -> float:
-    """Seconds of the fastest memory-persistent sequence within `mem_limit` bytes, a_0 counted; infinite if none fits.
-
-    Minimizes the time beyond storing everything, which is the same for every sequence. Every sequence runs each stage
-    once with a graph and once backward; only the options and the forwards before checkpoints differ.
-    """
+    """Seconds of the fastest memory-persistent sequence within `mem_limit` bytes, a_0 counted; infinite if none."""
     costs, length = costs_of(chain), len(chain)
 
     @cache
@@ -69,10 +55,7 @@ def optimum(chain: Chain, mem_limit: int) -> float:
 
 
 def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
-    """Merge every group of consecutive stages into one stage that costs at least as much memory, and as much time.
-
-    So every sequence that fits the coarse chain fits the chain itself. Each stage runs by its fastest option.
-    """
+    """Merge every group of stages into one that costs at least as much memory and time, each by its fastest option."""
     # Nothing is released early in the coarse chain: that only makes its stages cost more.
     activation = chain.activation
     held = activation[-1] if chain.output_held else 0
@@ -162,7 +145,6 @@ class Effort:
     numbers: float
 
     def excess(self, table: Table) -> float:
-        """How many times too large a table is."""
         return max(table.guess / self.pairs, table.size / self.numbers)
 
 
@@ -199,25 +181,18 @@ class Persistent:
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
         best = solved(chain, mem_limit, self.slots, self.effort)
-        assert best.sequence is not None
         assert simulate(chain, best.sequence).peak <= mem_limit
         # A bound above the time of a real sequence could only be rounding.
         return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
 
 
-@dataclass(slots=True)
 class Best:
     """The fastest sequence so far, and the best lower bounds, in seconds."""
 
-    problem: Problem
-    makespan: float = math.inf
-    bound: float = field(init=False)
-    sequence: Sequence | None = None
-    later: Floats = field(init=False)  # [L+1] seconds by which the stages from i on take longer than stored, at least
-
-    def __post_init__(self) -> None:
-        self.bound = self.problem.stored
-        self.later = np.zeros(len(self.problem.chain) + 1)
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.bound = problem, problem.stored
+        self.sequence, self.makespan = Sequence(()), math.inf
+        self.later = np.zeros(len(problem.chain) + 1)  # Seconds that the stages from i on take beyond stored, at least
 
     def offer(self, sequence: Sequence) -> None:
         makespan = simulate(self.problem.chain, sequence).makespan
@@ -225,7 +200,6 @@ class Best:
             self.makespan, self.sequence = makespan, sequence
 
     def improve(self, table: Table) -> None:
-        """Update the bounds and the sequence from a filled table."""
         self.bound = max(self.bound, self.problem.stored + table.lower_bound(table.room))
         if not table.windowed:  # in windows, a row says nothing of plans outside them
             self.later = np.maximum(self.later, table.later())
@@ -243,21 +217,18 @@ class Best:
 
 
 def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
-    """Return the best sequence found with at most `effort`. There is always one.
-
-    Raises InfeasibleError if no sequence fits within `mem_limit`.
-    """
-    problem, room = Problem.of(chain), mem_limit - chain.input_bytes
+    """Return the best sequence found with at most `effort`. Raises InfeasibleError if none fits within `mem_limit`."""
+    problem, room = Problem(chain), mem_limit - chain.input_bytes
     check_fits("the chain needs", chain.input_bytes + problem.needed, mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
-    if best.sequence is None:  # always fits: a table needs a time to improve on
+    if best.makespan == math.inf:  # always fits: a table needs a time to improve on
         best.offer(problem.least_sequence())
     windows, last = None, 0
     for unit, exact, spacing in levels(problem, room, slots):
         if best.gap <= effort.close or best.overhead == 0:
             break
-        make = partial(Table.of, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
+        make = partial(Table, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
         table = make(unit=unit, exact=exact)
         excess = effort.excess(table)
         if excess > 1:
@@ -277,11 +248,10 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
 def _begin(best: Best, mem_limit: int) -> None:
     """Offer a plan for groups of stages: times above a known plan are never computed, so it pays for itself."""
     chain, size = best.problem.chain, _GROUP
-    while best.sequence is None and len(chain) > max(4, size) * size and size > 1:
+    while best.makespan == math.inf and len(chain) > max(4, size) * size and size > 1:
         groups = even_segments(len(chain), -(-len(chain) // size))
         try:
             coarse = solved(coarse_chain(chain, groups), mem_limit, 500, _HASTY)
-            assert coarse.sequence is not None
             best.offer(fine_sequence(chain, groups, coarse.sequence))
         except InfeasibleError:
             size //= 2

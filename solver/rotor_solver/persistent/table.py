@@ -7,18 +7,15 @@ Times in a table are those beyond storing everything, in units of `scale` second
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rotor_solver.jit_policy import kernels_for
-from rotor_solver.least_memory import Costs, Floats, Ints, operations_of
+from rotor_solver.least_memory import Floats, operations_of
 from rotor_solver.persistent.layout import (
     ANYTHING,
-    Grid,
     Problem,
-    Rows,
     Spacing,
     Windows,
     fitting_unit,
@@ -46,30 +43,11 @@ _LOOKED_AT = 0.25  # The part of all pairs of slots that a table visits, roughly
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
 
 
-@dataclass(slots=True)
 class Table:
-    """The table for `room` bytes, of all plans that take up to `scale` seconds longer than storing everything.
+    """The table for `room` bytes, of plans up to `scale` seconds longer than storing everything. Empty until `fill`."""
 
-    It is laid out when it is made, so that its size is known before its memory is allocated. Empty until `fill`.
-    """
-
-    problem: Problem
-    room: int
-    scale: float
-    costs: Costs
-    grid: Grid
-    rows: Rows
-    size: int  # Count of its numbers
-    owner: Ints  # [rows] the row whose numbers a row shares; itself if it has its own
-    work: Floats  # [rows] pairs of slots, if every checkpoint is of use to every row; less where rows are shared
-    plain_seconds: float  # Estimated seconds to fill it without compiled kernels
-    windowed: bool = False  # Whether only windows of it were filled: it then says less about the parts of the chain
-    values: Any = None  # [size] the numbers: `flat` of the kernels
-    pairs: int = 0  # Pairs of slots visited
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         problem: Problem,
         room: int,
         unit: int,
@@ -79,7 +57,7 @@ class Table:
         exact: bool = False,
         spacing: Spacing | None = None,
         windows: Windows | None = None,
-    ) -> Table:
+    ) -> None:
         """Lay out a table in slots of about `unit` bytes.
 
         `exact` says that all sizes are whole numbers of units. If not, the unit may be adjusted to fit them better.
@@ -105,18 +83,19 @@ class Table:
         rows, size = rows_of(problem.least, problem.full, scaled, grid, later / scale, chosen, _CUT, owner)
         useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
         numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
-        work = part * numbers * checkpoints
-        seconds = part * (_ROW * len(work) + _CHECKPOINT * float(np.sum(checkpoints[numbers > 0])))
-        seconds += _PAIR * _LOOKED_AT * float(np.sum(work))
-        return cls(problem, room, scale, scaled, grid, rows, size, owner, work, seconds, windows is not None)
-
-    @property
-    def guess(self) -> float:
-        """Estimate of the pairs of slots to visit."""
-        return _LOOKED_AT * float(np.sum(self.work))
+        # [rows] pairs of slots, if every checkpoint is of use to every row; less where rows are shared.
+        self.work = part * numbers * checkpoints
+        self.guess = _LOOKED_AT * float(np.sum(self.work))  # Pairs of slots to visit
+        checkpoints_in_all = float(np.sum(checkpoints[numbers > 0]))
+        self.plain_seconds = part * (_ROW * len(owner) + _CHECKPOINT * checkpoints_in_all) + _PAIR * self.guess
+        self.problem, self.room, self.scale = problem, room, scale
+        self.costs, self.grid, self.rows, self.size = scaled, grid, rows, size
+        self.owner = owner  # [rows] the row whose numbers a row shares; itself if it has its own
+        self.windowed = windows is not None  # Then it says less about the parts of the chain
+        self.values: Any = None  # [size] the numbers: `flat` of the kernels
+        self.pairs = 0  # Of slots, visited
 
     def fill(self) -> None:
-        """Compute all numbers."""
         self.values = np.empty(self.size, np.float64)
         tables = self.rows, self.costs, self.grid, self.owner
         kernels, (rows, costs, grid, owner) = kernels_for(_KERNELS, self.plain_seconds, *tables)

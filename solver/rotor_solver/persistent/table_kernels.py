@@ -275,13 +275,7 @@ def fill(flat: np.ndarray, rows: Any, costs: Any, grid: Any, owner: Any, begin: 
     Opt' is Opt in state 1. Sizes taken from m are rounded down, so that the table is a lower bound: a plan of real
     sizes is still a plan with a little more memory at every step.
 
-    Only the excess over storing everything is tabulated, so stored intervals need no numbers. Rounding errors are
-    subtracted from the bound (`table.Table.lower_bound`), and the simulator recomputes the time of the resulting
-    sequence.
-
-    Times above rows.limit count as infinite: `interval_kernels.bounds` has subtracted the certain time of the context
-    from the cut. Where l < L, the stages of [i, l] have run forward without a graph before, and those after l take at
-    least later[l+1] longer than stored.
+    Times above rows.limit count as infinite (`layout.rows_of`).
 
     Fills the rows of intervals with begin ≤ l - i < end, l < L, which need the shorter ones; `fill_tails` does the
     rest. Returns the number of pairs of slots visited.
@@ -442,11 +436,8 @@ def hand_to_both(
 
 @compiled()
 def spread(grid: Any, low: np.ndarray, high: np.ndarray, outside: np.ndarray) -> Any:
-    """Windows by interval, (low, high, outside), [nodes, L+1] each, from windows by row, in bytes and seconds.
-
-    The next table has other rows, so each interval takes the most generous values of all rows that stand for it. Of
-    the stages that a row omits at its end, intervals have no more memory than the whole, and as much time outside.
-    """
+    """Windows by interval, [nodes, L+1] each: the most generous of all rows that stand for it, in bytes and seconds."""
+    # Of the stages that a row omits at its end, intervals have no more memory than the whole, and as much time outside.
     length, shape = len(grid.band), (len(grid.place), len(grid.band) + 1)
     lows, highs, least = np.full(shape, INFINITE), np.zeros(shape, np.int64), np.full(shape, np.inf)
     # [L+1] by the stage at which a row ends: the most memory of such a row, and the least time outside it.

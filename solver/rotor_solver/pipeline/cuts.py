@@ -1,21 +1,12 @@
 """Cut a chain into parts for the ranks: the best cuts with the best sequences, and equal cuts for comparison.
 
-`best_cuts` minimizes the time of the slowest part, exactly and lazily. With c(s, i, j) the cost of stages i … j - 1 as
-part s, the least bottleneck of parts 0 … s on stages 0 … j - 1 is
+`best_cuts` minimizes the time of the slowest part. With c(s, i, j) the cost of stages i … j - 1 as part s, the least
+bottleneck of parts 0 … s on stages 0 … j - 1 is f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j)). Costs are
+expensive, lower bounds are cheap: the recurrence is solved with lower bounds for all unknown costs; those of the best
+cuts are tightened, then computed, until cuts with known costs reach the bound (LazySP: Dellin and Srinivasa, 2016).
 
-    f(s, j) = the least over i of max(f(s - 1, i), c(s, i, j))
-
-Costs are expensive, lower bounds are cheap. So the recurrence is solved with lower bounds for all unknown costs; those
-of the best cuts are tightened, then computed, and it is solved again, until cuts with known costs reach the bound
-(LazySP: Dellin and Srinivasa, 2016). Costs are arbitrary: a part of a part may cost more, where its input is larger.
-
-`plan_pipeline` has the fastest sequence of each part for its costs. The memory of a part depends on its rank: the
-limit, and the number of microbatches that its schedule keeps in flight there. Each part is solved once, and equal parts
-are solved together (`PartCosts`).
-
-`equal_cuts` has parts of equally many stages and one policy on all ranks, like training libraries: keep everything;
-recompute segments of n stages (Megatron-LM's "uniform"), up to whole parts; recompute only the first n stages of every
-part (its "block").
+`equal_cuts` has one policy on all ranks, like training libraries: keep everything; recompute segments of n stages
+(Megatron-LM's "uniform"), or only the first n stages of every part (its "block").
 """
 
 from __future__ import annotations
@@ -24,9 +15,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,13 +43,8 @@ Cost = Callable[[int, int, int], float]  # Cost of stages i … j - 1 as part s,
 
 
 def best_cuts(bounds: Floats, *costs: Cost) -> tuple[list[int], float]:
-    """Return the cuts 0 = c_0 < … < c_S = N with the least bottleneck, and that bottleneck.
-
-    `bounds` is [S, N+1, N+1], lower bounds by (s, i, j), infinite for forbidden parts. The last of `costs` is the cost,
-    infinite if there is none; those before it are lower bounds, each more expensive and tighter than the one before.
-    Each is called at most once for each part. Equal cuts are ordered by their sum, as far as costs are known. The list
-    is empty if there are no finite cuts.
-    """
+    """Return the cuts 0 = c_0 < … < c_S = N with the least bottleneck, and that; no cuts if none are finite."""
+    # The last of `costs` is the cost; those before it are lower bounds, each more expensive and tighter.
     lower, known = bounds.copy(), np.full(bounds.shape, np.inf)
     asked = np.zeros(bounds.shape, np.int64)
     while True:
@@ -99,30 +86,16 @@ def _cheapest(costs: Floats, bottleneck: float) -> list[int]:
 
 
 def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
-    """Return the stages at which a part may begin, 0 and the end included: of those in `wanted`, or of all.
-
-    The chain cannot be cut between stages that a gradient passes. Raises ValueError for a stage that does not exist.
-    """
+    """Return the stages of `wanted`, or of all, at which a part may begin, as no gradient passes; 0 and the end too."""
     length = len(chain)
     inner = range(1, length) if wanted is None else sorted(set(wanted) - {0, length})
     for point in inner:
         if not 0 < point < length:
             raise InvalidValueError(
-                f"boundaries has {point}; the chain's stages are 0 to {length - 1}",
-                kind="no_such_stage",
-                name="boundaries",
+                f"boundaries must be 0 to {length - 1}, got {point}", kind="no_such_stage", name="boundaries"
             )
-    return [0, *(point for point in inner if _nothing_crosses(chain.gradient[:point])), length]
-
-
-def _nothing_crosses(gradients: tuple[int, ...]) -> bool:
-    """Whether these stages free no gradients that later ones left."""
-    left = 0
-    for gradient in reversed(gradients):
-        left += gradient
-        if left < 0:
-            return False
-    return True
+    # No later stage leaves a gradient that an earlier one frees.
+    return [0, *(each for each in inner if min(accumulate(reversed(chain.gradient[:each]))) >= 0), length]
 
 
 # Slots for the memory that a microbatch keeps, if only a lower bound is needed. Not measured; fewer loosen the bound,
@@ -134,11 +107,7 @@ _Key = tuple[Chain, int, int, int]
 
 
 class PartCosts:
-    """The costs of parts, by their number and first and last stage (`end` is the one after it).
-
-    A single part on a rank has all of the rank's limit: the bytes of its microbatches together count. Several parts
-    share it, so the memory that each keeps counts by itself, and the room for the microbatch in progress is there once.
-    """
+    """The costs of parts, by their number and first and last stage. Several parts on a rank share its limit."""
 
     def __init__(self, chain: Chain, divided: DividedLimits, slots: int) -> None:
         self.chain = chain
@@ -150,20 +119,16 @@ class PartCosts:
         self._stored = cache(partial(divided.part, chain))
 
     def seconds(self, number: int, begin: int, end: int) -> float:
-        """Seconds of a microbatch by the fastest sequence; infinite if none fits."""
         sequence = self._solve(self._key(number, begin, end))
         return math.inf if sequence is None else simulate(self._stored(number, begin, end).chain, sequence).makespan
 
     def lower_bound(self, number: int, begin: int, end: int) -> float:
         """Seconds: no memory-persistent sequence that fits is faster."""
         sequence = self._solve(self._key(number, begin, end))
-        if sequence is None:
-            return math.inf
-        assert sequence.lower_bound is not None
-        return sequence.lower_bound
+        return math.inf if sequence is None else sequence.lower_bound or 0.0
 
     def guess(self, number: int, begin: int, end: int) -> float:
-        """A lower bound in seconds that takes little time; infinite if no sequence fits."""
+        """A quick lower bound in seconds; infinite if no sequence fits."""
         key = self._key(number, begin, end)
         if key in self._solved:
             return self.lower_bound(number, begin, end)
@@ -195,7 +160,6 @@ class PartCosts:
         return high
 
     def part(self, number: int, begin: int, end: int) -> Part:
-        """Return the part with its fastest sequence. It must fit."""
         sequence = self._solve(self._key(number, begin, end))
         assert sequence is not None
         part = replace(self._stored(number, begin, end), sequence=sequence)
@@ -266,7 +230,12 @@ def plan_pipeline(
             stages=len(chain),
             parts=order.parts,
         )
-    divided = DividedLimits(order, _limits_of(limits, ranks), _fixed_of(fixed, len(chain)), buffers)
+    limits = limits if isinstance(limits, Several) else [limits] * ranks
+    fixed = [0] * len(chain) if fixed is None else fixed
+    _check_length("limits", limits, ranks)
+    _check_length("fixed", fixed, len(chain))
+    sizes = tuple(checked_size(size, f"fixed of stage {stage}") for stage, size in enumerate(fixed))
+    divided = DividedLimits(order, tuple(map(bytes_of_limit, limits)), sizes, buffers)
     if order.virtual_stages == 1:
         return _best_plan(PartCosts(chain, divided, slots), points)
     plans, refusals = [], []
@@ -304,32 +273,10 @@ def _best_plan(search: PartCosts, points: list[int]) -> PipelinePlan:
     return replace(plan, lower_bound=min(lower, plan.slowest_seconds))
 
 
-def _limits_of(limits: float | Several[float], ranks: int) -> tuple[int, ...]:
-    if not isinstance(limits, Several):
-        return (bytes_of_limit(limits),) * ranks
-    if len(limits) != ranks:
-        raise InvalidValueError(
-            f"there are {len(limits)} limits for {ranks} ranks; give one for each, or one for all",
-            kind="wrong_length",
-            name="limits",
-            got=len(limits),
-            needs=ranks,
-        )
-    return tuple(map(bytes_of_limit, limits))
-
-
-def _fixed_of(fixed: Several[int] | None, length: int) -> tuple[int, ...]:
-    if fixed is None:
-        return (0,) * length
-    if len(fixed) != length:
-        raise InvalidValueError(
-            f"fixed has {len(fixed)} entries; the chain has {length} stages",
-            kind="wrong_length",
-            name="fixed",
-            got=len(fixed),
-            needs=length,
-        )
-    return tuple(checked_size(size, f"fixed of stage {stage}") for stage, size in enumerate(fixed))
+def _check_length(name: str, values: Several[float], needs: int) -> None:
+    if len(values) != needs:
+        message = f"{name} must have {needs} entries, one for each, got {len(values)}"
+        raise InvalidValueError(message, kind="wrong_length", name=name, got=len(values), needs=needs)
 
 
 def _seconds_stored(chain: Chain, points: list[int], parts: int) -> Floats:
@@ -368,17 +315,9 @@ def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> Infeasible
     return InfeasibleError(message, min_bytes=least, mem_limit=limit)
 
 
-@dataclass(frozen=True, slots=True)
-class EqualCuts:
-    """Equal cuts under one `policy`, in words."""
-
-    policy: str
+class EqualCuts(NamedTuple):
+    policy: str  # In words
     plan: PipelinePlan
-
-    @property
-    def fits(self) -> bool:
-        """Whether every rank stays within its limit."""
-        return self.plan.fits
 
 
 def equal_cuts(
@@ -412,15 +351,7 @@ def _policies(longest: int) -> Iterator[tuple[str, Callable[[int], list[range]]]
     yield "keep everything", lambda length: []
     for size in range(1, longest + 1):
         words = f"recompute segments of {size} stages" if size < longest else "recompute everything"
-        yield words, partial(_uniform, size)
+        yield words, lambda length, size=size: segments_from(range(0, length, size), length)
     for count in range(1, longest):
         words = f"recompute the first {count} stages"
-        yield words, partial(_block, count)
-
-
-def _uniform(size: int, length: int) -> list[range]:
-    return segments_from(range(0, length, size), length)
-
-
-def _block(count: int, length: int) -> list[range]:
-    return [range(stage, stage + 1) for stage in range(min(count, length))]
+        yield words, lambda length, count=count: [range(stage, stage + 1) for stage in range(min(count, length))]

@@ -1,9 +1,9 @@
 """Kernels for the recurrence of `sequences`, for all numbers of slots at once.
 
-Slot m stands for m · unit + offset bytes; the offset is the remainder of the limit beyond whole slots. `taken` ([2,
-options]) and `activation` ([L+1]), the memory that operations leave, are in slots. If they were rounded up, a sequence
-that fits into slots fits into bytes; if they were rounded down, times are lower bounds. Needs while operations run are
-compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond storing everything.
+Slot m stands for m · unit + offset bytes. `taken` ([2, options]) and `activation` ([L+1]), the memory that operations
+leave, are in slots, rounded up for sequences that fit, or down for lower bounds. Needs of running operations are
+compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond
+storing everything. A `table` is (again, costs, taken, activation, unit, offset).
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def lower_by_both(
 
 
 @compiled()
-def fill(again: np.ndarray, costs: Any, taken: np.ndarray, activation: np.ndarray, unit: int, offset: int) -> None:
+def fill(table: Any) -> None:
     """again[state, i, l, m] for l < L: seconds for the interval after the loss in m slots. [2, L, L, width] of inf."""
+    again, costs, taken, activation, unit, offset = table
     length, width = len(costs.activation) - 1, again.shape[3]
     for distance in range(length):
         for i in range(length - distance):
@@ -81,23 +82,13 @@ def fill(again: np.ndarray, costs: Any, taken: np.ndarray, activation: np.ndarra
 
 
 @compiled()
-def fill_kept(
-    kept: np.ndarray,
-    again: np.ndarray,
-    costs: Any,
-    taken: np.ndarray,
-    activation: np.ndarray,
-    unit: int,
-    offset: int,
-    beyond: int,
-    below: int,
-    most: int,
-) -> None:
+def fill_kept(kept: np.ndarray, table: Any, beyond: int, below: int, most: int) -> None:
     """kept[state, i, r], r ≤ most: seconds for [i, L] if r - below more slots may be kept, and r + beyond are free.
 
     Before the loss, more may be in memory than is kept in the end, as a stage can free more of its input than it saves:
     `below` slots at most. `kept` is [2, L+1, most + 1 or more].
     """
+    again, costs, taken, activation, unit, offset = table
     length = len(costs.activation) - 1
     kept[:, :, : most + 1] = np.inf
     for r in range(max(below, slot_of(costs.loss_need, unit, offset) - beyond), most + 1):
@@ -120,24 +111,12 @@ def fill_kept(
 
 
 @compiled()
-def choice(
-    kept: np.ndarray,
-    again: np.ndarray,
-    costs: Any,
-    taken: np.ndarray,
-    activation: np.ndarray,
-    unit: int,
-    offset: int,
-    beyond: int,
-    state: int,
-    i: int,
-    last: int,
-    slots: int,
-) -> int:
+def choice(kept: np.ndarray, table: Any, beyond: int, state: int, i: int, last: int, slots: int) -> int:
     """Return a choice that attains the least seconds for [i, last], i < L, coded as in `persistent.interval_kernels`.
 
     `slots` are the free slots; or, for last = L, r of `fill_kept`.
     """
+    again, costs, taken, activation, unit, offset = table
     length = len(costs.activation) - 1
     m = slots + beyond if last == length else slots
     best, found = np.inf, 0
@@ -164,26 +143,18 @@ def choice(
 
 
 @compiled()
-def best_kept(
-    again: np.ndarray,
-    costs: Any,
-    taken: np.ndarray,
-    activation: np.ndarray,
-    unit: int,
-    offset: int,
-    count: int,
-    below: int,
-) -> tuple[float, int]:
+def best_kept(table: Any, count: int, below: int) -> tuple[float, int]:
     """The least seconds over all numbers of slots kept, a_0 included, and the number that attains them; -1 for none.
 
     The last slot of `again` is the limit.
     """
+    again, costs, _, activation, _, _ = table
     limit = again.shape[3] - 1
     kept = np.empty((2, len(costs.activation), limit // count + below + 1))
     best, best_slots = np.inf, -1
     for slots in range(activation[0], limit // count + 1):
         beyond, most = limit - count * slots - below, slots + below
-        fill_kept(kept, again, costs, taken, activation, unit, offset, beyond, below, most)
+        fill_kept(kept, table, beyond, below, most)
         found = kept[0, 0, most - activation[0]]
         if found < best:
             best, best_slots = found, slots

@@ -45,7 +45,6 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first forward to the last backward."""
         return max(event.end for event in self.events)
 
     @property
@@ -135,12 +134,7 @@ def _needed(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int]]:
 def _seconds(action: Action, part: Part) -> float:
     one = part.microbatch
     weights = _FOR_WEIGHTS * one.stored_backward_seconds
-    by_kind = {
-        "F": one.forward_seconds,
-        "B": one.backward_seconds,
-        "I": one.backward_seconds - weights,
-        "W": weights,
-    }
+    by_kind = {"F": one.forward_seconds, "B": one.backward_seconds, "I": one.backward_seconds - weights, "W": weights}
     return by_kind[action.kind]
 
 
@@ -164,7 +158,6 @@ class Part:
 
     @cached_property
     def microbatch(self) -> Microbatch:
-        """Bytes and seconds of one microbatch."""
         return Microbatch.of(self.chain, self.sequence)
 
     @property
@@ -174,7 +167,6 @@ class Part:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of the part in bytes."""
         one = self.microbatch
         return self.beside_bytes + bytes_in_flight(one.kept_bytes, one.peak_bytes, self.flying.forwards)
 
@@ -222,10 +214,7 @@ class PipelinePlan:
 
 
 def part_of(chain: Chain, begin: int, end: int) -> Chain:
-    """Return stages begin … end - 1 as a chain. Only the last part has the loss; for others it takes no time.
-
-    The runtime keeps the output of a part until the backward, when it gets the output's gradient.
-    """
+    """Return stages begin … end - 1 as a chain. All but the last part have no loss; their output is held."""
     last = end == len(chain)
     return Chain(
         chain.stages[begin:end],
@@ -267,7 +256,6 @@ class DividedLimits:
 
     @cached_property
     def flying(self) -> list[InFlight]:
-        """By part, the microbatches in flight."""
         return in_flight(self.schedule)
 
     def room(self, number: int, more: int = 0) -> int:

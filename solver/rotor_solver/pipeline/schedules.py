@@ -1,18 +1,9 @@
 """The order of microbatches on every rank of a pipeline, by schedule, and the resulting microbatches in flight.
 
-The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13), and of the papers:
-
-    gpipe         ScheduleGPipe: Huang et al., "GPipe", 2019
-    1f1b          Schedule1F1B: Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021
-    interleaved   ScheduleInterleaved1F1B: Narayanan et al., "Efficient large-scale language model training on GPU
-                  clusters using Megatron-LM", arXiv 2104.04473
-    zero-bubble   ScheduleInterleavedZeroBubble with one part on each rank: the ZB-H1 of Qi et al., "Zero bubble
-                  pipeline parallelism", arXiv 2401.10241
-    zero-bubble-whole
-                  the same, and the backward for the inputs is the whole one: nothing is kept for the second
-
-The chain is cut into P · V parts. Rank r has the parts r, r + P, r + 2P, …: V of them if the schedule is interleaved,
-else one. `buffer_bytes` counts torch's memory outside the microbatches in flight (`stage.py` of torch 2.13).
+The orders are those of torch.distributed.pipelining (`schedules.py` of torch 2.13): GPipe (Huang et al., 2019), 1F1B
+(Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021), interleaved 1F1B (arXiv 2104.04473), and
+ScheduleInterleavedZeroBubble with one part on each rank, the ZB-H1 of Qi et al. (arXiv 2401.10241); in
+"zero-bubble-whole", nothing is kept for a second backward. Rank r of P has the parts r, r + P, r + 2P, … of the chain.
 """
 
 from __future__ import annotations
@@ -112,9 +103,7 @@ def _one_forward_one_backward(schedule: Schedule, rank: int) -> list[Action]:
 def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = None) -> list[Action]:
     """torch's `_get_1f1b_rank_ops`: forwards ahead (`_get_warmup_ops`), then a forward and a backward in turns.
 
-    In each round, a rank runs some microbatches through its first part, the same ones through its second, and so on;
-    backwards go through the parts in reverse. With `put_off`, backwards are for the inputs only, and those for the
-    weights follow that many microbatches later.
+    With `put_off`, backwards are for the inputs only, and those for the weights follow that many microbatches later.
     """
     parts, ranks = schedule.virtual_stages, schedule.ranks
     each_round = schedule.microbatches // schedule.rounds
@@ -156,28 +145,15 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """The most microbatches at once of one part of the chain, in a schedule.
+    """The most microbatches at once of one part of the chain, in a schedule."""
 
-    `forwards` have had their forward and not their backward, or are in progress. If backwards are `split`, this means
-    the one for the inputs; at the same time up to `weights` others wait for the one for the weights.
-    """
-
-    forwards: int
-    weights: int = 0
-    split: bool = False
+    forwards: int  # Had their forward and not their backward, or are in progress
+    weights: int = 0  # Wait for the backward for the weights
+    split: bool = False  # Whether backwards for the inputs and for the weights are apart
 
 
 def in_flight(schedule: Schedule) -> list[InFlight]:
-    """Return the microbatches in flight for every part of the chain. With P ranks and M microbatches, rank r keeps
-
-        gpipe         M
-        1f1b          min(M, P - r)
-        zero-bubble   min(M, P - r), and up to r more that wait for the weights: P altogether; if the backwards
-                      are whole, none of these
-        interleaved   min(M · V, (V - 1) · M / max(1, ⌊M / P⌋) + 2 (P - 1 - r) + 1) of its V parts together
-
-    The numbers are counted in the order of actions itself.
-    """
+    """Return the microbatches in flight for every part of the chain, counted in the order of actions itself."""
     found = [InFlight(1)] * schedule.parts
     for rank in range(schedule.ranks):
         forwards: Counter[int] = Counter()
@@ -189,9 +165,7 @@ def in_flight(schedule: Schedule) -> list[InFlight]:
             weights[part] -= kind == "W"
             most = found[part]
             found[part] = InFlight(
-                max(most.forwards, forwards[part] + 1),
-                max(most.weights, weights[part]),
-                most.split or kind == "I",
+                max(most.forwards, forwards[part] + 1), max(most.weights, weights[part]), most.split or kind == "I"
             )
             forwards[part] += kind == "F"
             weights[part] += kind == "I"

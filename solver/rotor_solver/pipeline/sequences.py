@@ -1,26 +1,21 @@
 """The fastest sequence of a part with several microbatches in flight.
 
-k microbatches are in flight. One is in progress; each of the others holds the bytes kept from forward to backward. With
-at most K bytes kept, a_0 included, the one in progress has M = limit - (k - 1) · K bytes. K is tried from least to
-most. For each, a recurrence like that of `persistent.program` has two kinds of intervals:
+With at most K bytes kept from forward to backward, a_0 included, one of k microbatches in flight has M = limit -
+(k - 1) · K bytes. K is tried from least to most. For each, a recurrence like `persistent.recurrence` has two kinds of
+intervals:
 
     [i, L]         with the loss. Memory kept before a_i's own stages run is kept to the loss, so `kept`, the remaining
                    bytes of K, also determines the rest of M: kept + M - K. Each choice takes from both.
     [i, l], l < L  after the loss. Nothing is kept any more: they may use all of M that is free, as usual.
 
-    Fe_i                       then [i+1, L] with |ā_{i+1}| less
-    CF_i, Fn_{i+1} … Fn_{j-1}  then [j, L] with |a_j| less, then [i, j-1] from a_i again: a second kind, if j - 1 < L
-
-`fastest_in_flight` solves it with memory in slots (`in_flight_kernels`). `least_in_flight` has the exact least limit:
-labels of the intervals [i, L] are the attainable pairs (bytes kept from forward to backward, bytes that the microbatch
-in progress needs), both without a_i; dominated labels are dropped. `fastest_with_room` is for a part with given kept
-bytes and room while it runs: the chain gets a loss that needs the room.
+`least_in_flight` has the exact least limit, from the Pareto front of (bytes kept from forward to backward, bytes that
+the microbatch in progress needs) for every [i, L].
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +23,7 @@ import numpy as np
 
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import check_fits
+from rotor_solver.in_flight import with_room_at_loss
 from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, store_all
@@ -57,7 +53,6 @@ class Microbatch:
 
     @classmethod
     def of(cls, chain: Chain, sequence: Sequence) -> Microbatch:
-        """Simulate `sequence`. Raises ValueError, like `simulate`, if it is not valid."""
         simulate(chain, sequence)  # for its errors, which name the operation
         machine = Machine(chain, sequence)
         kept, stored = chain.input_bytes, 0.0
@@ -79,7 +74,6 @@ class Microbatch:
 
     @property
     def seconds(self) -> float:
-        """Forward and backward together."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -112,7 +106,6 @@ _Label = tuple[int, int, int, Any]
 
 
 def _labels(costs: Costs, least: Ints) -> list[_Label]:
-    """The labels of the whole part."""
     length = len(costs.activation) - 1
     found: list[list[list[_Label]]] = [[[], []] for _ in range(length + 1)]  # by i and state
     found[length] = [[(0, int(costs.loss_need), 0, ())]] * 2
@@ -156,19 +149,15 @@ _PAIRS = 3e8
 
 
 def bound_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> float:
-    """Seconds: no memory-persistent sequence with (count - 1) · kept + peak ≤ `mem_limit` bytes is faster.
-
-    Infinite if there is none. With few slots, it takes little time.
-    """
+    """A lower bound of the seconds within `mem_limit` bytes, quick with few slots; infinite if nothing fits."""
     stored = store_all(chain)
-    assert stored.lower_bound is not None
     if fits(chain, stored, mem_limit, count):
-        return stored.lower_bound
+        return stored.lower_bound or 0.0
     if mem_limit < least_in_flight(chain, count)[0]:
         return math.inf
     costs = costs_of(chain)
     unit, _ = _unit(costs, mem_limit, count, slots)
-    return stored.lower_bound + _bound(costs, mem_limit, count, unit)
+    return (stored.lower_bound or 0.0) + _bound(costs, mem_limit, count, unit)
 
 
 def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> Sequence:
@@ -184,7 +173,6 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
         return Persistent().solve(chain, mem_limit)
     least, fallback = least_in_flight(chain, count)
     check_fits(f"{count} microbatches in flight need", least, mem_limit)
-    assert stored.lower_bound is not None
     costs = costs_of(chain)
     unit, exact = _unit(costs, mem_limit, count, slots)
     table = _Table(costs, mem_limit, count, unit, up=True)
@@ -193,11 +181,10 @@ def fastest_in_flight(chain: Chain, mem_limit: int, count: int, slots: int) -> S
     assert fits(chain, sequence, mem_limit, count)
     made = simulate(chain, sequence).makespan
     extra = table.extra if exact else _bound(costs, mem_limit, count, unit)
-    return Sequence(sequence, "in-flight", min(made, stored.lower_bound + extra))
+    return Sequence(sequence, "in-flight", min(made, (stored.lower_bound or 0.0) + extra))
 
 
 def _bound(costs: Costs, mem_limit: int, count: int, unit: int) -> float:
-    """Least seconds beyond storing everything."""
     # Freed memory may round up to more than there is, and the table then bounds nothing.
     return _Table(costs, mem_limit, count, unit, up=False).extra if costs.taken.min(initial=0) >= 0 else 0.0
 
@@ -212,16 +199,12 @@ def _unit(costs: Costs, mem_limit: int, count: int, slots: int) -> tuple[int, bo
 
 
 def fits(chain: Chain, sequence: Sequence, mem_limit: int, count: int) -> bool:
-    """Whether `count` microbatches in flight that follow `sequence` stay within `mem_limit` bytes."""
     one = Microbatch.of(chain, sequence)
     return bytes_in_flight(one.kept_bytes, one.peak_bytes, count) <= mem_limit
 
 
 class _Table:
-    """The numbers of `in_flight_kernels` for a limit, with the memory that operations leave rounded up, or down.
-
-    `extra` are the least seconds beyond storing everything; infinite if nothing fits.
-    """
+    """The numbers of `in_flight_kernels`; `extra` is in seconds beyond storing everything, infinite if nothing fits."""
 
     def __init__(self, costs: Costs, mem_limit: int, count: int, unit: int, *, up: bool) -> None:
         from rotor_solver.pipeline import in_flight_kernels as kernels
@@ -235,10 +218,10 @@ class _Table:
         length = len(costs.activation) - 1
         self.again = np.full((2, length, length, self.limit + 1), np.inf)
         self._arguments = (self.again, costs, self.taken, self.activation, unit, self.offset)
-        kernels.fill(*self._arguments)
+        kernels.fill(self._arguments)
         # Slots that stages may free beyond those they save, by the option that frees most.
         self._below = sum(int(max(0, -self.taken[:, low:high].min())) for low, high in pairwise(costs.first.tolist()))
-        extra, kept = kernels.best_kept(*self._arguments, count, self._below)
+        extra, kept = kernels.best_kept(self._arguments, count, self._below)
         self.extra, self._kept = float(extra), int(kept)
 
     def sequence(self) -> Sequence | None:
@@ -249,12 +232,12 @@ class _Table:
         most = self._kept + self._below
         kept = np.empty((2, length + 1, most + 1))
         beyond = self.limit - self.count * self._kept - self._below
-        self._kernels.fill_kept(kept, *self._arguments, beyond, self._below, most)
+        self._kernels.fill_kept(kept, self._arguments, beyond, self._below, most)
         free = {(0, length): most - int(self.activation[0])}
 
         def choose(state: int, i: int, last: int) -> int:
             slots = free[i, last]
-            choice = int(self._kernels.choice(kept, *self._arguments, beyond, state, i, last, slots))
+            choice = int(self._kernels.choice(kept, self._arguments, beyond, state, i, last, slots))
             if choice >= 0:
                 free[i + 1, last] = slots - int(self.taken[state, self.costs.first[i] + choice])
             else:
@@ -266,22 +249,14 @@ class _Table:
 
 
 def fastest_with_room(chain: Chain, kept: int, room: int) -> Sequence:
-    """Return the fastest sequence with at most `kept` bytes when the loss begins, and a peak of at most `kept + room`.
-
-    Raises InfeasibleError if there is none.
-    """
+    """Return the fastest sequence with at most `kept` bytes when the loss begins, and a peak within `kept + room`."""
     stored = store_all(chain)
     one = Microbatch.of(chain, stored)
     if one.kept_bytes <= kept and one.peak_bytes <= kept + room:
         return stored
-    return Persistent().solve(_roomy(chain, room), kept + room)
+    return Persistent().solve(with_room_at_loss(chain, room - chain.activation[-1]), kept + room)
 
 
 def has_room(chain: Chain, kept: int, room: int) -> bool:
-    """Whether such a sequence exists."""
-    return kept >= 0 and min_bytes(_roomy(chain, room)) <= kept + room
-
-
-def _roomy(chain: Chain, room: int) -> Chain:
     # The loss holds the gradient of the output in any case.
-    return replace(chain, loss_temp=max(chain.loss_temp, room - chain.activation[-1]))
+    return kept >= 0 and min_bytes(with_room_at_loss(chain, room - chain.activation[-1])) <= kept + room
