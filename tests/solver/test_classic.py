@@ -44,7 +44,7 @@ def test_published_numbers_of_forwards() -> None:
 
 @pytest.mark.parametrize("snapshots", [1, 2, 3, 7])
 def test_no_schedule_has_fewer_forwards(snapshots: int) -> None:
-    for steps in range(1, 40):
+    for steps in range(1, 30):
         sequence = Revolve(snapshots).solve(unit_chain(steps), PLENTY)
         assert stores_only_inputs(sequence)
         assert forwards(sequence) == forward_steps(steps, snapshots) == fewest(steps, snapshots)
@@ -71,7 +71,7 @@ def test_steps_beyond_all_snapshots_and_none() -> None:
     assert forwards(Revolve(100).solve(unit_chain(5), PLENTY)) == 9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(limited(rich_chains()), COUNTS)
 def test_without_a_number_it_is_the_fastest_of_all_numbers_that_fit(case: tuple[Chain, int], most: int | None) -> None:
     (chain, limit), counts = case, range(1, len(case[0]) + 2)
@@ -122,7 +122,7 @@ def test_chains_of_one_stage_and_of_none() -> None:
         assert str(algorithm.solve(unit_chain(1), 4)) == "Fe_0, L, B_0"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(limited(rich_chains(max_stages=6)), ALGORITHMS)
 def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(
     case: tuple[Chain, int], algorithm: Algorithm
@@ -189,7 +189,7 @@ def test_scratch_of_forwards_without_a_graph_counts_beside_gradients(attached: b
     def several(most: int, count: int) -> list[int]:
         return [draw.randint(0, most) for _ in range(count)]
 
-    for _ in range(40):
+    for _ in range(25):
         length = draw.randint(3, 5)
         activation = several(6, length + 1)
         saved, temps = (

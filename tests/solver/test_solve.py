@@ -32,7 +32,7 @@ from tests.solver.strategies import rich_chains, unit_chain
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(limited(rich_chains(max_stages=6)), st.integers(1, 12))
 def test_coarse_slots_never_break_the_limit_and_the_bound_holds(case: tuple[Chain, int], slots: int) -> None:
     optimum = naive_optimum(*case)
@@ -43,7 +43,7 @@ def test_coarse_slots_never_break_the_limit_and_the_bound_holds(case: tuple[Chai
         assert bound <= optimum
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rich_chains(max_stages=7), st.integers(10**6, 10**9), st.data())
 def test_sizes_that_no_slot_divides(chain: Chain, factor: int, data: st.DataObject) -> None:
     """Sizes in real bytes: the plan fits, and what is lost to slots is bounded by the certificate."""
@@ -58,7 +58,7 @@ def test_sizes_that_no_slot_divides(chain: Chain, factor: int, data: st.DataObje
     assert makespan(Persistent(), real, limit) <= optimum * 1.02 + 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rich_chains(), st.integers(0, 3))
 def test_where_storing_everything_fits_exactly_it_is_what_comes_out(chain: Chain, more: int) -> None:
     stored = store_all(chain)

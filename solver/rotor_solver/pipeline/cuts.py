@@ -338,20 +338,22 @@ def equal_cuts(
     chains = [part_of(chain, begin, end) for begin, end in pairwise(cuts)]
 
     found = []
-    for words, segments in _policies(max(map(len, chains))):
-        sequences = [recompute_segments(fastest_forwards(each), segments(len(each))) for each in chains]
+    for words, segments in _policies([len(each) for each in chains]):
+        pairs = zip(chains, segments, strict=True)
+        sequences = [recompute_segments(fastest_forwards(each), again) for each, again in pairs]
         numbered = enumerate(zip(pairwise(cuts), sequences, strict=True))
         parts = [divided.part(chain, number, begin, end, each) for number, ((begin, end), each) in numbered]
         found.append(EqualCuts(words, PipelinePlan(plan.schedule, tuple(parts), plan.limits)))
     return tuple(sorted(found, key=lambda each: each.plan.slowest_seconds))
 
 
-def _policies(longest: int) -> Iterator[tuple[str, Callable[[int], list[range]]]]:
-    """Policies in words, and the segments that they recompute of a part with a number of stages."""
-    yield "keep everything", lambda length: []
+def _policies(lengths: list[int]) -> Iterator[tuple[str, list[list[range]]]]:
+    """Policies in words, and the segments that they recompute of parts with these numbers of stages."""
+    longest = max(lengths)
+    yield "keep everything", [[] for _ in lengths]
     for size in range(1, longest + 1):
         words = f"recompute segments of {size} stages" if size < longest else "recompute everything"
-        yield words, lambda length, size=size: segments_from(range(0, length, size), length)
+        yield words, [segments_from(range(0, length, size), length) for length in lengths]
     for count in range(1, longest):
-        words = f"recompute the first {count} stages"
-        yield words, lambda length, count=count: [range(stage, stage + 1) for stage in range(min(count, length))]
+        again = [[range(stage, stage + 1) for stage in range(min(count, length))] for length in lengths]
+        yield f"recompute the first {count} stages", again

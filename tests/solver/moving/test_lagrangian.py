@@ -58,7 +58,7 @@ def test_the_bound_is_met_where_copies_out_take_longer_than_the_forward() -> Non
     assert lower_bound(chain, link, [Priced(1.0, 16.0), Priced(0.5, 12.0)])[1] == pytest.approx(12.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data(), moving_chains(4), LINKS, LINKS)
 def test_what_was_planned_happens_inside_the_limit_and_is_no_slower_than_moving_nothing(
     data: st.DataObject, chain: Chain, link: Link, real: Link

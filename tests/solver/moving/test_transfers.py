@@ -23,7 +23,7 @@ def moves(out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], ope
     return Moves(tuple(out.get(place, ()) for place in places), tuple(back.get(place, ()) for place in places))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(moving_chains(), LINKS)
 def test_where_nothing_moves_it_is_the_simulator_and_all_bytes_are_saved(chain: Chain, link: Link) -> None:
     def kept(option: Option) -> Option:
@@ -92,7 +92,7 @@ def a_limit(data: st.DataObject, chain: Chain, sequence: Sequence) -> int:
     return most
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.data(), moving_chains(4), LINKS, LINKS)
 def test_the_limit_holds_at_any_speed(data: st.DataObject, chain: Chain, planned: Link, real: Link) -> None:
     sequence = data.draw(st.sampled_from(list(all_sequences(chain))[:50]))
@@ -102,7 +102,7 @@ def test_the_limit_holds_at_any_speed(data: st.DataObject, chain: Chain, planned
         assert simulate_moves(chain, sequence, moves, link).peak <= limit
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(st.data(), tiny_chains(3), LINKS)
 def test_no_timetable_of_the_same_trips_is_faster_and_none_of_fewer_trips_as_fast(
     data: st.DataObject, chain: Chain, link: Link

@@ -17,7 +17,7 @@ from tests.solver.pipeline.naive import all_cuts
 from tests.solver.pipeline.test_plan import uniform
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 4), st.booleans())
 def test_no_cuts_are_better_and_no_cost_is_computed_twice(seed: int, parts: int, more: int, some_fail: bool) -> None:
     length = parts + more

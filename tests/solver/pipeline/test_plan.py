@@ -41,7 +41,7 @@ def best_of_all(chain: Chain, limits: tuple[int, ...], counts: list[int], fixed:
     return best
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=20)
 @given(
     plain_chains(max_stages=4),
     st.sampled_from(("gpipe", "1f1b")),
@@ -77,7 +77,7 @@ def test_no_cuts_and_no_sequences_are_better(
     assert plan.fits
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 @given(
     plain_chains(max_stages=8),
     st.sampled_from(

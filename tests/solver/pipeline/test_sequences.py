@@ -29,7 +29,7 @@ def in_flight(chain: Chain, sequence, count: int) -> int:
     return bytes_in_flight(one.kept_bytes, one.peak_bytes, count)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(plain_chains(max_stages=4) | rich_chains(max_stages=3), st.integers(2, 4), st.floats(0, 1))
 def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int, share: float) -> None:
     found = naive.bytes_and_seconds(chain, count)
@@ -45,7 +45,7 @@ def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int,
         assert in_flight(chain, sequence, count) <= limit
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(rich_chains(max_stages=4), st.integers(2, 4), st.floats(0, 1), st.integers(1, 12))
 def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
     chain: Chain, count: int, share: float, slots: int
