@@ -173,11 +173,9 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
 _Step = tuple[int, Sequence]  # A limit in bytes, and a sequence within it
 _FAR = 0.02  # Makespan / bound - 1 from which a limit gets its own solve. Not measured; too high leaves slower plans.
 _SINGLE = 40  # Most own solves. Not measured; too many cost solve time.
-# Own solves times pairs of slots that the tables visit, at most: the solves' tables are as large. Not measured; too
-# high costs solve time.
+# Own solves times pairs of slots that the tables visit, at most. Not measured; too high costs solve time.
 _PAIRS = 5e5
-# Rows relative to the first table of a solve, since no finer table follows here. Not measured; too high costs solve
-# time.
+# Rows relative to the first table of a solve, as no finer one follows. Not measured; too high costs solve time.
 _CLOSER = 4
 
 

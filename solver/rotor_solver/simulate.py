@@ -5,7 +5,7 @@ It shares no code with the solvers, and has the last word on their results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -61,32 +61,23 @@ class _Attached:
     away: bool = False  # Whether the option's `moved` bytes are out of memory
 
 
-@dataclass(slots=True)
 class Machine:
     """The contents of memory while `sequence` runs, and their size `held` in bytes; `lost` once the loss has run."""
 
-    chain: Chain
-    sequence: Sequence
-    held: int = 0
-    plain: dict[int, int] = field(default_factory=dict)  # Bytes of every a_i that stands alone
-    attached: dict[int, _Attached] = field(default_factory=dict)
-    deltas: set[int] = field(default_factory=set)
-    seconds: float = 0.0
-    lost: bool = False
-    output: str = "none"  # Holder of the caller's a_L: "none" before it exists, "plain", "attached", or "caller"
-
-    position: int = 0
-    activation: tuple[int, ...] = ()
-    # By stage, the position of its last forward: after it, only its backward reads its input.
-    last_forward: dict[int, int] = field(default_factory=dict)
-    skipped: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        self.activation = self.chain.activation
-        self.skipped = skipped_outputs(self.sequence)
-        for position, operation in enumerate(self.sequence):
-            if isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
-                self.last_forward[operation.stage] = position
+    def __init__(self, chain: Chain, sequence: Sequence) -> None:
+        self.chain, self.sequence, self.activation = chain, sequence, chain.activation
+        self.skipped = skipped_outputs(sequence)
+        self.held, self.seconds, self.lost, self.position = 0, 0.0, False, 0
+        self.plain: dict[int, int] = {}  # Bytes of every a_i that stands alone
+        self.attached: dict[int, _Attached] = {}
+        self.deltas: set[int] = set()
+        self.output = "none"  # Holder of the caller's a_L: "none" before it exists, "plain", "attached", or "caller"
+        # By stage, the position of its last forward: after it, only its backward reads its input.
+        self.last_forward = {
+            each.stage: position
+            for position, each in enumerate(sequence)
+            if isinstance(each, ForwardEnable | ForwardCheck | ForwardNograd)
+        }
         self._add_plain(0)
 
     def run(self, position: int) -> int:

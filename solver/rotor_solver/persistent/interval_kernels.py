@@ -108,8 +108,7 @@ def descend(
     """
     length = len(grid.band)
     choices = np.empty(4 * length + 16, np.int64)  # grows below: the number of splits is unknown
-    # [pending, 4] pending intervals: state, i, l, and their bytes. They are disjoint, so there are at most as many as
-    # stages, and a few empty ones.
+    # [pending, 4] pending intervals: state, i, l, and their bytes; disjoint, so at most as many as stages, and a few.
     stack = np.empty((2 * length + 16, 4), np.int64)
     count, depth, seconds = 0, 1, 0.0
     stack[0] = np.array([0, 0, length, memory])

@@ -240,8 +240,7 @@ def rows_of(
 
 # Stages. A longer period repeats too few times in a chain for shared rows to save much. Not measured.
 _LONGEST_PERIOD = 64
-# The part of a chain that must repeat without a break. Its square, three quarters, is the part of all intervals that
-# then lie inside. Not measured; a wrong value only costs time.
+# The part of a chain that must repeat without a break. Not measured; a wrong value only costs time.
 _REPEATED = 0.87
 
 

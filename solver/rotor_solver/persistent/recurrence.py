@@ -119,8 +119,7 @@ def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
 
 # Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence.
 _GROUP = 4
-# Extra enlargement of slots if a table is too large: its size falls slightly slower than theirs grows. Not measured;
-# too large a value makes the table coarser than needed.
+# Extra enlargement of slots if a table is too large. Not measured; too large a value makes it coarser than needed.
 _MARGIN = 1.1
 # In chains of up to so many stages, every interval has a row from the beginning. Not measured; costs solve time.
 _SHORT = 64
@@ -128,8 +127,7 @@ _SHORT = 64
 # 500 stages, a tenth of the way from the least limit to storing everything, two rows for every doubling lower the bound
 # by less than 0.01 %; a hundredth of the way, two rows lower it by up to 8 %, and eight rows by up to 1.6 %.
 _TIGHT = 128
-# Least slots in a typical checkpoint at first: a checkpoint rounded down to none looks free. Not measured; too low
-# loosens the first bound.
+# Least slots in a typical checkpoint at first: one rounded down to none looks free. Not measured.
 _RESOLUTION = 2
 
 
@@ -148,10 +146,8 @@ class Effort:
         return max(table.guess / self.pairs, table.size / self.numbers)
 
 
-# Chosen, not measured; larger ones cost solve time. A gap of half a percent is below the error of measured stage
-# times. One core visits about 2e9 pairs of slots in a second (500 stages, a tenth of the way): a table takes up to 13
-# seconds if it is thorough, 1.5 for groups of stages, and a hundredth of a second in each of the many plans of a
-# frontier.
+# Chosen, not measured. A gap of half a percent is below the error of measured stage times. One core visits about 2e9
+# pairs in a second (500 stages): a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
 _HASTY = Effort(close=0.01, pairs=3e9, numbers=2**26)
 BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)

@@ -30,16 +30,13 @@ from rotor_solver.watching import watcher
 _KERNELS = "rotor_solver.persistent.table_kernels"
 _DESCENT = "rotor_solver.persistent.interval_kernels"
 _PORTIONS = 32  # Portions of the work between progress reports. Not measured; more only report more often.
-# Times up to this multiple of the scale are of use. 1 would leave no room for rounding; the margin is not measured, and
-# a larger one only costs time.
+# Times up to this multiple of the scale are of use: a margin for rounding, not measured; a larger one costs time.
 _CUT = 1.001
-# Ways to read between slots (`interval_kernels.estimate`) for a sequence, the best first. Not measured; each costs one
-# descent.
+# Ways to read between slots (`interval_kernels.estimate`), the best first. Not measured; each costs one descent.
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25  # Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time.
 _LOOKED_AT = 0.25  # The part of all pairs of slots that a table visits, roughly. Not measured; steers table sizes.
-# Seconds of plain Python for a row, for a checkpoint of it, and for a pair of slots. Measured for chains of 20 to 100
-# stages.
+# Seconds of plain Python for a row, for a checkpoint of it, and for a pair of slots. Measured, 20 to 100 stages.
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
 
 

@@ -91,8 +91,7 @@ def lower_by_both(
     out: np.ndarray, at: int, one: np.ndarray, first: int, other: np.ndarray, second: int, count: int, seconds: float
 ) -> None:
     """out[at + m] = min(out[at + m], seconds + (one[first + m] + other[second + m]))."""
-    # Unsigned indices: with signed ones, Numba checks at every access whether to count from the end of the array, and
-    # the loop does not vectorize.
+    # Unsigned indices: with signed ones, Numba checks every access for negative ones, and the loop does not vectorize.
     target, left, right = np.uintp(at), np.uintp(first), np.uintp(second)
     for each in range(count):
         m = np.uintp(each)

@@ -98,8 +98,7 @@ def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
     return [0, *(each for each in inner if min(accumulate(reversed(chain.gradient[:each]))) >= 0), length]
 
 
-# Slots for the memory that a microbatch keeps, if only a lower bound is needed. Not measured; fewer loosen the bound,
-# and more parts are solved.
+# Slots for the memory that a microbatch keeps in a lower bound. Not measured; with fewer, more parts are solved.
 _FEW = 24
 # A part's chain, the bytes for its microbatches (below zero if the memory outside them exceeds its share), the number
 # in flight, and the room for the one in progress, if that is given separately.
@@ -249,8 +248,7 @@ def plan_pipeline(
     return min(plans, key=lambda plan: plan.timeline.makespan)
 
 
-# Shares of a limit for the microbatch in progress to try if a rank has several parts. Not measured; each costs a
-# search.
+# Shares of a limit for the microbatch in progress, if a rank has several parts. Not measured; each costs a search.
 _WORKING = (0.1, 0.2, 0.3, 0.45, 0.6)
 
 
