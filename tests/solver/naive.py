@@ -10,7 +10,7 @@ from functools import cache
 from itertools import count, product
 from types import SimpleNamespace
 
-from rotor_solver import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+from rotor_solver import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Option, Sequence
 
 NAMES = "activation saved gradient forward_time backward_time nograd_time forward_temp backward_temp nograd_temp"
 NAMES += " released skipped_output_time loss_time loss_temp"
@@ -20,40 +20,49 @@ def columns_of(chain: Chain) -> SimpleNamespace:
     """The costs of a chain by stage, under the chain's own names, which lists them anew whenever it is asked."""
     columns = SimpleNamespace(length=len(chain), **{name: getattr(chain, name) for name in NAMES.split()})
     columns.gradients_from = [sum(columns.gradient[i:]) for i in range(len(chain) + 1)]
+    columns.held = chain.activation[-1] if chain.output_held else 0
     return columns
+
+
+def beside(columns: SimpleNamespace, last: int) -> int:
+    """Bytes in memory beside what [i, last] makes, while its stages run forward."""
+    if last == columns.length:
+        return 0
+    return columns.activation[last + 1] + columns.gradients_from[last + 1] + columns.held
+
+
+def with_graph(columns: SimpleNamespace, i: int, last: int, option: Option, inside: bool) -> tuple[int, float]:
+    """The bytes that Fe_i and B_i need in [i, last], a_i not counted, and their seconds."""
+    sizes, lost, freed = columns.activation, last < columns.length, columns.released[i][inside]
+    temp = option.backward_temp_of_replay if lost else option.backward_temp
+    during = sizes[i] + sizes[i + 1] + columns.gradients_from[i + 1] + option.saved + temp
+    during += columns.held * (lost or i < columns.length - 1)
+    after = columns.gradients_from[i] + columns.held
+    need = max(beside(columns, last) + option.saved + option.forward_temp, max(during, after) - freed)
+    skipped = columns.skipped_output_time[i] if lost and i == last else 0.0
+    return need, option.forward_time - skipped + option.backward_time
 
 
 def naive_optimum(chain: Chain, limit: int) -> float:
     """The least makespan of a memory-persistent sequence within `limit` bytes; infinite where there is none."""
-    length, stages, columns = len(chain), chain.stages, columns_of(chain)
-    sizes, left = (*columns.activation, 0), columns.gradients_from.__getitem__  # |a_{L+1}| = 0
-
-    def output(alone: bool) -> int:
-        return sizes[length] if chain.output_held and alone else 0
+    length, columns, sizes = len(chain), columns_of(chain), chain.activation
 
     @cache
     def best(i: int, last: int, memory: int, inside: bool) -> float:
         """`inside` says that a_i lies in the ā_i of the stage before, and not alone."""
         if i == length:
             return chain.loss_time if memory >= sizes[length] + chain.loss_temp else math.inf
-        after_loss = last < length
-        others = sizes[last + 1] + left(min(last + 1, length)) + output(after_loss)
         times = [math.inf]
-        freed = columns.released[i][inside]
-        for option in stages[i].options:
-            replay = option.backward_temp if option.replay_temp is None else option.replay_temp
-            temp = replay if after_loss else option.backward_temp
-            during = sizes[i] + sizes[i + 1] + left(i + 1) + output(after_loss or i < length - 1) + option.saved + temp
-            after = left(i) + output(True)
-            if memory >= max(others + option.saved + option.forward_temp, during - freed, after - freed):
-                rest = best(i + 1, last, memory + freed - option.saved, True) if i < last else 0.0
-                skipped = stages[i].skipped_output_time if after_loss and i == last else 0.0
-                times.append(option.forward_time - skipped + option.backward_time + rest)
+        for option in chain.stages[i].options:
+            need, seconds = with_graph(columns, i, last, option, inside)
+            if memory >= need:
+                rest = memory + columns.released[i][inside] - option.saved
+                times.append(seconds + (best(i + 1, last, rest, True) if i < last else 0.0))
         forward, most = 0.0, 0
         for j in range(i + 1, last + 1):
             forward += columns.nograd_time[j - 1]
             most = max(most, (sizes[j - 1] if j - 1 > i else 0) + sizes[j] + columns.nograd_temp[j - 1])
-            if memory >= others + most:
+            if memory >= beside(columns, last) + most:
                 times.append(forward + best(j, last, memory - sizes[j], False) + best(i, j - 1, memory, inside))
         return min(times)
 

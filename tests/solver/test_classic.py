@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rotor_solver import Algorithm, Chain, simulate, store_all
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
 from tests.fields import raises
-from tests.solver.naive import columns_of, naive_optimum
+from tests.solver.naive import beside, columns_of, naive_optimum, with_graph
 from tests.solver.plans import forwards, least_limit, limited, makespan, stores_only_inputs
 from tests.solver.strategies import plain_chains, rich_chains, unit_chain
 
@@ -133,31 +133,21 @@ def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(
 
 def naive_heterogeneous(chain: Chain, limit: int, attached: bool) -> float:
     """The recurrence as a memoised recursion in bytes; infinite where nothing fits."""
-    length, columns = len(chain), columns_of(chain)
-    sizes, left = (*columns.activation, 0), columns.gradients_from
-    options = [min(each.options, key=lambda o: (o.forward_time + o.backward_time, o.saved)) for each in chain]
+    length, columns, sizes = len(chain), columns_of(chain), chain.activation
 
     @cache
     def best(i: int, last: int, memory: int, inside: bool, enable: bool) -> float:
         """`inside` says that a_i lies in an ā_i, `enable` that [i, last] has to begin with Fe_i."""
         if i == length:
             return chain.loss_time if memory >= sizes[length] + chain.loss_temp else math.inf
-        option, lost, freed = options[i], last < length, columns.released[i][inside]
-        held = sizes[length] if chain.output_held else 0
-        others = sizes[last + 1] + left[min(last + 1, length)] + held * lost
-        times = [math.inf]
-        if attached or i == last or (i, last) == (length - 1, length):
-            temp = option.backward_temp_of_replay if lost else option.backward_temp
-            during = sizes[i] + sizes[i + 1] + left[i + 1] + option.saved + temp
-            during += held * (lost or i < length - 1)
-            after = left[i] + held
-            if memory >= max(others + option.saved + option.forward_temp, max(during, after) - freed):
-                rest = best(i + 1, last, memory + freed - option.saved, True, False) if i < last else 0.0
-                skipped = columns.skipped_output_time[i] if lost and i == last else 0.0
-                times.append(option.forward_time - skipped + option.backward_time + rest)
+        times, option = [math.inf], chain.stages[i].options[chain.stages[i].fastest_option]
+        need, seconds = with_graph(columns, i, last, option, inside)
+        if memory >= need and (attached or i == last or (i, last) == (length - 1, length)):
+            rest = memory + columns.released[i][inside] - option.saved
+            times.append(seconds + (best(i + 1, last, rest, True, False) if i < last else 0.0))
         for j in range(i + 1, last + 1) if not enable else ():
             most = max((sizes[k] if k > i else 0) + sizes[k + 1] + columns.nograd_temp[k] for k in range(i, j))
-            if memory >= others + most:
+            if memory >= beside(columns, last) + most:
                 rest = best(j, last, memory - sizes[j], False, attached and j < length)
                 times.append(sum(columns.nograd_time[i:j]) + rest + best(i, j - 1, memory, inside, False))
         return min(times)

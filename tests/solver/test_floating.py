@@ -13,39 +13,30 @@ from rotor_solver import Chain, Persistent, min_bytes, simulate, store_all
 from rotor_solver.floating import Floating
 from tests.fields import raises
 from tests.solver.long_chains import limit_between, random_chain
-from tests.solver.naive import columns_of, exhaustive_optimum, naive_optimum
+from tests.solver.naive import beside, columns_of, exhaustive_optimum, naive_optimum, with_graph
 from tests.solver.plans import least_limit, limited, makespan
 from tests.solver.strategies import plain_chains, rich_chains, unit_chain
 
 
 def naive_floating(chain: Chain, limit: int) -> float:
     """The recurrence of `floating` as a memoised recursion in bytes."""
-    length, stages, columns = len(chain), chain.stages, columns_of(chain)
-    sizes, left = (*columns.activation, 0), columns.gradients_from.__getitem__
-
-    def output(alone: bool) -> int:
-        return sizes[length] if chain.output_held and alone else 0
+    length, columns, sizes = len(chain), columns_of(chain), chain.activation
 
     @cache
     def best(s: int, t: int, last: int, memory: int, inside: bool) -> float:
         """`memory` does not count a_s if it is `inside` the ā_s of the stage before, and counts it otherwise."""
         if t > last:
             return 0.0
-        own = 0 if inside else sizes[s]
-        room, after_loss = memory - own, last < length
+        room = memory - (0 if inside else sizes[s])
         if s == length:
             return chain.loss_time if room >= sizes[length] + chain.loss_temp else math.inf
-        others = sizes[last + 1] + left(min(last + 1, length)) + output(True) if after_loss else 0
-        times, freed = [math.inf], columns.released[s][inside]
-        for option in stages[s].options if s == t else ():
-            temp = option.backward_temp_of_replay if after_loss else option.backward_temp
-            during = sizes[s] + sizes[s + 1] + left(s + 1) + output(after_loss or s < length - 1) + option.saved + temp
-            after = left(s) + output(True)
-            if room >= max(others + option.saved + option.forward_temp, during - freed, after - freed):
-                rest = best(s + 1, s + 1, last, room + freed - option.saved, True)
-                skipped = stages[s].skipped_output_time if after_loss and s == last else 0.0
-                times.append(option.forward_time - skipped + option.backward_time + rest)
-        if room >= others + sizes[s + 1] + columns.nograd_temp[s]:
+        times = [math.inf]
+        for option in chain.stages[s].options if s == t else ():
+            need, seconds = with_graph(columns, s, last, option, inside)
+            if room >= need:
+                rest = room + columns.released[s][inside] - option.saved
+                times.append(seconds + best(s + 1, s + 1, last, rest, True))
+        if room >= beside(columns, last) + sizes[s + 1] + columns.nograd_temp[s]:
             if s < t:
                 times.append(columns.nograd_time[s] + best(s + 1, t, last, memory, False))
             for j in range(t + 1, last + 1):
