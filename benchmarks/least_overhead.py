@@ -35,7 +35,7 @@ from torch import fx, nn
 from ways import CASES, CPU, SHARES, Case, step
 
 from rotor_py import Checkpointable, InfeasibleError, format_bytes
-from rotor_py.capture.graph import stage_parts
+from rotor_py.capture.graph import graph_stage
 from rotor_py.capture.graph.graph_nodes import tensors_of
 from rotor_py.capture.graph.saved_values import find_saved_values, kind_of
 from rotor_py.capture.graph.selective_recompute import least_cut
@@ -81,7 +81,7 @@ class Graph:
             return {}
 
         model, inputs, loss = case
-        with patch.object(stage_parts, "find_saved_parts", note):
+        with patch.object(graph_stage, "find_saved_parts", note):
             Checkpointable(copy.deepcopy(model), loss=loss, granularity=1, cache=False).measure(inputs)
         # What a step computes beside the model is a graph of its own.
         body, _, sizes, arguments = max(seen, key=lambda each: len(each[0].graph.nodes))

@@ -13,9 +13,7 @@ from torch.distributed import ProcessGroup
 from rotor_profiling import tensors_in
 from rotor_profiling.isolate import accelerators
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.measured_graphs import MeasuredGraph
-from rotor_py.capture.variants import compiled_variants
-from rotor_py.capture.whole_graph import CompileBudget
+from rotor_py.capture.variants import CompileBudget, MeasuredGraph, compiled_variants
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import around
 from rotor_py.errors import InvalidValueError

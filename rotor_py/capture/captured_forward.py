@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo
 from torch import fx, nn
 
-from rotor_profiling import tensors_in, torch_compat
+from rotor_profiling import isolated, tensors_in, torch_compat
 from rotor_profiling.backends import prediction
 from rotor_profiling.storage import layout_of
 from rotor_profiling.torch_compat import TorchRuntimeError, Unsupported, dispatch_mode_stack
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.fsdp_markers import FSDPMarks
-from rotor_py.capture.graph.stage_graph import raise_own_error, run_graph
-from rotor_py.capture.guarded_branches import NOW, Answers, Asking, OtherAnswerError
-from rotor_py.capture.patches import functions_replaced
-from rotor_py.capture.tracing import OpenNumbers, Tracing, keep_image_sizes, keep_known_sizes
+from rotor_py.capture.graph.stage_graph import run_graph
+from rotor_py.capture.patches import NOW, Answers, Asking, OtherAnswerError, calls_replaced, functions_replaced
+from rotor_py.capture.tracing import Tracing, keep_image_sizes, known_image_sizes
 from rotor_py.distributed.sharding import groups_of
-from rotor_py.errors import UnsupportedModelError, record_fields
+from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import autocast_now
 
 # Models built alike share one compiled forward and its traced graphs: tracing a large model takes seconds, and tests,
@@ -47,55 +46,66 @@ _alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.com
 _compiled: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
 
 
-class _Receiver(NamedTuple):
+@dataclass(slots=True)
+class _Call:
+    """A call of a compiled forward: models built alike share one, and may train in several threads at once."""
+
     run: Handler
     tracing: Tracing
+    inputs: Any
+    # Told of the first graph that is traced.
+    recaptured: Callable[[], None] | None
+
+    def begin_tracing(self) -> None:
+        """By TorchDynamo's callbacks, or, while another thread compiles, by the new graph."""
+        tell, self.recaptured = self.recaptured, None
+        if tell is not None:
+            tell()
 
 
-_receiver: ContextVar[_Receiver | None] = ContextVar("receiver", default=None)
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 class TracedGraph:
-    """A graph traced by Dynamo. Models built alike may share it, so the current receiver says how it runs."""
+    """A graph traced by Dynamo. Models built alike may share it, so the current call says how it runs."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
+        self.image_sizes = known_image_sizes(graph_module.graph)
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
-        receiver = _receiver.get()
+        call = _call.get()
         # A user's own torch.compile may come here where torch cannot isolate captures: TorchDynamo caches by code
         # object, and a function at its limit of versions runs one that fits, whichever backend made it.
-        return run_graph(self.graph_module, arguments) if receiver is None else receiver.run(self, arguments)
+        return run_graph(self.graph_module, arguments) if call is None else call.run(self, arguments)
 
 
-def compile_forward(
-    model: nn.Module, marks: Hashable = None, answers: Answers = (), *, open_sizes: bool = True
-) -> Callable[..., Any]:
-    """The compiled forward of `model`, shared by models built alike; `marks` are those of `fully_shard`."""
+def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> Callable[..., Any]:
+    """A compiled forward that models built alike share; `marks` are those of `fully_shard`."""
     key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function, not a part of it, so a function keeps no model alive.
     if key not in _compiled:
-        _compiled[key] = _traced_when_called(fullgraph=marks is not None, dynamic=open_sizes)
+        # Does what `torch.compile` does, which does not expose its context with the callback.
+        backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)
+        context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_alone)
+        if hasattr(context, "callback"):  # absent where TorchDynamo is switched off
+            context.callback = _tracing_as_noted(context.callback)
+        # With a code object of its own: Dynamo limits recompilations by code object.
+        _compiled[key] = context(FunctionType(_forward.__code__.replace(), _forward.__globals__, "forward"))
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:
         _compiled.popitem(last=False)
     return _compiled[key]
 
 
-@contextmanager
-def _handing_graphs_to(receiver: _Receiver) -> Iterator[None]:
-    # Held in a context variable: models built alike share a function, and may train in several threads at once.
-    token = _receiver.set(receiver)
-    try:
-        yield
-    finally:
-        _receiver.reset(token)
+def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
+    NOW.asking = asking  # set inside the traced code
+    return model.forward(*args, **kwargs)
 
 
 def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedGraph:
-    receiver = _receiver.get()
-    if receiver is not None:
-        receiver.tracing.begin()
+    if (call := _call.get()) is not None:
+        call.begin_tracing()
     return TracedGraph(graph_module)
 
 
@@ -106,10 +116,13 @@ def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
     # TorchDynamo reads them while every frame still goes to the callback.
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
-        receiver = _receiver.get()
-        if receiver is not None and prediction() is None:
+        call = _call.get()
+        if call is None:
+            return callback(*args, **kwargs)
+        if prediction() is None:
             _refuse_modes()
-        with nullcontext() if receiver is None else receiver.tracing.as_the_note_says():
+        with call.tracing.as_the_note_says(call.begin_tracing):
+            keep_image_sizes(tensors_in(call.inputs))
             return callback(*args, **kwargs)
 
     return trace
@@ -130,16 +143,6 @@ def _refuse_modes() -> None:
         )
 
 
-def _traced_when_called(*, fullgraph: bool, dynamic: bool) -> Callable[..., Any]:
-    # Does what `torch.compile` does, which does not expose its context with the callback.
-    backend = torch_compat.TorchCompileWrapper(_backend, None, None, dynamic)
-    context: Any = torch_compat.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **_alone)
-    if hasattr(context, "callback"):  # absent where TorchDynamo is switched off
-        context.callback = _tracing_as_noted(context.callback)
-    function: Callable[..., Any] = context(_own_function())
-    return function
-
-
 def _structure(model: nn.Module) -> Hashable:
     """A key equal for models that may share code: Dynamo's guards separate others, but versions are limited."""
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
@@ -148,18 +151,6 @@ def _structure(model: nn.Module) -> Hashable:
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
     return modules, kinds, autocast_now([torch.device("cuda")])
 
-
-def _own_function() -> Callable[..., Any]:
-    """A function with a code object of its own: Dynamo limits recompilations by code object."""
-
-    def forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
-        NOW.asking = asking  # set inside the traced code
-        return model.forward(*args, **kwargs)
-
-    return FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__)
-
-
-_log = logging.getLogger("rotor_py")
 
 RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
@@ -173,14 +164,12 @@ class CapturedForward:
         self.open_sizes = open_sizes
         self._granularity = granularity
         self._marks: FSDPMarks | None = None
+        self._patched = False
         # Each made at its first call. None before the model was looked at.
         self._forwards: dict[Answers, Callable[..., Any]] | None = None
         # Per traced graph, one entry for each layer that runs it: layers built alike may share a traced graph.
         self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
-        # Line of the model's first graph break; None without breaks.
-        self.breaks_at: str | None = None
-        self._told_of_cache = False
-        self._numbers = OpenNumbers(model)
+        self.tracing = Tracing(model)
         # The last batch's answers, assumed for the next.
         self._answers: Answers = ()
 
@@ -198,6 +187,8 @@ class CapturedForward:
         Raises UnsupportedModelError for a sharded model that cannot be captured whole; the model's own errors pass
         through.
         """
+        if self._forwards is None:  # the first call unless it was measured: the plan came from a file, or it is a copy
+            self._look_at_model()
         answers = self._answers
         while True:
             asking = Asking(answers)
@@ -217,55 +208,57 @@ class CapturedForward:
         recaptured: Callable[[], None] | None,
         asking: Asking,
     ) -> Any:
-        # The first call unless it was measured: the plan came from a file, or this is a copy.
-        forwards = self._look_at_model() if self._forwards is None else self._forwards
+        assert self._forwards is not None
         marks = self._marks
-
         taken: list[CapturedGraph] = []
 
-        def handle(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        def run(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             asking.open = False
-            graph = self._captured(traced, arguments, taken, marks)
-            # The graph runs inside `forward.function`, while holes and marks are on the model.
+            graph = self._captured(traced, arguments, taken)
+            # The graph runs inside of the forward, while holes and marks are on the model.
             with marks.unmarked() if marks else nullcontext():
                 outputs = run_graph(graph, arguments)
             if self.open_sizes:
-                keep_known_sizes(outputs, traced.graph_module.graph)
+                for at, dimensions in traced.image_sizes:
+                    torch_compat.mark_static(outputs[at], dimensions)
             return outputs
 
-        def began() -> None:
-            if known and self._graphs and recaptured is not None:
-                recaptured()
-
-        now = Tracing(began, self._numbers)
-        with (
-            _handing_graphs_to(_Receiver(handle, now)),
-            functions_replaced,
-            marks.marked() if marks else nullcontext(),
-        ):
-            known = asking.answers in forwards
-            if not known:
-                signature = marks.signature if marks else None
-                made = compile_forward(self.model, signature, asking.answers, open_sizes=self.open_sizes)
-                forwards[asking.answers] = made
-            forward = forwards[asking.answers]
-            if self.open_sizes:
-                keep_image_sizes(tensors_in((args, kwargs)))
-            try:
-                return forward(self.model, args, self._without_cache(kwargs), asking)
-            except Unsupported as error:
-                if marks is None:
-                    raise
-                raise self._refusal(error) from error
-            except TorchRuntimeError:
-                # With marks, the model cannot run uncaptured: its parameters are holes.
-                if marks is None:
-                    devices = [p.device for p in self.model.parameters()]
-                    raise_own_error(self.model, args, kwargs, devices[0] if devices else torch.device("cpu"))
+        known = asking.answers in self._forwards
+        inputs = (args, kwargs) if self.open_sizes else ()
+        token = _call.set(_Call(run, self.tracing, inputs, recaptured if known and self._graphs else None))
+        try:
+            with functions_replaced if self._patched else nullcontext(), marks.marked() if marks else nullcontext():
+                if not known:
+                    signature = marks.signature if marks else None
+                    made = _compiled_forward(self.model, signature, asking.answers, self.open_sizes)
+                    self._forwards[asking.answers] = made
+                return self._forwards[asking.answers](self.model, args, self._without_cache(kwargs), asking)
+        except Unsupported as error:
+            if marks is None:
                 raise
-            finally:
-                self.breaks_at = self.breaks_at or now.breaks_at
-                NOW.asking = None
+            cause = str(error).partition("\n")[0].rstrip(".: ")
+            raise UnsupportedModelError(
+                f"fully_shard was applied to {type(self.model).__name__}, but TorchDynamo does not capture its forward "
+                f"as one graph: {cause}. Remove what breaks the graph, use DistributedDataParallel, or write the model "
+                "as an nn.Sequential of its blocks",
+                kind="graph_break",
+            ) from error
+        except TorchRuntimeError:
+            if marks is None:  # with marks, the model cannot run uncaptured: its parameters are holes
+                self._raise_own_error(args, kwargs)
+            raise
+        finally:
+            NOW.asking = None
+            _call.reset(token)
+
+    def _raise_own_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise the model's own error for this input, if any: TorchDynamo's is hundreds of lines on its tracing."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        with isolated(self.model, device), torch.no_grad():
+            try:
+                self.model.forward(*args, **kwargs)
+            except Exception as error:
+                raise error from None  # not "during handling of" TorchDynamo's
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -282,14 +275,13 @@ class CapturedForward:
         finally:
             marks.measuring = False
 
-    def _look_at_model(self) -> dict[Answers, Callable[..., Any]]:
-        self._marks = None if self._gathered else FSDPMarks.of(self.model)
+    def _look_at_model(self) -> None:
+        groups = [] if self._gathered else groups_of(self.model)
+        self._marks = FSDPMarks(self.model, groups) if groups else None
+        self._patched = calls_replaced(self.model)
         self._forwards = {}
-        return self._forwards
 
-    def _captured(
-        self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph], marks: FSDPMarks | None
-    ) -> CapturedGraph:
+    def _captured(self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph]) -> CapturedGraph:
         """The traced graph bound to this model's parameters, and to none that this forward took with other ones."""
         known = self._graphs.setdefault(traced, [])
         found = next((each for each in known if each.has(arguments)), None)
@@ -298,7 +290,7 @@ class CapturedForward:
         if found is None:
             # By id: tensors compare element by element.
             buffers = frozenset(id(buffer) for buffer in self.model.buffers())
-            found = CapturedGraph(traced.graph_module, buffers, self._granularity, marks)
+            found = CapturedGraph(traced.graph_module, buffers, self._granularity, self._marks)
             known.append(found)
         taken.append(found)
         return found
@@ -307,29 +299,10 @@ class CapturedForward:
     def _takes_use_cache(self) -> bool:
         return "use_cache" in inspect.signature(self.model.forward).parameters
 
-    def _refusal(self, error: Unsupported) -> UnsupportedModelError:
-        cause = str(error).partition("\n")[0].rstrip(".: ")
-        return UnsupportedModelError(
-            f"fully_shard was applied to {type(self.model).__name__}, but TorchDynamo does not capture its forward as "
-            f"one graph: {cause}. Remove what breaks the graph, use DistributedDataParallel, or write the model as an "
-            "nn.Sequential of its blocks",
-            kind="graph_break",
-        )
-
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Add `use_cache=False`, as transformers does under checkpointing: nothing reads the cache."""
-        config = getattr(self.model, "config", None)
-        if not getattr(config, "use_cache", False) or "use_cache" in kwargs:
-            return kwargs
-        if not self._takes_use_cache:
-            return kwargs
-        if not self._told_of_cache:
-            self._told_of_cache = True
-            _log.info(
-                "use_cache is off while training: nothing reads the cache there, and it takes memory",
-                extra=record_fields("cache_off"),
-            )
-        return {**kwargs, "use_cache": False}
+        cached = getattr(getattr(self.model, "config", None), "use_cache", False) and "use_cache" not in kwargs
+        return {**kwargs, "use_cache": False} if cached and self._takes_use_cache else kwargs
 
 
 def run_as_captured(model: nn.Module) -> Callable[..., Any]:

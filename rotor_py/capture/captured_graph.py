@@ -19,26 +19,31 @@ from rotor_py.capture.graph.graph_facts import (
     find_cut_points,
     read_graph,
     weights_of,
-    written_input,
 )
-from rotor_py.capture.graph.graph_nodes import carries_gradient, line_of, tensors_of
+from rotor_py.capture.graph.graph_nodes import (
+    SymbolValues,
+    carries_gradient,
+    line_of,
+    memory_root,
+    tensors_of,
+    written_by,
+)
 from rotor_py.capture.graph.graph_rewrites import (
     draws_from_own_state,
     with_layers_apart,
     with_saving_functions,
     with_whole_transforms,
 )
-from rotor_py.capture.graph.graph_stage import context_of, stages_of
-from rotor_py.capture.graph.stage_graph import run_graph
-from rotor_py.capture.guarded_branches import (
-    Answers,
-    answers_of,
-    without_questions_about_the_batch,
-)
+from rotor_py.capture.graph.graph_stage import stages_of
+from rotor_py.capture.graph.stage_graph import Emitter, run_graph
+from rotor_py.capture.patches import Answers, is_question, without_questions_about_the_batch
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.forward_state import remember_moved_elsewhere
+from rotor_py.stage.protocol import Keeper, StageOffers, offers_of
+from rotor_py.stage.runner import StageRunner
 
 Agree = Callable[[list[int]], list[int]]
 
@@ -49,36 +54,33 @@ class CapturedGraph:
     """
 
     def __init__(
-        self,
-        graph_module: fx.GraphModule,
-        buffers: frozenset[int],
-        granularity: int,
-        marks: FSDPMarks | None = None,
+        self, graph_module: fx.GraphModule, buffers: frozenset[int], granularity: int, marks: FSDPMarks | None = None
     ) -> None:
-        with_saving_functions(graph_module)
-        with_whole_transforms(graph_module)
-        if several_processes():  # Rule 3 in `guarded_branches.py`
+        for rewrite in (with_saving_functions, with_whole_transforms, with_layers_apart):
+            rewrite(graph_module.graph)
+        graph_module.recompile()
+        if several_processes():  # Rule 3 in `patches.py`
             graph_module = without_questions_about_the_batch(graph_module)
-        self.graph_module = graph_module = with_layers_apart(graph_module)
+        self.graph_module = graph_module
         self._marks = marks
+        self._buffers = buffers
+        self._granularity = granularity
+        self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         # The stages; empty if nothing in the graph has a gradient.
         self.layers: list[Layer] = []
         # Whether anything in the graph has a gradient.
         self.trains = False
-        self._buffers = buffers
-        self._granularity = granularity
-        self._facts: GraphFacts | None = None
+        self._is_split = False
+        self._facts = GraphFacts(SymbolValues(), marks)
         self._cuts: CutPoints | None = None
-        self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-        # Inputs of the first stage.
+        # Inputs of the first stage, and outputs of the last.
         self._entering: list[fx.Node] = []
-        # Outputs of the last stage.
         self._leaving: list[fx.Node] = []
-        # Results of the context.
-        self._wanted: list[fx.Node] = []
+        # The context, and its results.
         self._context: fx.GraphModule | None = None
+        self._made: list[fx.Node] = []
+        # The model's own tensors by placeholder, and their positions among the graph's inputs.
         self._owned: dict[fx.Node, torch.Tensor] = {}
-        # Positions of the owned tensors among the graph's inputs.
         self._owned_at: list[int] = []
 
     def split(
@@ -88,12 +90,22 @@ class CapturedGraph:
         `like` but for sizes, or by the weights of nodes, which `agree` maps to weights that all processes share. Raises
         UnsupportedModelError for graphs that cannot be recomputed, and OtherAnswerError.
         """
-        if self._facts is not None:
+        if self._is_split:
             return
         facts = read_graph(self.graph_module, arguments, self._buffers, self._marks)
         if self._marks is not None:
             _refuse_lost(facts, self._marks)
-        if (writing := written_input(facts)) is not None:
+        writing = next(
+            (
+                node
+                for node in facts.body
+                for target in map(memory_root, written_by(node))
+                # Dynamo names a placeholder after its source: `args` or `kwargs` of the compiled function.
+                if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_"))
+            ),
+            None,
+        )
+        if writing is not None:
             raise UnsupportedModelError(
                 f"the model writes into its own input at {line_of(writing)}, and running a stage again would write "
                 "again; let it make a new tensor there",
@@ -108,14 +120,14 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        self._facts = facts  # last, so that a refused graph is refused again
+        self._facts, self._is_split = facts, True  # last, so that a refused graph is refused again
         self.trains = any(map(carries_gradient, facts.body))
-        self._owned = dict(facts.owned)
+        self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
         if not facts.body:  # all of it is context, so nothing has a gradient
             return
-        self._cuts, names = None, None
-        if like is not None and like._facts is not None and like._cuts is not None:
+        names: list[str] | None = None
+        if like is not None and like._cuts is not None:
             self._cuts, names = cut_points_like(facts, like._facts, like._cuts), [name for name, _ in like.layers]
         weights = weights_of(facts)
         if self._cuts is None:
@@ -123,29 +135,26 @@ class CapturedGraph:
             self._cuts, names = find_cut_points(facts, weights, self._granularity), None
         self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
         # Keep only values that the stages read or the graph returns. The context frees all others when it has run.
-        made = set(facts.context)
-        self._wanted = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in made]
-        self._context = context_of(facts, self._wanted)
+        early = set(facts.context)
+        self._made = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in early]
+        self._context = Emitter(facts, facts.given, facts.context).finish(self._made)
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
         """Whether its stages hold the parameters and buffers among these arguments."""
         owned = map(arguments.__getitem__, self._owned_at)  # every step checks all of them
-        return self._facts is not None and all(map(operator.is_, owned, self._owned.values()))
+        return self._is_split and all(map(operator.is_, owned, self._owned.values()))
 
     @property
     def answers(self) -> Answers:
-        return answers_of(self.graph_module.graph)
+        return tuple(bool(node.args[2]) for node in self.graph_module.graph.nodes if is_question(node))
 
     def remember_written(self, cut: Cut) -> None:
         """Let the stages of `cut` restore buffers that other stages write into, when they are recomputed."""
-        assert self._facts is not None
         written = [tensor for node, tensor in self._owned.items() if node in self._facts.written]
         remember_moved_elsewhere([function for _, function in cut.stages], written)
 
     def same_as(self, other: CapturedGraph) -> bool:
         """Whether both graphs have the same operators. Sizes, and constants that follow from them, may differ."""
-        assert self._facts is not None
-        assert other._facts is not None
         return self._facts.operators == other._facts.operators
 
     @property
@@ -157,19 +166,17 @@ class CapturedGraph:
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
         """Run the context. Return the first stage's inputs, and all values that do not come from the chain."""
-        assert self._facts is not None
         if not self.has(arguments):
             now = zip(self._owned, map(arguments.__getitem__, self._owned_at), strict=True)
             self._bind(dict(now))
         values = dict(zip(self._placeholders, arguments, strict=True))
         if self._context is not None:
             made = self._run_context([values[node] for node in self._facts.given])
-            values.update(zip(self._wanted, made, strict=True))
+            values.update(zip(self._made, made, strict=True))
         return tuple(values[node] for node in self._entering), values
 
     def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
         """The graph's outputs, from the last stage's outputs and the values that `enter` returned."""
-        assert self._facts is not None
         left = dict(zip(self._leaving, made, strict=True))
         return [
             (left if each in left else values)[each] if isinstance(each, fx.Node) else each
@@ -189,7 +196,6 @@ class CapturedGraph:
 
     def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
         """Measure the bytes that the context needs while it runs, beyond its results. It runs once under every plan."""
-        assert self._facts is not None
         if self._context is None:
             return PrefixCost(0.0, 0)
         given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
@@ -208,37 +214,60 @@ class CapturedGraph:
 
     def let_go_of_parameters(self) -> None:
         """Release the memory of parameters until the next call brings them: FSDP frees gathered ones in between."""
-        assert self._facts is not None
-        for node, tensor in self._facts.owned.items():
+        now: dict[fx.Node, torch.Tensor] = {}
+        for node, tensor in self._owned.items():
             if isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.element_size():
                 one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-                self._facts.owned[node] = nn.Parameter(one.expand(tensor.shape), tensor.requires_grad)
-        self._bind({**self._owned, **self._facts.owned})
+                now[node] = nn.Parameter(one.expand(tensor.shape), tensor.requires_grad)
+        self._bind(now)
 
-    def _bind(self, now: dict[fx.Node, Any]) -> None:
+    def _bind(self, now: dict[fx.Node, torch.Tensor]) -> None:
         """Replace the stages' parameters and buffers by those of this call, which may be other tensors."""
-        other = {id(old): now[node] for node, old in self._owned.items() if now[node] is not old}
+        changed = ((node, tensor) for node, tensor in now.items() if tensor is not self._owned[node])
+        other: dict[int, Any] = {id(self._owned[node]): tensor for node, tensor in changed}
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
         for module in (each for root in roots for each in root.modules()):
             for table in (module._parameters, module._buffers):
                 table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})
-        self._owned = now
+        self._owned.update(now)
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
     """Refuse a sharded module whose output has no tensor with a gradient, at whose arrival FSDP gathers parameters."""
-    attached: dict[Any, bool] = {}
-    """Per entered module: whether any node since has had a gradient."""
+    attached: dict[Any, bool] = {}  # per entered module: whether any node since has had a gradient
     for node in facts.body:
         if node.target is enter:
             attached[node.args[0]] = False
         elif node.target is leave and len(node.args) == 1 and attached[node.args[0]]:
             group, module = marks.group_at(str(node.args[0]))
+            name = type(group.modules[module]).__name__
             raise UnsupportedModelError(
-                f"no tensor with a gradient was found in what {type(group.modules[module]).__name__} returns, to which "
-                "fully_shard was applied; let it return tensors, in tuples, lists or dicts",
+                f"no tensor with a gradient was found in what {name} returns, to which fully_shard was applied; let it "
+                "return tensors, in tuples, lists or dicts",
                 kind="no_gradient",
-                name=type(group.modules[module]).__name__,
+                name=name,
             )
         elif carries_gradient(node):
             attached = dict.fromkeys(attached, True)
+
+
+def runners_of(
+    stages: Sequence[Layer], preserve_rng_state: bool, ways: Sequence[Sequence[str]], keepers: Sequence[Keeper]
+) -> Runners:
+    def runner(number: int) -> StageRunner:
+        name, stage = stages[number]
+        hands_on = not offers_of(stage).last
+        return StageRunner(stage, name, preserve_rng_state, hands_on=hands_on, ways=ways[number], keepers=keepers)
+
+    return Runners(stages, runner)
+
+
+def shared_apart(stages: Sequence[Layer], value: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Split the first stage's input into values passed between stages, and the shared context."""
+    first = stages[0][1]
+    own = len(value) - (first if isinstance(first, StageOffers) else offers_of(first)).shared
+    if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
+        # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
+        # all shared values pass from stage to stage.
+        own = len(value)
+    return value[:own], value[own:]

@@ -96,7 +96,7 @@ class CapturedLayer(StageOffers):
         with isolated(self.layer, device), torch.enable_grad(), operators_as_called():
             self._forward.call((leaves_of(value),), {}, run)
         self._let_go()
-        if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:
+        if len(graphs) != 1 or self._forward.tracing.breaks_at is not None or graphs[0].answers:
             return None
         return self._stages[graphs[0]]
 
@@ -105,8 +105,8 @@ class CapturedLayer(StageOffers):
             graph.split(arguments)
             found = graph.layers[0][1] if graph.trains and len(graph.layers) == 1 else None
             stage = found if isinstance(found, GraphStage) else None
-            known = [each for each in (self, self._like) if each is not None]
-            example = next((made for each in known for made in each._stages.values() if made is not None), None)
+            known = [*self._stages.values(), *(() if self._like is None else self._like._stages.values())]
+            example = next((made for made in known if made is not None), None)
             if stage is not None and example is not None:
                 stage.be_stored_like(example)
             self._stages[graph] = stage
@@ -114,7 +114,16 @@ class CapturedLayer(StageOffers):
 
     def _same_bits(self, value: Any, device: torch.device) -> bool:
         expected, state, saved = self._step(self.layer, value, device)
-        known = self._count_graphs(value, device)
+        if sets_attributes(self.layer):  # they carry over from run to run, and may make other graphs
+            run = self.forward_by(self._named[0])
+            with isolated(self.layer, device), torch.enable_grad():
+                # The second run may see attributes that the first set, and TorchDynamo opens a number that has changed.
+                run(leaves_of(value))
+                run(leaves_of(value))
+                known = len(self._stages)
+                run(leaves_of(value))
+        else:
+            known = len(self._stages)
         for way in self._named:
             found, after, saved_then = self._step(self.forward_by(way), value, device)
             same = state == after and len(found) == len(expected)
@@ -137,19 +146,6 @@ class CapturedLayer(StageOffers):
             cause,
             extra=record_fields("not_in_part", name=self._name),
         )
-
-    def _count_graphs(self, value: Any, device: torch.device) -> int:
-        """Count the graphs captured before the next run: attributes that a layer changes carry over from run to run."""
-        if sets_attributes(self.layer):
-            run = self.forward_by(self._named[0])
-            with isolated(self.layer, device), torch.enable_grad():
-                # The second run may see attributes that the first set, and TorchDynamo opens a number that has changed.
-                run(leaves_of(value))
-                run(leaves_of(value))
-                known = len(self._stages)
-                run(leaves_of(value))
-                return known
-        return len(self._stages)
 
     def _step(
         self, run: Run, value: Any, device: torch.device

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import tree_flatten, tree_unflatten
-from rotor_py.distributed.sharding import ShardedParameter, ShardGroup, Tensors, cast, groups_of
+from rotor_py.distributed.sharding import ShardedParameter, ShardGroup, Tensors, cast
 from rotor_py.errors import UnsupportedModelError
 
 Hook = Callable[..., Any]
@@ -27,7 +27,6 @@ def enter(place: str, *tensors: torch.Tensor) -> Tensors:
 
 
 def leave(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Mark where a module ends."""
     return _passed(tensors)
 
 
@@ -37,24 +36,17 @@ for _mark in MARKS:
     torch_compat.allow_in_graph(_mark)
 
 
-@cache  # TorchDynamo has to meet the same function at every step, and in every model built alike
-def entering_hook(place: str, dtype: torch.dtype | None) -> Hook:
-    """A forward pre-hook that leaves the mark `enter`, and casts to `dtype` as FSDP's hook does."""
+@cache  # TorchDynamo has to meet the same functions at every step, and in every model built alike
+def marking_hooks(place: str, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> tuple[Hook, Hook]:
+    """A forward pre-hook and a forward hook that leave marks, and cast as FSDP's hooks do."""
 
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _marked(enter, place, cast((args, kwargs), dtype))
+    def entering(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _marked(enter, place, cast((args, kwargs), input_dtype))
 
-    return hook
+    def leaving(_: nn.Module, args: Any, output: Any) -> Any:
+        return cast(_marked(leave, place, output), output_dtype)
 
-
-@cache
-def leaving_hook(place: str, dtype: torch.dtype | None) -> Hook:
-    """A forward hook that leaves the mark `leave`, and casts to `dtype` as FSDP's hook does."""
-
-    def hook(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast(_marked(leave, place, output), dtype)
-
-    return hook
+    return entering, leaving
 
 
 def _passed(tensors: Tensors) -> Tensors:
@@ -86,38 +78,29 @@ class FSDPMarks:
     UnsupportedModelError if torch is too old, or a parameter is a tensor subclass that no hole can look like.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.groups = groups_of(model)
+    def __init__(self, model: nn.Module, groups: list[ShardGroup]) -> None:
+        self.groups = groups
         # Disables marks while stages are measured one by one: parameters are gathered around each stage.
         self.measuring = False
         self._model = model
+        self.model_name = type(model).__name__
         self._holes: dict[int, nn.Parameter] = {}
         self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
-        if self.groups and TORCH < _OLDEST:
+        if TORCH < _OLDEST:
             raise UnsupportedModelError(
-                f"fully_shard was applied to {type(model).__name__}, which is no nn.Sequential; that takes torch "
+                f"fully_shard was applied to {self.model_name}, which is no nn.Sequential; that takes torch "
                 f"{'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}",
                 kind="torch_too_old",
-                name=type(model).__name__,
+                name=self.model_name,
             )
-        for group in self.groups:
-            if group.unsupported:
-                raise UnsupportedModelError(
-                    f"a parameter of {type(group.modules[0]).__name__} {group.unsupported}, and the graph cannot be "
-                    "captured with it; shard the model with fully_shard alone, or write it as an nn.Sequential",
-                    kind="unsupported_sharding",
-                    name=type(group.modules[0]).__name__,
-                )
-
-    @classmethod
-    def of(cls, model: nn.Module) -> FSDPMarks | None:
-        """The marks of a model; None without `fully_shard`."""
-        found = cls(model)
-        return found if found.groups else None
-
-    @property
-    def model_name(self) -> str:
-        return type(self._model).__name__
+        for group in filter(lambda each: each.unsupported, self.groups):
+            name = type(group.modules[0]).__name__
+            raise UnsupportedModelError(
+                f"a parameter of {name} {group.unsupported}, and the graph cannot be captured with it; shard the model "
+                "with fully_shard alone, or write it as an nn.Sequential",
+                kind="unsupported_sharding",
+                name=name,
+            )
 
     @property
     def signature(self) -> Hashable:
@@ -132,7 +115,7 @@ class FSDPMarks:
 
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
-        """Map each hole's id to its parameter's place and group."""
+        """The place and group of each parameter, by the id of its hole."""
         # One place suffices for a shared parameter: FSDP puts the same one into all modules.
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
@@ -142,7 +125,6 @@ class FSDPMarks:
 
     @contextmanager
     def marked(self) -> Iterator[None]:
-        """Replace parameters by holes, and FSDP's hooks by hooks that leave marks."""
         self._mark()
         try:
             yield
@@ -166,8 +148,7 @@ class FSDPMarks:
             for position, module in enumerate(group.modules):
                 # Dynamo traces the model's `forward`; the model's own hooks run around it, and need no mark.
                 if module is not self._model:
-                    place = f"{number} {position}"
-                    hooks = entering_hook(place, group.input_dtype), leaving_hook(place, group.output_dtype)
+                    hooks = marking_hooks(f"{number} {position}", group.input_dtype, group.output_dtype)
                     new += [(*at, hook) for at, hook in zip(group.hook_places(position), hooks, strict=True)]
         self._replaced = [(table, key, table[key]) for table, key, _ in new]
         for table, key, value in new:
@@ -192,24 +173,22 @@ class FSDPMarks:
 
     def enter(self, place: str, *tensors: torch.Tensor) -> Tensors:
         """Gather the entered module's parameters, as FSDP's pre-forward hook does."""
-        group, module = self.group_at(place)
-        if self.measuring:
-            return tensors
-        # A stage is being recomputed. FSDP's hook would take it for a new forward, and wait for another backward.
-        if _in_backward():
-            group.gather()
-            return tensors
-        return group.enter(module, tensors)
+        return self._through(place, tensors, ShardGroup.gather, ShardGroup.enter)
 
     def leave(self, place: str, *tensors: torch.Tensor) -> Tensors:
         """Free the left module's parameters, as FSDP's post-forward hook does."""
+        return self._through(place, tensors, ShardGroup.let_go, ShardGroup.leave)
+
+    def _through(self, place: str, tensors: Tensors, in_backward: Hook, in_forward: Hook) -> Tensors:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        if _in_backward():
-            group.let_go()
+        # Autograd runs a backward in this thread: a stage is being recomputed. FSDP's hook would take it for a new
+        # forward, and wait for another backward. PyTorch has no public way to ask; its own FSDP reads the same number.
+        if torch_compat.current_graph_task_id() != -1:
+            in_backward(group)
             return tensors
-        return group.leave(module, tensors)
+        return in_forward(group, module, tensors)  # type: ignore[no-any-return]
 
     def group_at(self, place: str) -> tuple[ShardGroup, int]:
         number, position = map(int, place.split())
@@ -223,9 +202,3 @@ def is_mark(node: fx.Node) -> bool:
 
 def passed_through(place: str, *tensors: torch.Tensor) -> Tensors:
     return tensors
-
-
-def _in_backward() -> bool:
-    """Whether autograd runs a backward in this thread, so that a stage is being recomputed."""
-    # PyTorch has no public way to ask. Its own FSDP reads the same number.
-    return bool(torch_compat.current_graph_task_id() != -1)

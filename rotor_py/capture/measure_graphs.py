@@ -18,17 +18,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from rotor_profiling import RandomState, buffers_kept, storages, tensors_in
+from rotor_profiling import (
+    RandomState,
+    buffers_kept,
+    loss_layouts,
+    measure_loss,
+    storage_bytes,
+    storages,
+    tensors_in,
+)
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.capture.measured_graphs import MeasuredGraph, MeasuredGraphs, whole_step
-from rotor_py.capture.variants import compiled_variants
-from rotor_py.capture.whole_graph import CompileBudgetOf
+from rotor_py.capture.variants import CompileBudgetOf, MeasuredGraph, MeasuredGraphs, compiled_variants, whole_step
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
-from rotor_py.distributed.sharding import Sharding, as_left, sharding_of
+from rotor_py.distributed.sharding import as_left, sharding_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.measure.cut import cut_layers
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
@@ -43,9 +49,8 @@ _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 
 class SavedOutside(saved_tensors_hooks):
-    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it.
-
-    `known` are the addresses of storages that do not count, such as those of parameters.
+    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it; of storages
+    other than those at the addresses `known`, such as those of parameters.
     """
 
     def __init__(self, known: set[int]) -> None:
@@ -59,7 +64,6 @@ class SavedOutside(saved_tensors_hooks):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the hooks: graphs that run inside measure their own saved tensors."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -71,24 +75,21 @@ class SavedOutside(saved_tensors_hooks):
         new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
         if new:
             self.bytes |= new
-            line = _user_line()
+            frame = next((each for each in reversed(traceback.extract_stack()) if _is_users(each.filename)), None)
+            line = "an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}"
             # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
             if any(
-                frame.f_code.co_filename == _RECURRENT and frame.f_locals.get("batch_sizes") is not None
-                for frame, _ in traceback.walk_stack(None)
+                each.f_code.co_filename == _RECURRENT and each.f_locals.get("batch_sizes") is not None
+                for each, _ in traceback.walk_stack(None)
             ):
                 self.packed_line = line
             self.lines[line] += sum(new.values())
         return tensor.detach()  # a result saved with its history would hold its own node for good
 
 
-def _user_line() -> str:
-    """The innermost line outside torch and this package, as path:number."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
-        if not any(library in path.resolve().parents for library in _LIBRARIES) and path.suffix == ".py":
-            return f"{frame.filename}:{frame.lineno}"
-    return "an unknown line"
+def _is_users(file: str) -> bool:
+    path = Path(file)
+    return path.suffix == ".py" and not any(library in path.resolve().parents for library in _LIBRARIES)
 
 
 # Largest share of saved bytes outside the graphs, relative to those inside. A guess: below the 2 % by which a predicted
@@ -117,13 +118,23 @@ def measure_graphs(
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+        # Graphs measure their own saved tensors.
         with outside.suspended(), operators():  # not around Dynamo, which would trace the replaced operators
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
             if not graph.trains:  # it saves nothing for a backward, so nothing counts
                 with torch.no_grad():
                     return graph.run_unplanned(arguments)
-            measured, outputs = _measure_graph(graph, arguments, device, sharding, options)
-        found.graphs.append(measured)
+            value, values = graph.enter(arguments)
+            # The graph's caller holds its inputs, so they are no checkpoints that a plan could drop.
+            cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
+            stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
+            made = stages.walk(options.progress)
+            stages.settle_layouts(())
+            returned = tuple(map(weakref.ref, tensors_in(made)))
+            context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
+            outputs = graph.leave(made, values)
+            around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
+            found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around))
         return outputs
 
     # Measuring runs stages several times, each drawing random numbers.
@@ -144,12 +155,19 @@ def measure_graphs(
                 kind="no_graph",
                 name=type(model).__name__,
             )
-        found.count_returned([*model.parameters(), *model.buffers(), *tensors_in([args, kwargs])])
+        main = found.main
+        # Parameters, the batch and what the main graph reads or makes is counted elsewhere.
+        known = tensors_in([args, kwargs, [each() for each in main.around]])
+        elsewhere = storages([*model.parameters(), *model.buffers(), *known])
+        found.returned_bytes = storage_bytes(tensors_in(found.output), owned_elsewhere=elsewhere)
+        del known
         if options.loss is not None:
+            trained_bytes = storage_bytes(tensor for tensor in tensors_in(found.output) if tensor.requires_grad)
             with operators():
-                found.measure_loss(options.loss, device)
+                found.loss = measure_loss(options.loss, found.output, device=device, output_bytes=trained_bytes)
+                found.layouts = loss_layouts(options.loss, found.output, device)
+                found.settle(main)
         if compiler is not None:
-            main = found.main
             # Where stages wait for other processes, all of these would have to agree on what fits.
             fits = room if options.group is None else None
             budget = None if fits is None else fits(whole_step(found, main.measurement), main.shared)
@@ -162,8 +180,7 @@ def measure_graphs(
 
 
 def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weights: list[int]) -> list[int]:
-    """Weights that all processes of `group` share; their shards may differ in size."""
-    try:
+    try:  # shards may differ in size
         return largest_anywhere(weights, group, device)
     except ValueError as error:
         raise UnsupportedModelError(
@@ -171,27 +188,6 @@ def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weigh
             "all of them the same model, and call measure() in all of them with inputs of the same shape",
             kind="different_graphs",
         ) from None
-
-
-def _measure_graph(
-    graph: CapturedGraph,
-    arguments: tuple[Any, ...],
-    device: torch.device,
-    sharding: Sharding,
-    options: MeasuringOptions,
-) -> tuple[MeasuredGraph, list[Any]]:
-    """Measure a graph with gradients. Also return its outputs, with which the model's forward goes on."""
-    value, values = graph.enter(arguments)
-    # The graph's caller holds its inputs, so they are no checkpoints that a plan could drop.
-    cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
-    stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
-    made = stages.walk(options.progress)
-    stages.settle_layouts(())
-    returned = tuple(map(weakref.ref, tensors_in(made)))
-    context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
-    outputs = graph.leave(made, values)
-    around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
-    return MeasuredGraph(graph, cut, stages, context, loss, value, returned, around), outputs
 
 
 def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int) -> None:

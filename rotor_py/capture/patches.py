@@ -1,31 +1,150 @@
-"""Replace functions of torch and transformers while TorchDynamo traces a model."""
+"""Replace functions of torch and transformers while TorchDynamo traces a model; check the branches on data it takes.
+
+`if mask.all(): …` breaks a graph of TorchDynamo, so libraries do not ask such questions during tracing. They take the
+branch that is right for every batch, which may be slower, take more memory and round differently.
+
+Note [Questions about data]
+
+  1. `holds(condition)` asks a question in traced code. TorchDynamo goes on with the assumed answer, and the graph gets
+     a node that computes the condition and compares it with that answer.
+  2. The condition must be computable before the first stage. Its node belongs to the context, and runs before anything
+     that cannot be undone: it raises `OtherAnswerError` if the data say otherwise. The forward is then called again
+     with that answer assumed, and has another graph.
+  3. The answer no is right for every batch: the library then does what it does wherever it is traced. So a question
+     that cannot be asked is answered no: one about tensors with a gradient, one in a second graph (the first has run),
+     and one about the batch where several processes train: each has its own batch, and all have to run the same stages.
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch import fx, nn
 from torch.nn import functional as F
 
 from rotor_profiling import torch_compat
 from rotor_profiling.torch_compat import BatchNorm
 from rotor_profiling.torch_compat import is_fake_tensor as is_fake
-from rotor_py.capture.guarded_branches import holds
+from rotor_py.capture.graph.graph_nodes import tensors_of
+
+Answers = tuple[bool, ...]
+"""The assumed answers of a graph's questions, in the order asked."""
+
+
+class OtherAnswerError(Exception):
+    def __init__(self, number: int, answer: bool) -> None:
+        super().__init__(f"question {number} about the data is answered {answer}, and not as it was")
+        self.number = number
+        self.answer = answer
+
+
+@dataclass
+class Asking:
+    """The questions of one forward. Beyond `answers`, yes is assumed: batches without padding are the fast ones."""
+
+    answers: Answers
+    # Answers assumed so far. Not a count: TorchDynamo would make a variable of it, and break the graph where it is
+    # formatted as a string.
+    assumed: Answers = ()
+    # Whether no graph has run yet, so that the forward can be called again.
+    open: bool = True
+
+    def corrected(self, other: OtherAnswerError) -> Answers:
+        """The answers to assume next. Questions after the wrong one may not be asked again."""
+        before = itertools.chain(self.answers, itertools.repeat(True))
+        answers = [*itertools.islice(before, other.number), other.answer]
+        while answers and answers[-1]:  # so that equal assumptions are equal answers
+            answers.pop()
+        return tuple(answers)
+
+
+class _Now:
+    asking: Asking | None = None
+
+
+NOW = _Now()
+"""The current questions. Traced code sets them, so each forward sees its own in any thread."""
+
+
+def holds(condition: torch.Tensor) -> bool:
+    """Whether a condition on data holds, asked in traced code; False where it cannot be asked."""
+    asking = NOW.asking
+    if asking is None or not asking.open:
+        return False
+    number = len(asking.assumed)
+    assumed = asking.answers[number] if number < len(asking.answers) else True
+    asking.assumed = (*asking.assumed, assumed)
+    # A string, which TorchDynamo never makes a variable of.
+    answered(condition, str(number), assumed)
+    return assumed
+
+
+@torch.library.custom_op("rotor::answered", mutates_args=())
+def answered(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
+    """Node of a question: raises OtherAnswerError unless `condition` is as `assumed`."""
+    if checked and bool(condition) != assumed:
+        raise OtherAnswerError(int(number), not assumed)
+    return condition.clone()
+
+
+@answered.register_fake
+def _(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
+    return torch.empty_like(condition)
+
+
+def is_question(node: fx.Node) -> bool:
+    return node.target in (answered, torch.ops.rotor.answered, torch.ops.rotor.answered.default)
+
+
+def give_up(node: fx.Node) -> None:
+    """Stop checking a question that cannot be asked. Raises OtherAnswerError if yes was assumed."""
+    condition, number, assumed = node.args[:3]
+    if assumed:
+        raise OtherAnswerError(int(str(number)), False)
+    node.args = (condition, number, False, False)
+
+
+def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph without questions about the batch, a copy if it asks any: other models may share the graph."""
+    if not any(is_question(node) and _is_about_the_batch(node) for node in graph_module.graph.nodes):
+        return graph_module
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in graph.nodes:
+        if is_question(node) and _is_about_the_batch(node):
+            give_up(node)
+    return fx.GraphModule(graph_module, graph, type(graph_module).__name__)
+
+
+def _is_about_the_batch(node: fx.Node) -> bool:
+    """Whether the model's inputs decide the question. Tensors made from sizes alone are the same in all processes."""
+    pending, seen = list(node.all_input_nodes), set()
+    while pending:
+        each = pending.pop()
+        if each in seen or not tensors_of(each):  # a size
+            continue
+        seen.add(each)
+        if each.op == "placeholder":
+            return True
+        pending += each.all_input_nodes
+    return False
+
 
 Replaced = tuple[Any, str, Callable[..., Any]]
 """The owner of the function, a module or a class; its name there; its replacement."""
-Function = Callable[..., Any]
 
 
 class _Replacement:
-    """Replaces functions of torch and transformers as long as any thread captures a model.
-
-    Outside traced code, a replacement has to behave like the original, so that other threads see no difference.
+    """Replaces functions of torch and transformers as long as any thread captures a model. Outside traced code, a
+    replacement has to behave like the original, so that other threads see no difference.
     """
 
     def __init__(self) -> None:
@@ -57,17 +176,10 @@ class _Replacement:
 # TorchDynamo would break the graph. As one operator, the layer counts and reads when it runs.
 
 
-def batch_norm_over_all(
-    value: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    batches: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> torch.Tensor:
+def batch_norm_over_all(value: torch.Tensor, batches: torch.Tensor, eps: float, *others: Any) -> torch.Tensor:
     batches.add_(1)
     momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
+    mean, variance, weight, bias = others
     return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
 
 
@@ -81,8 +193,8 @@ def _forward() -> Any:
         if not (averages and self.track_running_stats and torch.compiler.is_compiling()):
             return original(self, input)
         self._check_input_dim(input)
-        buffers = self.running_mean, self.running_var, self.num_batches_tracked
-        return operator(input, *buffers, self.weight, self.bias, self.eps)
+        others = self.running_mean, self.running_var, self.weight, self.bias
+        return operator(input, self.num_batches_tracked, self.eps, *others)
 
     return forward
 
@@ -97,16 +209,13 @@ _PRODUCT = "_grouped_mm"
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
-    made: torch.Tensor
     if is_fake(input) or is_fake(weight):
-        made = torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
-    else:
-        made = getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
-    return made
+        return torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)  # type: ignore[no-any-return]
+    return getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)  # type: ignore[no-any-return]
 
 
 @cache  # TorchDynamo has to meet the same function at every step
-def _at_once(original: Function) -> Function:
+def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     operator = torch_compat.allow_in_graph(grouped_products)
 
     def multiply_experts(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
@@ -117,7 +226,7 @@ def _at_once(original: Function) -> Function:
 
 # In plain training, transformers drops a mask that masks nothing, for flash attention. That depends on data, so traced
 # code always builds a dense mask, and repeats keys and values for each head. The replacements ask with `holds` instead
-# (see the Note in `guarded_branches.py`). A version of transformers without these private names gets a dense mask,
+# (see the Note). A version of transformers without these private names gets a dense mask,
 # which is correct and needs more memory.
 
 _MASKS = "transformers.masking_utils"
@@ -131,7 +240,7 @@ _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @cache  # TorchDynamo has to meet the same function at every step
-def _asking(original: Function, has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Function:
+def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def ask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         found: torch.Tensor | None = original(*args, **kwargs)
         if found is None or not torch.compiler.is_compiling() or found.is_floating_point():
@@ -139,6 +248,12 @@ def _asking(original: Function, has_no_effect: Callable[[torch.Tensor], torch.Te
         return None if holds(has_no_effect(found)) else found
 
     return ask
+
+
+def calls_replaced(model: nn.Module) -> bool:
+    """Whether a model may call any of these functions. Guards compare them in every step, so then all are replaced."""
+    averages = (isinstance(each, BatchNorm) and each.momentum is None for each in model.modules())
+    return _EXPERTS in sys.modules or _MASKS in sys.modules or any(averages)
 
 
 def _replaced() -> list[Replaced]:

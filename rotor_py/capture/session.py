@@ -17,11 +17,10 @@ from rotor_profiling.torch_compat import TorchDynamoException
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.capture.guarded_branches import Answers
 from rotor_py.capture.measure_graphs import measure_graphs
-from rotor_py.capture.measured_graphs import whole_step
+from rotor_py.capture.patches import Answers
 from rotor_py.capture.tracing import MOST_GRAPHS
-from rotor_py.capture.whole_graph import CompileBudgetOf
+from rotor_py.capture.variants import CompileBudgetOf, whole_step
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
 from rotor_py.errors import OtherDataError, PlanMismatchError, UnsupportedModelError, record_fields
 from rotor_py.measure.cut import Cut, Layer, joined
@@ -34,8 +33,6 @@ RunStages = Callable[[Cut, Any], Any]
 
 
 class CaptureSession:
-    """The graphs of one model."""
-
     def __init__(self, model: nn.Module, granularity: int) -> None:
         self.model = model
         self._granularity = granularity
@@ -55,11 +52,7 @@ class CaptureSession:
         return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set()}
 
     def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run_stages: RunStages,
-        recaptured: Callable[[], None],
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], run_stages: RunStages, recaptured: Callable[[], None]
     ) -> Any:
         """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Raises
         UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another graph
@@ -69,13 +62,14 @@ class CaptureSession:
         output = self._forward.call(args, kwargs, partial(self._run_graph, run_stages), recaptured)
         # An error, not a warning: without the plan, the step may have exceeded the limit.
         if not self._followed_plan:
-            broken = f". The graph breaks at {self._forward.breaks_at}" if self._forward.breaks_at else ""
+            breaks_at = self._forward.tracing.breaks_at
+            broken = f". The graph breaks at {breaks_at}" if breaks_at else ""
             raise UnsupportedModelError(
                 "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
                 f"plan; it makes {MOST_GRAPHS} graphs at most, and TORCH_LOGS=recompiles,graph_breaks says for what"
                 f"{broken}",
                 kind="no_graph",
-                name=self._forward.breaks_at,
+                name=breaks_at,
             )
         return output
 
@@ -93,7 +87,6 @@ class CaptureSession:
         main graph's stages with the measurement of the whole step, and the values that all stages share. A compiled
         graph has several variants: the plain one comes last, and is followed by default.
         """
-
         measure = partial(
             measure_graphs, args=args, kwargs=kwargs, device=device, options=options, compiler=compiler, room=room
         )
@@ -122,7 +115,6 @@ class CaptureSession:
         return ways, main.shared
 
     def follow(self, cut: Cut) -> None:
-        """Run the main graph's stages as in `cut` from the next forward on."""
         assert self._main is not None
         self._main.remember_written(cut)
         self._planned = {self._main: cut}  # the same graph for other shapes is cut again
@@ -176,13 +168,11 @@ def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
         pieces = [f"{len(each.layers)} pieces" for each in (main, graph)]
         raise PlanMismatchError("the captured graph", pieces[0], f"{pieces[1]}, or others")
     found = dict(graph.layers)
-    plain = [joined([(name, found[name]) for name in group]) for group in cut.groups()]
-    pairs = zip(plain, cut.stages, strict=True)
-    stages = tuple(
-        (name, measured.like(stage) if isinstance(measured, CompiledStage) else stage)
-        for (name, stage), (_, measured) in pairs
-    )
-    for (name, stage), (_, measured) in zip(stages, cut.stages, strict=True):
+    stages: list[Layer] = []
+    for group, (_, measured) in zip(cut.groups(), cut.stages, strict=True):
+        name, stage = joined([(name, found[name]) for name in group])
+        if isinstance(measured, CompiledStage):
+            stage = measured.like(stage)
         # Facts measured for a stage hold for the same stage with other shapes.
         remember_effects(stage, recall_effects(measured))
         remember_moving(stage, recall_moving(measured))
@@ -191,4 +181,5 @@ def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
         missing = set(offers_of(measured).ways()) - set(offers_of(stage).ways())
         if missing:  # the plan may store it so
             raise PlanMismatchError(f"stage {name}", f"one that can be stored {min(missing)}", "one that cannot")
-    return Cut(tuple((name, found[name]) for name, _ in cut.prefix), stages)
+        stages.append((name, stage))
+    return Cut(tuple((name, found[name]) for name, _ in cut.prefix), tuple(stages))

@@ -22,7 +22,7 @@ training loop lowers. Otherwise every step would be traced.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
@@ -38,75 +38,22 @@ from rotor_profiling.torch_compat import dynamo_builder as builder
 from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
+Settings = list[tuple[Any, Mapping[str, Any]]]
+"""Modules and classes of torch, each with values for attributes of it."""
+
 
 @contextmanager
-def settings_of(config: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set `settings` of a torch config meanwhile. `config.patch` takes longer, and leaks context variables."""
-    before = [(name, getattr(config, name)) for name in settings]
+def _set_meanwhile(settings: Settings) -> Iterator[None]:
+    # `config.patch` takes longer, and leaks context variables.
+    before = [(owner, name, getattr(owner, name)) for owner, values in settings for name in values]
     try:
-        for name, value in settings.items():
-            setattr(config, name, value)
+        for owner, values in settings:
+            for name, value in values.items():
+                setattr(owner, name, value)
         yield
     finally:
-        for name, value in before:
-            setattr(config, name, value)
-
-
-# Numbers in modules that TorchDynamo leaves open: those that changed since the last trace. It takes such a number for a
-# constant, and would trace a model that counts its calls in every step.
-
-
-class OpenNumbers:
-    """Names of the number attributes of one model's modules that are left open."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        # Values at the last trace, by module and name.
-        self._seen: dict[tuple[str, str], int | float] = {}
-        self.names: set[str] = set()
-
-    def look(self) -> None:
-        """Find the numbers that changed since the last trace; called before each trace."""
-        now = {
-            (path, name): value
-            for path, module in self._model.named_modules()
-            for name, value in vars(module).items()
-            if type(value) in (int, float)
-        }
-        self.names |= {key[1] for key, value in now.items() if self._seen.get(key, value) != value}
-        self._seen = now
-
-    @contextmanager
-    def left_open(self) -> Iterator[None]:
-        """Have TorchDynamo take symbols for these numbers, and for no others in modules."""
-        usual: Any = builder.VariableBuilder.wrap_symfloat
-
-        def wrap(variables: Any, value: float) -> Any:
-            if self._is_open(variables.source):
-                return usual(variables, value)
-            variables.install_guards(GuardBuilder.CONSTANT_MATCH)
-            return ConstantVariable.create(value=value, source=variables.source)
-
-        def is_number(value: Any, source: Any) -> bool:
-            if self._is_open(source):
-                return False
-            place = source.guard_source
-            # Integers of `fully_shard` modules are constants, too.
-            return bool(constant(value, source) or (place() if callable(place) else place).is_fsdp_module())
-
-        # TorchDynamo's function that decides that an integer is a constant, where it has one.
-        name = "is_int_specialization_case"
-        constant: Any = getattr(builder, name, None)
-        floats: dict[str, Any] = {"specialize_float": False} if self.names else {}
-        with (
-            settings_of(builder, {name: is_number} if constant is not None else {}),
-            settings_of(torch_compat.dynamo_config, floats),
-            settings_of(builder.VariableBuilder, {"wrap_symfloat": wrap} if self.names else {}),
-        ):
-            yield
-
-    def _is_open(self, source: Any) -> bool:
-        return getattr(source, "member", None) in self.names
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 MOST_GRAPHS = 64
@@ -135,73 +82,95 @@ _SHAPES = {"use_duck_shape": False}
 
 
 def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if _is_image(tensor):
-            _keep_sizes(tensor, range(1, tensor.dim()))
+    for tensor in filter(_is_image, tensors):
+        torch_compat.mark_static(tensor, list(range(1, tensor.dim())))
 
 
-def keep_known_sizes(outputs: Sequence[Any], graph: fx.Graph) -> None:
-    """After a graph break, keep those image sizes in a graph's outputs that were numbers in that graph."""
-    (nodes,) = next(iter(reversed(graph.nodes))).args
-    for node, tensor in zip(nodes, outputs, strict=True):
-        if isinstance(tensor, torch.Tensor) and _is_image(tensor):
-            sizes = tensors_of(node)[0].shape
-            _keep_sizes(tensor, [dimension for dimension, size in enumerate(sizes) if isinstance(size, int)])
+def known_image_sizes(graph: fx.Graph) -> list[tuple[int, list[int]]]:
+    """The images among a graph's outputs, and their dimensions whose size is a number: kept after a graph break."""
+    outputs = [tensors_of(node) if isinstance(node, fx.Node) else [] for node in graph.output_node().args[0]]  # type: ignore[union-attr]
+    return [
+        (at, [dimension for dimension, size in enumerate(tensors[0].shape) if isinstance(size, int)])
+        for at, tensors in enumerate(outputs)
+        if tensors and _is_image(tensors[0])
+    ]
 
 
 def _is_image(tensor: torch.Tensor) -> bool:
     return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # a mask of that many dimensions has another type
 
 
-def _keep_sizes(tensor: torch.Tensor, dimensions: Iterable[int]) -> None:
-    for dimension in dimensions:
-        torch_compat.mark_static(tensor, dimension)
-
-
 class Tracing:
-    """Watch the tracing during one call, in this thread; call `began` once, when tracing begins."""
-
-    def __init__(self, began: Callable[[], None], numbers: OpenNumbers) -> None:
-        self._began: Callable[[], None] | None = began
-        self._numbers = numbers
-        self._breaks_before = len(graph_break_reasons)
-        self._thread = get_ident()
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # Values of the numbers in its modules at the last trace, by module and name.
+        self._seen: dict[tuple[str, str], int | float] = {}
+        # Names of those left open: they changed between two traces.
+        self._open: set[str] = set()
+        # Line of the model's first graph break: path:number, and its text. None without breaks.
+        self.breaks_at: str | None = None
 
     @contextmanager
-    def as_the_note_says(self) -> Iterator[None]:
-        """Have TorchDynamo trace as the Note says: not in every step, since changing settings takes long."""
-        dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS}
-        self._numbers.look()
-        with (
-            settings_of(torch_compat.dynamo_config, dynamo),
-            settings_of(shape_config, _SHAPES),
-            self._numbers.left_open(),
-            _shapes_unlogged(),
-        ):
-            callbacks.register_start_callback(self._start)
+    def as_the_note_says(self, began: Callable[[], None]) -> Iterator[None]:
+        """Have TorchDynamo trace as the Note says: not in every step, since changing settings takes long. `began` is
+        called where TorchDynamo's callbacks are: not while another thread compiles.
+        """
+        thread, breaks_before = get_ident(), len(graph_break_reasons)
+
+        def start(*_: Any) -> None:
+            if get_ident() == thread:
+                began()
+
+        self._find_changed_numbers()
+        dynamo = {**_DYNAMO, _LIMIT: MOST_GRAPHS, **({"specialize_float": False} if self._open else {})}
+        settings: Settings = [(torch_compat.dynamo_config, dynamo), (shape_config, _SHAPES), *self._numbers_open()]
+        with _set_meanwhile(settings), _shapes_unlogged():
+            callbacks.register_start_callback(start)
             try:
                 yield
             finally:
-                callbacks.remove_start_callback(self._start)
+                callbacks.remove_start_callback(start)
+                frames = [reason.user_stack[-1] for reason in graph_break_reasons[breaks_before:] if reason.user_stack]
+                if frames and self.breaks_at is None:
+                    self.breaks_at = f"{frames[0].filename}:{frames[0].lineno} ({(frames[0].line or '').strip()})"
 
-    def begin(self) -> None:
-        """Call `began` once: by TorchDynamo's callbacks, or, while another thread compiles, by the new graph."""
-        began, self._began = self._began, None
-        if began is not None:
-            began()
+    def _find_changed_numbers(self) -> None:
+        now = {
+            (path, name): value
+            for path, module in self._model.named_modules()
+            for name, value in vars(module).items()
+            if type(value) in (int, float)
+        }
+        self._open |= {key[1] for key, value in now.items() if self._seen.get(key, value) != value}
+        self._seen = now
 
-    @property
-    def breaks_at(self) -> str | None:
-        """The line of the model's first graph break: path:number, and its text. None without breaks."""
-        for reason in graph_break_reasons[self._breaks_before :]:
-            if reason.user_stack:
-                frame = reason.user_stack[-1]
-                return f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})"
-        return None
+    def _numbers_open(self) -> Settings:
+        """Settings by which TorchDynamo takes symbols for the open numbers, and for no others in modules."""
+        usual: Any = builder.VariableBuilder.wrap_symfloat
 
-    def _start(self, *_: Any) -> None:
-        if get_ident() == self._thread:
-            self.begin()
+        def wrap(variables: Any, value: float) -> Any:
+            if self._is_open(variables.source):
+                return usual(variables, value)
+            variables.install_guards(GuardBuilder.CONSTANT_MATCH)
+            return ConstantVariable.create(value=value, source=variables.source)
+
+        def is_number(value: Any, source: Any) -> bool:
+            if self._is_open(source):
+                return False
+            place = source.guard_source
+            # Integers of `fully_shard` modules are constants, too.
+            return bool(constant(value, source) or (place() if callable(place) else place).is_fsdp_module())
+
+        # TorchDynamo's function that decides that an integer is a constant, where it has one.
+        name = "is_int_specialization_case"
+        constant: Any = getattr(builder, name, None)
+        return [
+            (builder, {name: is_number} if constant is not None else {}),
+            (builder.VariableBuilder, {"wrap_symfloat": wrap} if self._open else {}),
+        ]
+
+    def _is_open(self, source: Any) -> bool:
+        return getattr(source, "member", None) in self._open
 
 
 @contextmanager

@@ -1,28 +1,271 @@
-"""Compiled variants of a measured graph: as a whole, or stage by stage with memory budgets."""
+"""The measured graphs of a model, and compiled variants of one: as a whole, or stage by stage with memory budgets.
+
+Compiled stage by stage, nothing is fused, laid out or shared across a border. As one stage, the graph is as fast as
+under `torch.compile`. The partitioner then chooses what the forward saves, not the plan, which can only store the one
+stage. The joint graph gives the bytes of every partition before anything is compiled, as far as they show in it.
+Inductor's result is measured like any stage. If it takes more than predicted, or so much less that a faster partition
+may fit, one other partition is compiled.
+"""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
-from rotor_profiling import StageCost
+import torch
+
+from rotor_profiling import Layouts, LossCost, StageCost, bytes_like, storage_bytes, tensors_in
+from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import several_processes
-from rotor_py.capture.measured_graphs import MeasuredGraph
-from rotor_py.capture.whole_graph import CompileBudget, compiled_whole, compiling
+from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.fsdp_markers import TORCH
 from rotor_py.compile.compiled_stage import CompiledStage, StageCompiler
-from rotor_py.compile.stage_code import WAYS, StageCode
-from rotor_py.errors import record_fields
-from rotor_py.measure.cut import Cut
+from rotor_py.compile.stage_code import WAYS, StageCode, owned_tensors
+from rotor_py.errors import InfeasibleError, record_fields
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.cut import Cut, joined
+from rotor_py.measure.measurement import Measurement, PrefixCost
+from rotor_py.measure.stage_measurer import StageMeasurer
+from rotor_solver import simulate, store_all
 from rotor_solver.watching import Progress
+
+if TYPE_CHECKING:
+    from rotor_py.compile.partitioner import BudgetPartitioner
+
+_log = logging.getLogger("rotor_py")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeasuredGraph:
+    graph: CapturedGraph
+    cut: Cut
+    stages: StageMeasurer
+    context: PrefixCost
+    loss: LossCost
+    shared: tuple[Any, ...]
+    # Outputs of the last stage. Weak: measuring must not keep tensors alive.
+    returned: tuple[weakref.ref[torch.Tensor], ...]
+    # Inputs and outputs of the graph. Weak, too.
+    around: tuple[weakref.ref[torch.Tensor], ...] = ()
+
+    @property
+    def measurement(self) -> Measurement:
+        return replace(self.stages.measurement(self.loss), prefix=self.context)
+
+    def measured_as(self, cut: Cut, progress: Progress | None = None) -> MeasuredGraph:
+        stages = self.stages.of(cut)
+        stages.walk(progress)
+        stages.settle_layouts(())
+        return replace(self, cut=cut, stages=stages)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(stage.saved_bytes for stage in self.measurement.stages)
+
+
+@dataclass(slots=True)
+class MeasuredGraphs:
+    """All graphs with gradients of a model's forward, in the order in which Dynamo called them."""
+
+    graphs: list[MeasuredGraph] = field(default_factory=list)
+    output: Any = None
+    # Bytes that autograd saves for operators outside all graphs.
+    outside_bytes: int = 0
+    # Bytes of outputs that the main graph has neither made nor read: the caller holds them through the step.
+    returned_bytes: int = 0
+    loss: LossCost | None = None
+    # Layouts of the gradients that the loss gives to the model's output.
+    layouts: Layouts | None = None
+    # The main graph compiled, the likely fastest first; empty if nothing is or can be compiled.
+    variants: list[MeasuredGraph] = field(default_factory=list)
+
+    def settle(self, graph: MeasuredGraph) -> None:
+        """Remeasure the graph, which makes the model's output, for gradients in the layouts that the loss gives."""
+        if self.layouts is not None:
+            # By id: tensors compare element by element.
+            pairs = zip(tensors_in(self.output), self.layouts, strict=True)
+            found = {id(tensor): strides for tensor, strides in pairs}
+            graph.stages.settle_layouts(tuple(found.get(id(each())) for each in graph.returned))
+
+    @property
+    def main(self) -> MeasuredGraph:
+        """The planned graph: the one that saves most for its backward."""
+        if len(self.graphs) == 1:  # saved bytes take long to add up
+            return self.graphs[0]
+        return max(self.graphs, key=lambda each: each.saved_bytes)
+
+    @property
+    def shared_gradient_bytes(self) -> int:
+        """Bytes of gradients of parameters that several graphs use, and that are stepped in the backward."""
+        uses: Counter[torch.Tensor] = Counter()
+        stepped: set[torch.Tensor] = set()
+        for graph in self.graphs:
+            trained = {each for _, stage in graph.cut.stages for each in trained_parameters(stage)}
+            uses.update(trained)
+            stepped.update(graph.stages.stepped.among(trained))
+        return bytes_like(each for each in stepped if uses[each] > 1)
+
+
+# A whole step of which only the main graph is planned.
+#
+# For a plan, everything between the main graph's forward and its backward is the loss, so later graphs count as part of
+# it. Memory that earlier graphs save for their backward stays throughout, and counts as kept by the loss.
+
+# Whether a frame that resumes after a graph break holds its inputs: seen in torch 2.5, not in 2.11 and 2.13.
+_FRAMES_HOLD = TORCH < (2, 11)
+
+
+def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
+    """Add to the `main` graph's measurement the needs of other graphs, outside operators and the loss."""
+    at = found.graphs.index(found.main)
+    before, after = found.graphs[:at], found.graphs[at + 1 :]
+    seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + found.outside_bytes
+    output_bytes = main.stages[-1].activation_bytes
+    if after and _FRAMES_HOLD:
+        kept += output_bytes
+    # Graphs go backward one after the other: a gradient that several of them add to waits from one to the next.
+    kept += found.shared_gradient_bytes
+    for other in after:
+        # They run unplanned, which stores everything.
+        chain = other.measurement.chain(fresh_gradients=True)
+        whole = simulate(chain, store_all(chain))
+        seconds, temp = seconds + whole.makespan, temp + whole.peak
+        # Made before the main graph's backward, and held through it. The peak includes them already, but not the
+        # model's output, which for a chain ends with its backward.
+        made = sum(other.measurement.gradient_bytes)
+        kept, temp = kept + made, max(0, temp - made)
+    kept += found.returned_bytes
+    if after:
+        # Their peaks include the gradient of the main graph's output, which the solver counts with the loss as well.
+        temp = max(0, temp - output_bytes)
+    kept += sum(other.saved_bytes for other in before)
+    if found.loss is not None:
+        seconds, temp = seconds + found.loss.seconds, temp + found.loss.temp_bytes
+        kept += found.loss.kept_bytes
+    return replace(main, loss=LossCost(seconds, temp, kept))
+
+
+_WORTH_COMPILING = 0.03
+"""Least predicted gain for compiling a second partition where the first one fits. A guess: it costs as much waiting."""
+_CAUTION = 0.75
+"""Share of the memory left by the first partition that the second may take: it is fused differently. A guess; with all
+of it, a Llama came out 1 % over its limit.
+"""
+
+_TURNS = 4
+"""Timings of each variant in a comparison. A guess: fewer let noise decide."""
+_MORE_TURNS = 8
+"""Further timings before one is rejected, after a disturbance of the machine may have passed. A guess, as above."""
+_CLEARLY_SLOWER = 0.02
+"""How much slower compiled code has to be for the plain graph to win. Times are known no better (`GOOD_ENOUGH`); a
+closer choice would change a user's last digits from one day to the next.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileBudget:
+    """The room that the `budget` of a plain step leaves within `limit`; gradients may be `fresh` in every step."""
+
+    budget: Budget
+    limit: int
+    fresh: bool
+
+    @property
+    def available(self) -> int:
+        """Bytes for the graph: all that is not in use throughout the step, under any plan."""
+        return self.limit - self.budget.fixed.total
+
+    def taken(self, measurement: Measurement) -> int:
+        """Return the bytes of `available` that a step takes with all stages of a graph measured so stored."""
+        budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
+        # Of the graph only: everything after it, down to the loss, is that of the plain step.
+        plain = self.budget.chain
+        chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
+        return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain)) - self.budget.fixed.total
+
+    def partitioner(self, limit: int) -> BudgetPartitioner:
+        """Return a partitioner of graphs within `limit`, counting all inputs and results of the compiled code."""
+        from rotor_py.compile.partitioner import whole_partitioner
+
+        return whole_partitioner(limit, self.budget.chain)
+
+
+CompileBudgetOf = Callable[[Measurement, Any], CompileBudget]
+"""The room that a step leaves, from its plain measurement and the graph's inputs."""
+
+
+def compiled_whole(
+    plain: MeasuredGraph, compiler: StageCompiler, room: CompileBudget, progress: Progress | None = None
+) -> MeasuredGraph | None:
+    """Return the graph as one compiled stage, the fastest inside the room, of at most two partitions. None if none of
+    them fits, or if the plain graph also fits and is clearly faster.
+    """
+    if plain.cut.prefix:  # its stages need outputs of the prefix layers, which are not available
+        return None
+    layers = dict(plain.graph.layers)
+    names = tuple(name for group in plain.cut.groups() for name in group)
+    name = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+    _, whole = joined([(each, layers[each]) for each in names])
+    given = storage_bytes([*owned_tensors(whole), *tensors_in(plain.shared)])
+
+    def compiled(partitioner: BudgetPartitioner) -> MeasuredGraph | None:
+        # None if nothing fits, if it cannot be compiled, or runs out of memory, unforeseen.
+        if progress is not None:
+            progress(0, 1, "the whole graph, compiled")
+        stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner)
+        try:
+            if stage.prepare(plain.shared):
+                return plain.measured_as(replace(plain.cut, stages=((name, stage),), members=(names,)))
+        except (InfeasibleError, torch.OutOfMemoryError):
+            pass
+        return None
+
+    began, available = compiler.seconds, room.available
+    first = room.partitioner(given + available)
+    best = compiled(first)
+    if best is None:
+        return None
+    taken, shown = room.taken(best.measurement), 0 if first.weight is None else first.weight.peak - given
+    fits = taken <= available
+    # The next partition is expected to take more or less than it shows in the same proportion.
+    expected = available * shown // max(1, taken)
+    limit = max(available, shown)
+    limit = given + (limit + int(_CAUTION * max(0, expected - limit)) if fits else min(expected, shown - 1))
+    if (first.gain(limit) >= _WORTH_COMPILING) if fits else not first.found_least:
+        second = compiled(room.partitioner(limit))
+        if second is not None and room.taken(second.measurement) <= available and not (fits and slower(second, best)):
+            best, fits = second, True
+    if not fits:
+        return None
+    _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began, extra=record_fields("compiled"))
+    if room.taken(plain.measurement) > available:  # the plain graph would have to recompute
+        return best
+    # Timed as one, not as the sum of its stages, which one by one find their memory in caches.
+    as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
+    return None if slower(best, as_one) else best
+
+
+def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
+    """Whether a step with everything stored takes clearly longer than another variant. Both are timed anew, in turns: a
+    busy machine disturbs one for a while and then the other, and only lengthens runs, so the shortest of each counts.
+    """
+    mine, theirs = float("inf"), float("inf")
+    for turns in (_TURNS, _MORE_TURNS):
+        for _ in range(turns):
+            mine, theirs = min(mine, found.stages.time_again()), min(theirs, other.stages.time_again())
+        if mine <= (1 + _CLEARLY_SLOWER) * theirs:
+            return False
+    return True
+
 
 Agree = Callable[[Sequence[int]], list[int]]
 Stages = Sequence[CompiledStage | None]
 
-_log = logging.getLogger("rotor_py")
-
-_CLEARLY = 0.05
+_CLEARLY_FASTER = 0.05
 """How much faster a compiled stage has to be, relative to its plain time, to count as faster. A guess, about the error
 of single stages' times: with less, a plan picks stages that seemed faster by chance, and promises time that is not
 there.
@@ -30,10 +273,8 @@ there.
 
 
 def with_ways(stages: Stages, compiler: StageCompiler) -> list[CompiledStage | None]:
-    """Give compiled stages further storage modes, as many as there is time to compile, the most frequent kind first.
-
-    Compiling stages may take as long as compiling the model whole: of 32 equal blocks, there is time for all modes of
-    one; where all stages differ, there is none.
+    """Give compiled stages further storage modes, the most frequent kind first. Compiling stages may take as long as
+    compiling the model whole: of 32 equal blocks, there is time for all modes of one; where all differ, there is none.
     """
     codes = Counter(stage.code for stage in stages if stage is not None)
     # Clocks of several processes differ, and the n-th mode has to be the same in each.
@@ -56,10 +297,8 @@ def compiled_variants(
     room: CompileBudget | None = None,
     agree: Agree = list,
 ) -> list[MeasuredGraph]:
-    """Return the compiled variants of the graph: as a whole if that fits into the `room`, or else stage by stage.
-
-    Only one of both is compiled, since compiling takes long, and a whole graph that fits is faster: it has no stage
-    borders.
+    """Return the compiled variants of the graph: as a whole if that fits into the `room`, or else stage by stage. Only
+    one of both is compiled: that takes long, and a whole graph that fits is faster, as it has no stage borders.
     """
     whole = None if room is None else compiled_whole(plain, compiler, room, progress)
     return _stage_by_stage(plain, compiler, progress, agree) if whole is None else [whole]
@@ -68,26 +307,28 @@ def compiled_variants(
 def _stage_by_stage(
     plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None, agree: Agree
 ) -> list[MeasuredGraph]:
-    """Compile the stages: return first the graph with the faster ones compiled, then with all that can be.
-
-    Returns one variant where both are the same, and none where nothing can be compiled. The plan chooses among these
-    and the plain graph by its limit: a faster stage may need more memory. Processes that wait for each other in stages
-    measure the same graphs: `agree` returns of each number the largest in any process.
+    """Return first the graph with the faster stages compiled, then with all that can be; one where both are the same.
+    The plan chooses among these and the plain graph by its limit: a faster stage may need more memory. Processes that
+    wait for each other in stages measure the same graphs: `agree` returns of each number the largest in any process.
     """
     kinds, seconds = len(compiler.seconds_of), compiler.seconds
     wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]
+
+    def compiling(done: int, total: int, name: str) -> None:
+        if progress is not None:
+            progress(done, total, f"{name}, compiled")
+
     # Measuring runs the stages, and the first run compiles.
-    plain.measured_as(_with(plain.cut, wrapped), None if progress is None else compiling(progress))
+    plain.measured_as(_with(plain.cut, wrapped), compiling)
     can = [not plain_somewhere for plain_somewhere in agree([not stage.compiled for stage in wrapped])]
     if not any(can):
         return []
     kinds, seconds = len(compiler.seconds_of) - kinds, compiler.seconds - seconds
     _log.info("compiled %d kinds of stages in %.1f s", kinds, seconds, extra=record_fields("compiled", kinds=kinds))
-    compiled = _chosen(wrapped, can)
-    compiled = with_ways(compiled, compiler)
-    every = plain.measured_as(_with(plain.cut, compiled), None if progress is None else compiling(progress))
+    compiled = with_ways(_chosen(wrapped, can), compiler)
+    every = plain.measured_as(_with(plain.cut, compiled), compiling)
     costs = zip(plain.measurement.stages, every.measurement.stages, strict=True)
-    slow = agree([_seconds(now) > (1 - _CLEARLY) * _seconds(before) for before, now in costs])
+    slow = agree([_seconds(now) > (1 - _CLEARLY_FASTER) * _seconds(before) for before, now in costs])
     fast = [possible and not slower for possible, slower in zip(can, slow, strict=True)]
     if fast == can or not any(fast):
         return [every]
@@ -99,7 +340,6 @@ def _chosen(wrapped: Sequence[CompiledStage | None], chosen: Sequence[bool]) -> 
 
 
 def _with(cut: Cut, compiled: Sequence[CompiledStage | None]) -> Cut:
-    """Replace the stages of a cut; None keeps one."""
     pairs = zip(cut.stages, compiled, strict=True)
     return replace(cut, stages=tuple((name, plain if code is None else code) for (name, plain), code in pairs))
 

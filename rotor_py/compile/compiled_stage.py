@@ -170,7 +170,8 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient
-        self.carried, self.wiring = offers_of(plain).carried, offers_of(plain).wiring
+        offers = offers_of(plain)
+        self.carried, self.wiring, self.shared, self.last = offers.carried, offers.wiring, offers.shared, offers.last
         # In a list, which hides the pieces' parameters: they are those of `plain`.
         self._pieces: list[CompiledStage] = []
         self._in_pieces = offers_of(plain).in_pieces(self._piece)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #     bfloat16 is recomputed in a register in float32. So it is a storage mode only if outputs, buffers and gradients on
 #     the measured input have the same bits (`same_bits`). For other batches, that is likely and no more. Hence within a
 #     plan, all runs of a stage use one code, that of its run with a graph (`ways_are_code`): recomputation repeats the
-#     first run for any batch. A graph compiled as a whole (`capture/whole_graph.py`) has another partition for each
+#     first run for any batch. A graph compiled as a whole (`capture/variants.py`) has another partition for each
 #     limit. That is other code, but never mixed within a plan. It recomputes the same operators on the same values, and
 #     on the CPU Inductor lets the compiler contract no products and sums: mostly, all bits are the same. Sums may be in
 #     another order, so this is no promise.

@@ -34,7 +34,7 @@ from rotor_py.units import format_seconds
 from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
-    from rotor_py.capture.whole_graph import CompileBudget
+    from rotor_py.capture.variants import CompileBudget
 
 _log = logging.getLogger("rotor_py")
 
@@ -88,7 +88,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
             )
 
     def room(measurement: Measurement, sample: Any) -> CompileBudget:
-        from rotor_py.capture.whole_graph import CompileBudget
+        from rotor_py.capture.variants import CompileBudget
 
         budget = model.with_communication(model.budget(measurement, sample, device))
         return CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)

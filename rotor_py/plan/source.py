@@ -40,7 +40,7 @@ from rotor_solver import Sequence
 
 if TYPE_CHECKING:
     from rotor_py.capture.captured_layer import CapturedLayer
-    from rotor_py.capture.whole_graph import CompileBudget
+    from rotor_py.capture.variants import CompileBudget
 
 _log = logging.getLogger("rotor_py")
 
@@ -98,7 +98,7 @@ class SequenceExecutor:
 
     def execute_graph(self, how: Following, cut: Cut, value: Any) -> Any:
         """Run the stages of a captured graph; `cut` is for the shapes that TorchDynamo found this time."""
-        from rotor_py.capture.graph.graph_stage import runners_of, shared_apart
+        from rotor_py.capture.captured_graph import runners_of, shared_apart
 
         for _, layer in cut.prefix:
             value = layer(value)

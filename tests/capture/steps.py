@@ -12,8 +12,36 @@ from torch import nn
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, store_all
 from rotor_solver import ForwardCheck, ForwardEnable, Sequence
+from tests.checkpointable.steps import between, square
 
 Loss = Callable[[Any], torch.Tensor]
+
+
+def planned_for(
+    model: nn.Module, inputs: Any, loss: Loss = square, share: float = 0.0, **options: Any
+) -> Checkpointable:
+    """A model planned for `inputs`, at a `share` of the way from the least limit to storing everything."""
+    planned = Checkpointable(model, loss=loss, fresh_grads=True, **options)
+    planned.measure(inputs)
+    planned.compute_sequence(between(planned, share))
+    return planned
+
+
+def assert_trains_inside(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    loss: Loss = square,
+    shares: tuple[float, ...] = (0.0, 0.5),
+    exact: float = 0.0,
+) -> Checkpointable:
+    """Train by plans with less and more memory: the numbers of plain training, inside the limit, as predicted."""
+    plain = copy.deepcopy(model)
+    planned = planned_for(model, inputs, loss, optimizer=adamw(model))
+    for share in shares:
+        limit = between(planned, share)
+        predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
+        assert exact * predicted <= compare(planned, plain, inputs, loss) <= limit
+    return planned
 
 
 def limits(planned: Checkpointable) -> tuple[int, int]:
@@ -47,7 +75,7 @@ def compare(planned: Checkpointable, plain: nn.Module, inputs: dict[str, Any], l
         for found, expected in zip(everything(networks[0]), everything(networks[1]), strict=True):
             assert torch.equal(found, expected)
         assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
-    return max(peaks)
+    return max(peaks, default=0)
 
 
 def step(network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], loss: Loss) -> torch.Tensor:

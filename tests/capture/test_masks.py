@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,6 @@ def llama(kind: str = "Llama", **settings: Any) -> nn.Module:
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=50, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-    )
-
-
 def bert() -> nn.Module:
     torch.manual_seed(0)
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, max_position_embeddings=32))
@@ -78,7 +71,7 @@ def attentions(planned: Checkpointable) -> Iterator[fx.Node]:
 def gradients(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(2)
-    # With a plan it is off anyway. GPT-2's attention would read keys in another layout from a cache.
+    # With a plan it is off anyway.
     off = {"use_cache": False} if hasattr(model.config, "use_cache") and not isinstance(model, Checkpointable) else {}
     model(**batch, **off).loss.backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -96,49 +89,27 @@ def recomputing(planned: Checkpointable) -> None:
     planned.compute_sequence(planned.budget.least_bytes())
 
 
-@pytest.mark.parametrize(
-    ("kind", "batch"),
-    [
-        pytest.param("Llama", words(), id="Llama-no mask"),
-        pytest.param("Mistral", words(mask=True), id="Mistral-nothing masked", marks=pytest.mark.slow),
-        pytest.param("Qwen2", words(mask=True), id="Qwen2-nothing masked", marks=pytest.mark.slow),
-    ],
-)
-def test_a_decoder_whose_batch_masks_nothing_keeps_the_fast_attention(kind: str, batch: Batch) -> None:
-    planned = Checkpointable(model := llama(kind), batch)
-    found = list(attentions(planned))
-    assert len(found) == 2
-    for node in found:
-        assert (node.kwargs["is_causal"], node.kwargs["enable_gqa"]) == (True, True)
-        assert node.kwargs["attn_mask"] is None
-    recomputing(planned)
-    assert_same_gradients(planned, model, batch)
+CASES = {
+    "llama, no mask": (llama, words(), 0),
+    "llama, padded": (llama, words(padded=True), 2),
+    "mistral, nothing masked": (lambda: llama("Mistral"), words(mask=True), 0),
+    "bert, nothing masked": (bert, words(mask=True), 0),
+    # A mask of Bart's is for its encoder, and for the decoder where it looks at that; what the decoder reads is whole.
+    "bart, padded": (bart, words(padded=True), 4),
+}
+"""Models, batches, and how many of their attentions have a mask."""
 
 
-WHOLE = {"no": words(), "whole": words(mask=True)}
-"""Batches that mask nothing: what they show of a decoder, the test before this one shows."""
-PADDED = words(padded=True)
-
-
-@pytest.mark.parametrize(
-    ("make", "batch"),
-    [
-        pytest.param(llama, PADDED, id="padded-llama"),
-        *(
-            pytest.param(make, batch, id=f"{name}-{make.__name__}", marks=pytest.mark.slow)
-            for make in (gpt2, bert, bart, llama)
-            for name, batch in {**WHOLE, "padded": PADDED}.items()
-            if (make, name) != (llama, "padded")
-        ),
-    ],
-)
-def test_gradients_are_those_of_the_model_run_eagerly(make: Callable[[], nn.Module], batch: Batch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_eager_ones_and_a_decoder_without_a_mask_has_the_fast_attention(case: str) -> None:
+    make, batch, masked = CASES[case]
     planned = Checkpointable(model := make(), batch)
     recomputing(planned)
-    masked = sum(node.kwargs["attn_mask"] is not None for node in attentions(planned))
-    padded = not batch.get("attention_mask", torch.ones(1)).all()
-    # A mask of Bart's is for its encoder, and for the decoder where it looks at that; what the decoder reads is whole.
-    assert masked == padded * (4 if make is bart else 2)
+    found = list(attentions(planned))
+    assert sum(node.kwargs["attn_mask"] is not None for node in found) == masked
+    if not masked and make is not bert:
+        assert [(node.kwargs["is_causal"], node.kwargs["enable_gqa"]) for node in found] == [(True, True)] * 2
     assert_same_gradients(planned, model, batch)
 
 
@@ -154,6 +125,7 @@ def test_a_window_shorter_than_the_text_and_packed_sequences_stay_masked() -> No
     assert_same_gradients(planned, model, packed)
 
 
+@pytest.mark.slow
 def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
     model, batch = llama().train(), words(mask=True, length=24)
     kept: list[torch.Tensor] = []
@@ -167,15 +139,21 @@ def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
     assert sum(saved) <= 1.02 * eager
 
 
-def test_padded_batches_have_a_plan_of_their_own_that_waits_for_the_next(caplog: Any) -> None:
+def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(caplog: Any) -> None:
+    functions = "prepare_padding_mask", "find_packed_sequence_indices"
+    before = [getattr(masking_utils, name) for name in functions]
     model = llama()
     planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
     with caplog.at_level(logging.WARNING, "rotor_py"):
-        for padded in (False, True, False, True):
-            assert_same_gradients(planned, model, words(mask=True, padded=padded))
-            assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
+        for length in (16, 8):
+            for padded in (False, True):
+                assert_same_gradients(planned, model, words(mask=True, padded=padded, length=length))
+                assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
     assert len(logged(caplog, "planning_again")) == 1
     assert logged(caplog, "planning_again", cause="mask")
+    with pytest.raises(IndexError):
+        planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
+    assert [getattr(masking_utils, name) for name in functions] == before, "the library is as it was"
 
 
 @pytest.mark.slow
@@ -189,6 +167,7 @@ def test_an_encoder_and_a_decoder_are_masked_each_by_its_own_batch() -> None:
         assert_same_gradients(planned, model, batch)
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_refuses_batches_that_are_masked_otherwise(tmp_path: Path) -> None:
     model = llama()
     Checkpointable(model, words(mask=True), mem_limit="1GB").save_plan(tmp_path / "plan.json")
@@ -198,60 +177,29 @@ def test_a_plan_from_a_file_refuses_batches_that_are_masked_otherwise(tmp_path: 
         again(**words(padded=True))
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each has another batch, and all have to run the same stages.
-    monkeypatch.setattr(captured_graph, "several_processes", lambda: True)
-    assert all(node.kwargs["is_causal"] for node in attentions(Checkpointable(llama(), words())))
-    planned = Checkpointable(model := llama(), words(mask=True, padded=True), mem_limit="1GB")
-    assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))
-    for padded in (False, True):
-        batch = words(mask=True, padded=padded)
-        for one, two in zip(gradients(planned, batch), gradients(model.train(), batch), strict=True):
-            torch.testing.assert_close(one, two)
-
-
-@pytest.mark.slow
-def test_what_one_of_several_processes_captured_is_asked_where_one_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [words(padded=True), words(mask=True)]
     with monkeypatch.context() as several:
         several.setattr(captured_graph, "several_processes", lambda: True)
-        Checkpointable(llama(), words(mask=True, padded=True))
-    planned = Checkpointable(model := llama(), words(mask=True, padded=True), mem_limit="1GB")
-    for padded in (True, False):
-        assert_same_gradients(planned, model, words(mask=True, padded=padded))
-        assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
+        assert all(node.kwargs["is_causal"] for node in attentions(Checkpointable(llama(), words())))
+        planned = Checkpointable(model := llama(), batches[0], mem_limit="1GB")
+        assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))
+        for batch in batches:
+            for one, two in zip(gradients(planned, batch), gradients(model.train(), batch), strict=True):
+                torch.testing.assert_close(one, two)
+    # The graph that was captured then asks again in a single process.
+    planned = Checkpointable(model := llama(), batches[0], mem_limit="1GB")
+    for batch in batches:
+        assert_same_gradients(planned, model, batch)
+        assert all((node.kwargs["attn_mask"] is not None) == (batch is batches[0]) for node in attentions(planned))
 
 
-def test_the_library_is_as_it_was_after_a_step() -> None:
-    before = (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices)
-    planned = Checkpointable(llama(), words(mask=True), mem_limit="1GB")
-    planned(**words(padded=True)).loss.backward()
-    assert (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices) == before
-    with pytest.raises(IndexError):
-        planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
-    assert (masking_utils.prepare_padding_mask, masking_utils.find_packed_sequence_indices) == before
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_question_breaks_no_graph(padded: bool) -> None:
-    batch = words(mask=True, padded=padded)
+def test_a_question_breaks_no_graph() -> None:
     forward = CapturedForward(llama(), granularity=1)
-    forward.call((), batch, CapturedGraph.run_unplanned)
-    assert forward.breaks_at is None
-
-
-@pytest.mark.slow
-def test_smaller_batches_use_the_plan_for_their_mask_at_once(caplog: Any) -> None:
-    model = llama()
-    planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        assert_same_gradients(planned, model, words(mask=True, padded=True))
-        caplog.clear()
-        for length in (16, 12, 8):
-            for padded in (False, True):
-                assert_same_gradients(planned, model, words(mask=True, padded=padded, length=length))
-                assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
-    assert not logged(caplog, "planning_again")
-    assert not logged(caplog, "captured_again")
+    forward.call((), words(padded=True), CapturedGraph.run_unplanned)
+    assert forward.tracing.breaks_at is None
 
 
 class Broken(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,81 +14,34 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture.graph.graph_rewrites import draws_from_own_state
-from tests.capture.steps import adamw, assert_same_gradients, compare, limits
+from tests.capture.steps import (
+    adamw,
+    assert_same_gradients,
+    assert_trains_inside,
+    compare,
+    limits,
+    planned_for,
+)
+from tests.checkpointable.steps import square
 from tests.fields import raises
 
 WORDS = 60
-IDS = torch.randint(WORDS, (16, 32), generator=torch.Generator().manual_seed(0))
-LABELS = torch.randint(WORDS, (16, 32), generator=torch.Generator().manual_seed(1))
-IMAGES = torch.randn(4, 1, 16, 32, generator=torch.Generator().manual_seed(2))
+IDS = torch.randint(WORDS, (8, 16), generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(WORDS, (8, 16), generator=torch.Generator().manual_seed(1))
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, layer: nn.RNNBase, words: int = WORDS) -> None:
+    def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(words, layer.input_size)
+        self.embedding = nn.Embedding(WORDS, layer.input_size)
         self.layer = layer
         width = (layer.proj_size or layer.hidden_size) * (2 if layer.bidirectional else 1)
-        self.head = nn.Linear(width, words)
+        self.head = nn.Linear(width, WORDS)
 
     def forward(self, ids: torch.Tensor, state: Any = None) -> Any:
         output, following = self.layer(self.embedding(ids), state)
         logits = self.head(output)
         return logits if state is None else (logits, following)
-
-
-class Recognizer(nn.Module):
-    """Convolutions over a line of text, a GRU over its columns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d((2, 1)),
-        )  # fmt: skip
-        self.layer = nn.GRU(32, 24, num_layers=2, batch_first=True, bidirectional=True, dropout=0.2)
-        self.head = nn.Linear(48, WORDS)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        columns = self.features(images).permute(0, 3, 1, 2).flatten(2)
-        return self.head(self.layer(columns)[0]).log_softmax(-1)
-
-
-class Translator(nn.Module):
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(WORDS, width), nn.Embedding(WORDS, width)
-        self.encoder = nn.LSTM(width, width, 2, batch_first=True, bidirectional=True, dropout=0.1)
-        self.bridges = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(2))
-        self.decoder = nn.LSTM(width, width, 2, batch_first=True, dropout=0.1)
-        self.query, self.head = nn.Linear(width, 2 * width), nn.Linear(3 * width, WORDS)
-
-    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        memory, state = self.encoder(self.source(source))
-        first = tuple(
-            bridge(torch.cat([each[0::2], each[1::2]], -1)).tanh()
-            for bridge, each in zip(self.bridges, state, strict=True)
-        )
-        output, _ = self.decoder(self.target(target), first)
-        weights = (self.query(output) @ memory.transpose(1, 2)).softmax(-1)
-        return self.head(torch.cat([output, weights @ memory], -1))
-
-
-class Cells(nn.Module):
-    """A cell that is called in a loop."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.cell, self.head = nn.Embedding(WORDS, 16), nn.LSTMCell(16, 16), nn.Linear(16, WORDS)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        value = self.embedding(ids)
-        state = value.new_zeros(len(ids), 16), value.new_zeros(len(ids), 16)
-        outputs = []
-        for column in value.unbind(1):
-            state = self.cell(column, state)
-            outputs.append(state[0])
-        return self.head(torch.stack(outputs, 1))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -99,70 +51,26 @@ def cross_entropy(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), LABELS)
 
 
-def mean_square(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
-def language_model(kind: type[nn.RNNBase], **options: Any) -> Callable[[], nn.Module]:
-    return lambda: LanguageModel(kind(24, 24, **options))
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[[Any], torch.Tensor]]] = {
-    "lstm of layers": (
-        language_model(nn.LSTM, num_layers=3, dropout=0.3, batch_first=True), {"ids": IDS}, cross_entropy
-    ),
-    "bidirectional lstm": (
-        language_model(nn.LSTM, num_layers=2, dropout=0.3, bidirectional=True), {"ids": IDS}, cross_entropy
-    ),
-    "projected lstm": (language_model(nn.LSTM, num_layers=2, proj_size=8), {"ids": IDS}, mean_square),
-    "rnn of layers": (
-        language_model(nn.RNN, num_layers=2, dropout=0.3, batch_first=True, nonlinearity="relu"),
-        {"ids": IDS}, mean_square,
-    ),
-    "convolutions and gru": (Recognizer, {"images": IMAGES}, mean_square),
-    "translator": (Translator, {"source": IDS, "target": LABELS[:, :20]}, mean_square),
-    "cells": (Cells, {"ids": IDS[:, :8]}, mean_square),
-}  # fmt: skip
-
-SLOW = ("bidirectional lstm", "projected lstm", "translator")
-
-
-def planned_for(
-    model: nn.Module, inputs: dict[str, Any], loss: Callable[[Any], torch.Tensor], share: float = 0.0
-) -> Checkpointable:
-    planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True)
-    planned.measure(inputs)
-    least, whole = limits(planned)
-    planned.compute_sequence(int(least + share * (whole - least)))
-    return planned
+CASES: dict[str, tuple[type[nn.RNNBase], dict[str, Any]]] = {
+    "lstm": (nn.LSTM, {"dropout": 0.3}),
+    "gru, both directions": (nn.GRU, {"dropout": 0.2, "bidirectional": True}),
+    "projected": (nn.LSTM, {"proj_size": 8}),
+}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES]
+    "case", [pytest.param(case, marks=() if case == "lstm" else pytest.mark.slow) for case in CASES]
 )
 def test_training_is_that_of_the_model_and_stays_inside_the_limit(case: str) -> None:
-    make, inputs, loss = CASES[case]
     torch.manual_seed(0)
-    model = make()
-    plain = copy.deepcopy(model)
-    planned = planned_for(model, inputs, loss)
-    least, whole = limits(planned)
-    for limit in dict.fromkeys((least, (least + whole) // 2, whole)):
-        planned.compute_sequence(limit)
-        assert planned.budget is not None
-        predicted = planned.budget.peak_bytes(planned.sequence)
-        assert 0.98 * predicted <= compare(planned, plain, inputs, loss) <= limit
+    kind, options = CASES[case]
+    model = LanguageModel(kind(24, 24, num_layers=2, batch_first=True, **options))
+    planned = assert_trains_inside(model, {"ids": IDS}, cross_entropy, exact=0.98)
     assert not torch._dynamo.config.allow_rnn  # the user's setting
-
-
-@pytest.mark.parametrize("case", ["lstm of layers", "bidirectional lstm"])
-def test_a_plan_stores_some_layers_of_a_recurrent_module_and_not_others(case: str) -> None:
-    make, inputs, loss = CASES[case]
-    planned = planned_for(make(), inputs, loss)
-    least, whole = limits(planned)
-    assert least < 0.75 * whole
-    assert planned.inspection_values is not None
-    assert sum(name.startswith("layer") for name in planned.inspection_values.names) >= 2
+    if case == "lstm":
+        least, whole = limits(planned)
+        assert least < 0.75 * whole
+        assert sum(name.startswith("layer") for name in planned.names) >= 2, "a plan may store some layers of a module"
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.slow)])
@@ -170,15 +78,17 @@ def test_a_state_is_carried_from_batch_to_batch(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)
     layer = kind(24, 24, num_layers=2, dropout=0.2, batch_first=True)
     model = LanguageModel(layer)
-    zeros = torch.zeros(2, 16, 24)
+    zeros = torch.zeros(2, 8, 24)
     state = (zeros, zeros.clone()) if kind is nn.LSTM else zeros
     plain = copy.deepcopy(model)
-    planned = planned_for(model, {"ids": IDS, "state": state}, lambda output: cross_entropy(output[0]))
+    planned = planned_for(
+        model, {"ids": IDS, "state": state}, lambda output: cross_entropy(output[0]), optimizer=adamw(model)
+    )
     losses = []
     for network in (planned, plain):
         torch.manual_seed(1)
         optimizer, now, found = adamw(network), state, []
-        for number in range(3):
+        for number in range(2):
             optimizer.zero_grad()
             logits, now = network(ids=IDS.roll(number, 1), state=now)
             loss = cross_entropy(logits)
@@ -196,7 +106,7 @@ class Remembering(LanguageModel):
 
     def __init__(self) -> None:
         super().__init__(nn.LSTM(24, 24, num_layers=2, batch_first=True))
-        self.state: Any = (torch.zeros(2, 16, 24), torch.zeros(2, 16, 24))
+        self.state: Any = (torch.zeros(2, 8, 24), torch.zeros(2, 8, 24))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # the state is its own
         logits, state = super().forward(ids, self.state)
@@ -230,12 +140,12 @@ class FrozenEncoder(nn.Module):
         return self.second(trained + self.encoder(value)[0])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.3])
 def test_a_frozen_layer_has_the_numbers_of_plain_training(dropout: float) -> None:
     torch.manual_seed(0)
     model, inputs = FrozenEncoder(dropout), {"value": torch.randn(9, 3, 7)}
     plain = copy.deepcopy(model)
-    compare(planned_for(model, inputs, mean_square), plain, inputs, mean_square)
+    compare(planned_for(model, inputs, optimizer=adamw(model)), plain, inputs, square)
 
 
 class Packing(nn.Module):
@@ -257,7 +167,7 @@ class Packing(nn.Module):
 def test_a_packed_sequence_is_refused_in_one_sentence(inside: bool) -> None:
     value: Any = torch.randn(9, 3, 3) if inside else pack_sequence([torch.randn(length, 3) for length in (9, 5, 4)])
     with raises(UnsupportedModelError, "packed_sequence"):
-        Checkpointable(Packing(inside), loss=mean_square).measure({"value": value})
+        Checkpointable(Packing(inside), loss=square).measure({"value": value})
 
 
 @pytest.mark.parametrize(

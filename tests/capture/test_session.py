@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
 from rotor_py.capture import captured_forward, tracing
-from tests.capture.steps import adamw, assert_same_gradients, compare, everything, limits
+from tests.capture.steps import assert_same_gradients, compare, everything, limits
 from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 from tests.fields import logged, raises
 
@@ -35,7 +35,7 @@ def test_smaller_inputs_use_the_plan_and_larger_ones_are_planned_with_a_notice(c
     planned, plain, _ = planned_tower(mem_limit="1GB")
     plain.train()
     with caplog.at_level(logging.WARNING, "rotor_py"):
-        for shape in ((16, 40), (7, 40), (16, 23), (3, 5)):
+        for shape in ((16, 40), (7, 23), (3, 5)):
             ids = torch.randint(20, shape)
             assert all(map(torch.equal, train(planned, ids), train(plain, ids)))
         assert not logged(caplog, "planning_again")
@@ -61,76 +61,23 @@ def test_inputs_that_keep_growing_are_refused_at_last() -> None:
         planned(ids=torch.randint(20, (40, 40)))
 
 
-class Broken(nn.Module):
-    """A graph break between the layers and a head of its own."""
+class Branches(nn.Module):
+    """Layers with skip connections, so they are captured."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 4, width: int = 16, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.head = nn.Linear(64, 64)
-        self.calls = 0
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.dropout = nn.Dropout(dropout)
 
-    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, value: torch.Tensor, temperature: Any = 1.0) -> torch.Tensor:
         for layer in self.layers:
-            value = layer(value).tanh().sin()
-        value = self.first_output(value)
-        torch._dynamo.graph_break()
-        self.calls += 1
-        return self.finished(value)
-
-    def first_output(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    def finished(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.head(value).square().mean(),)
-
-
-class LateLoss(Broken):
-    """The loss has a graph of its own, after large logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, 400)
-
-    def first_output(self, value: torch.Tensor) -> torch.Tensor:
-        return self.head(value)
-
-    def finished(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return nn.functional.cross_entropy(value, torch.arange(len(value)) % 400), value
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("make", [Broken, LateLoss])
-def test_a_second_graph_runs_as_it_is_and_its_memory_is_accounted_for_once(make: type[Broken]) -> None:
-    torch.manual_seed(0)
-    model, inputs = make(), {"value": torch.randn(512, 64)}
-    plain = copy.deepcopy(model)
-    planned = Checkpointable(model, loss=lambda output: output[0], optimizer=adamw(model), fresh_grads=True)
-    planned.measure(inputs)
-    assert model.calls == 0
-    least, whole = limits(planned)
-    for limit in (least, (least + whole) // 2, whole):
-        predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
-        measured = compare(planned, plain, inputs, lambda output: output[0])
-        assert (0.98 if make is LateLoss else 0) * predicted <= measured <= limit
-
-
-class Residual(nn.Module):
-    """Layers of which each adds to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = value + layer(value).tanh()
+            value = value + self.dropout(layer(value / temperature).tanh())
         return value
 
 
 def test_hooks_that_come_and_go_after_planning_are_seen() -> None:
     torch.manual_seed(0)
-    model = Residual()
+    model = Branches()
     plain = copy.deepcopy(model)
     planned = Checkpointable(model)
     value = torch.randn(8, 16)
@@ -159,7 +106,7 @@ def test_a_plan_is_saved_and_used_without_measuring(tmp_path: Path) -> None:
     assert again.sequence == planned.sequence
     compare(again, plain, inputs, tower_loss)
     with pytest.raises(PlanMismatchError):
-        Checkpointable(Tower(depth=4), plan=tmp_path / "plan.json")
+        Checkpointable(Tower(depth=3), plan=tmp_path / "plan.json")
     with pytest.raises(PlanMismatchError):
         again(ids=torch.randint(20, (17, 40)))
 
@@ -193,24 +140,10 @@ def test_the_backend_keeps_a_limit_of_its_own() -> None:
         train(torch.compile(model, backend="rotor", options={"mem_limit": "1MB"}), inputs["ids"])
 
 
-class Branches(nn.Module):
-    """Blocks with skip connections, which are captured, and dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = value + self.dropout(nn.functional.gelu(layer(value)))
-        return value
-
-
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("told", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_backend_leaves_room_for_several_forwards_in_flight(told: bool, caplog: Any) -> None:
     torch.manual_seed(0)
-    plain, pair = Branches(), (torch.randn(512, 64), torch.randn(512, 64))
+    plain, pair = Branches(8, 64, 0.1), (torch.randn(512, 64), torch.randn(512, 64))
     model, limit = copy.deepcopy(plain), 3_000_000
     options = {"mem_limit": limit, **({"forwards_in_flight": 2} if told else {})}
     compiled = torch.compile(model, backend="rotor", options=options)
@@ -245,7 +178,7 @@ def library(function: Any) -> Any:
 class Scaled(Branches):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("scale", torch.ones(64))
+        self.register_buffer("scale", torch.ones(16))
 
     @library
     def forward(self, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -260,8 +193,8 @@ class Unscaled(Branches):
 
 @pytest.mark.skipif(not captured_forward._alone, reason="needs a torch that keeps captures apart")
 def test_models_of_other_kinds_that_share_functions_are_captured_one_after_the_other() -> None:
-    value = torch.randn(4, 64)
-    for other in (torch.randn(4, 64), torch.randn(4, 64).double()):
+    value = torch.randn(4, 16)
+    for other in (torch.randn(4, 16), torch.randn(4, 16).double()):
         Checkpointable(Scaled(), {"value": value, "other": other})
     planned = Checkpointable(Unscaled(), {"value": value, "other": value})
     planned(value=value, other=value).sum().backward()
@@ -304,26 +237,13 @@ def test_an_input_that_an_operator_refuses_raises_the_models_own_error_and_moves
     assert all(torch.equal(before[key], value) for key, value in planned.state_dict().items())
 
 
-class Tempered(nn.Module):
-    """Layers with a residual, and a number that every step may set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, value: torch.Tensor, temperature: Any) -> torch.Tensor:
-        for layer in self.layers:
-            value = value + layer(value / temperature).tanh()
-        return value
-
-
 def test_a_number_given_as_a_tensor_may_change_at_every_step(caplog: Any) -> None:
-    plain, batch = Tempered(), torch.randn(32, 64)
+    plain, batch = Branches(width=64), torch.randn(32, 64)
     planned = Checkpointable(copy.deepcopy(plain), fresh_grads=True)
     planned.measure((batch, torch.tensor(1.0)))
     assert planned.budget is not None
     planned.compute_sequence(planned.budget.least_bytes())
-    for step in range(9):
+    for step in range(4):
         for network in (planned, plain):
             network.zero_grad()
             network(batch, torch.tensor(1.0 - step / 20)).square().mean().backward()
@@ -331,10 +251,7 @@ def test_a_number_given_as_a_tensor_may_change_at_every_step(caplog: Any) -> Non
     assert not logged(caplog, "planning_again")
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda planned: pickle.loads(pickle.dumps(planned))])
-def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(
-    copied: Any, tmp_path: Path, caplog: Any
-) -> None:
+def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(tmp_path: Path, caplog: Any) -> None:
     planned, plain, _ = planned_tower(mem_limit="1GB")
     plain.train()
     settings = planned._planner.settings
@@ -344,8 +261,7 @@ def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(
     planned.save_plan(tmp_path / "plan.json")
     loaded = Checkpointable(copy.deepcopy(planned.model), plan=tmp_path / "plan.json")
     train(loaded, ids)
-    for original in (planned, loaded):
-        twin = copied(original)
+    for original, twin in ((planned, copy.deepcopy(planned)), (loaded, pickle.loads(pickle.dumps(loaded)))):
         before = [p.grad.clone() for p in original.parameters()]
         assert all(map(torch.equal, train(twin, ids), train(plain, ids)))
         assert twin.sequence == original.sequence
@@ -355,15 +271,14 @@ def test_a_copy_of_a_planned_model_plans_for_itself_and_trains_the_same(
     assert not logged(caplog, "planning_again")
 
 
-class Writing(nn.Module):
+class Writing(Branches):
     """Writes into what it is called with, at its beginning or in the middle."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.at = at
 
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         hidden = value
         for number, layer in enumerate(self.layers):
             if number == self.at:

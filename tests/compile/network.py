@@ -107,7 +107,7 @@ def whole(
     """A network that runs compiled as a whole, or else stage by stage, whatever was measured."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
+        patch.setattr("rotor_py.capture.variants.slower", lambda *_: False)
         patch.setattr("rotor_py.compile.peak.fused_costs", _equally_long)
         found = Checkpointable(
             make(blocks), batch(ROWS), limit, compile=True, loss=loss, fresh_grads=True, granularity=2

@@ -43,7 +43,7 @@ def test_who_loads_it_has_the_same_numbers(saved: tuple[Checkpointable, Path]) -
 
 
 def test_a_graph_compiled_as_a_whole_is_loaded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.capture.whole_graph.slower", lambda *_: False)
+    monkeypatch.setattr("rotor_py.capture.variants.slower", lambda *_: False)
     torch.manual_seed(0)
     found = Checkpointable(Net(2), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=2)
     found.compute_sequence()

@@ -15,7 +15,7 @@ from torch._functorch.partitioners import default_partition
 from torch._inductor.decomposition import select_decomp_table
 
 from rotor_py import Checkpointable
-from rotor_py.capture.whole_graph import CompileBudget
+from rotor_py.capture.variants import CompileBudget
 from rotor_py.measure.measurement import Measurement
 from rotor_solver import store_all
 from tests.compile.network import ROWS, Compilations, Net, Wide, batch, loss, measured, peak, share_of, whole

@@ -32,7 +32,7 @@ from rotor_py.capture.graph.graph_nodes import (
     written_by,
 )
 from rotor_py.capture.graph.graph_rewrites import draws_random_numbers
-from rotor_py.capture.guarded_branches import give_up, is_question
+from rotor_py.capture.patches import give_up, is_question
 from rotor_py.distributed.sharding import ShardGroup
 
 _GRAD_MODE = torch_compat.set_grad_enabled
@@ -79,11 +79,12 @@ class GraphFacts:
 def read_graph(
     graph_module: fx.GraphModule, inputs: Sequence[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
-    """Read a graph that will be called with `inputs`; `buffers` are the ids of the model's buffers."""
     sizes = SymbolValues([node for node in graph_module.graph.nodes if node.op == "placeholder"], inputs)
     late: set[fx.Node] = set()  # nodes that have to stay in the body
     while True:
-        facts = _Reader(sizes, buffers, marks, late).read(graph_module, inputs)
+        facts = _Reader(GraphFacts(sizes, marks), buffers, late, marks.places if marks else {}).read(
+            graph_module, inputs
+        )
         # All stages share the context's results, so none may write into them: a recomputed stage would write again.
         written = {node for node in facts.context if memory_root(node) in facts.written}
         if not written:
@@ -91,23 +92,22 @@ def read_graph(
         late |= written
 
 
+@dataclass
 class _Reader:
-    def __init__(
-        self, sizes: SymbolValues, buffers: frozenset[int], marks: FSDPMarks | None, late: set[fx.Node]
-    ) -> None:
-        self.facts = GraphFacts(sizes, marks)
-        self._buffers = buffers
-        self._places = marks.places if marks else {}
-        self._modes = Modes()
-        self._late = late
-        # Values available before the body runs: the caller's, frozen parameters, and the context's.
-        self._early: set[fx.Node] = set()
-        # Nodes whose memory the body has read so far.
-        self._read_by_body: set[fx.Node] = set()
+    facts: GraphFacts
+    buffers: frozenset[int]
+    late: set[fx.Node]
+    places: dict[int, tuple[Place, ShardGroup]]
+    modes: Modes = Modes()
+    # Values available before the body runs: the caller's, frozen parameters, and the context's.
+    early: set[fx.Node] = field(default_factory=set)
+    # Nodes whose memory the body has read so far.
+    read_by_body: set[fx.Node] = field(default_factory=set)
 
     def read(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
         remaining = iter(inputs)
         for node in graph_module.graph.nodes:
+            self.facts.modes[node] = self.modes
             if node.op == "placeholder":
                 self._read_input(node, next(remaining))
             elif node.op == "output":
@@ -120,34 +120,32 @@ class _Reader:
 
     def _read_input(self, node: fx.Node, value: Any) -> None:
         facts = self.facts
-        facts.modes[node] = self._modes
         # By name, too: a backend of torch.compile has no model to ask for its buffers.
         is_buffer = isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)
-        if isinstance(value, nn.Parameter) or id(value) in self._buffers or is_buffer:
+        if isinstance(value, nn.Parameter) or id(value) in self.buffers or is_buffer:
             facts.owned[node] = value
-            if id(value) in self._places:
-                facts.sharded[node] = self._places[id(value)]
+            if id(value) in self.places:
+                facts.sharded[node] = self.places[id(value)]
             elif not value.requires_grad and isinstance(value, nn.Parameter):
-                self._early.add(node)
+                self.early.add(node)
         else:
             facts.given.append(node)
             if not carries_gradient(node):
-                self._early.add(node)
+                self.early.add(node)
 
     def _read_operator(self, node: fx.Node) -> None:
         facts = self.facts
-        facts.modes[node] = self._modes
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
             # Modes become facts about nodes: a stage that begins inside a region enters it itself.
-            self._modes = _switched(self._modes, node)
+            self.modes = _switched(self.modes, node)
         elif self._is_early(node):
-            self._early.add(node)
+            self.early.add(node)
             facts.context.append(node)
         elif is_question(node):
             give_up(node)
         else:
             facts.body.append(node)
-            self._read_by_body.update(map(memory_root, node.all_input_nodes))
+            self.read_by_body.update(map(memory_root, node.all_input_nodes))
             facts.written.update(map(memory_root, written_by(node)))
             if "_norm" in name_of(node):  # it may update its running statistics
                 owned = facts.owned
@@ -160,7 +158,7 @@ class _Reader:
         # Random numbers have to be drawn in the model's order. A norm may update its running statistics; measuring
         # restores them after a stage, but not after the context. A mark has to run in place.
         if (
-            node in self._late
+            node in self.late
             or carries_gradient(node)
             or is_random(node)
             or draws_random_numbers(node)
@@ -172,26 +170,17 @@ class _Reader:
         # A sharded parameter is a hole outside the stage that gathers it, frozen or not.
         if any(each in self.facts.sharded for each in inputs):
             return False
-        if not all(each in self._early or (each in owned and not owned[each].requires_grad) for each in inputs):
+        if not all(each in self.early or (each in owned and not owned[each].requires_grad) for each in inputs):
             return False
         if not self.facts.written.isdisjoint(map(memory_root, inputs)):
             return False
         # Moved before the body, a write would reach nodes of the body that have read its target before.
         if any(
-            target.op in ("placeholder", "get_attr") or target in self._read_by_body
+            target.op in ("placeholder", "get_attr") or target in self.read_by_body
             for target in map(memory_root, written_by(node))
         ):
             return False
         return node.op in ("call_function", "call_method", "get_attr")
-
-
-def written_input(facts: GraphFacts) -> fx.Node | None:
-    for node in facts.body:
-        for target in map(memory_root, written_by(node)):
-            # Dynamo names a placeholder after its source: `args` or `kwargs` of the compiled function.
-            if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_")):
-                return node
-    return None
 
 
 def _switched(now: Modes, node: fx.Node) -> Modes:
@@ -203,8 +192,6 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
-# Cut a graph into stages where a single tensor is live, apart from carried ones.
-#
 # A stage of a chain has one input. Between the blocks of a network usually one tensor is live, and a cut there costs
 # nothing. A tensor that stays live over many blocks (an encoder's output, a skip connection) would forbid every cut in
 # between. So it is carried: each stage passes it on with its main output.
@@ -235,27 +222,44 @@ def weights_of(facts: GraphFacts) -> list[int]:
 
 
 def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> CutPoints:
-    """Cut where one tensor is live, into at most `granularity` stages; `weights` has one entry per body node.
-
-    While a stage is too large, carry one of the tensors live inside the largest: the one that allows most new cuts.
-    Join tiny stages to the next one.
+    """Cut where one tensor is live, into at most `granularity` stages. While a stage is too large, carry one of the
+    tensors live inside the largest: the one that allows most new cuts. Join tiny stages to the next one.
     """
     live = _liveness(facts)
-    crossings = _Crossings(facts, live)
+    positions = _possible_ends(facts, live)
+    checkpoints = {
+        node
+        for node in facts.body
+        if len(tensors_of(node)) == 1
+        and not isinstance(example_of(node), tuple)
+        and node not in facts.outputs  # the caller holds it: dropping it as a checkpoint would free nothing
+    }
+
+    def is_one(nodes: list[fx.Node]) -> bool:
+        return len(nodes) <= 1 and checkpoints.issuperset(nodes)
+
     carried: list[fx.Node] = []
-    possible = crossings.possible(carried)
     while True:
-        low, high = _largest(possible, weights)
+        main = {at: [node for node in nodes if node not in carried] for at, nodes in positions.items()}
+        possible = [*(at for at, nodes in main.items() if is_one(nodes)), len(facts.body) - 1]
+        bounds = itertools.pairwise([0, *(end + 1 for end in possible)])
+        low, high = max(bounds, key=lambda pair: sum(weights[pair[0] : pair[1]]))  # the heaviest stage
         if sum(weights[low:high]) <= _HUGE * sum(weights):
             break
+        # For each further tensor to carry, the number of positions that it makes possible.
+        gained = Counter(
+            node
+            for nodes in main.values()
+            if len(nodes) <= 2 and not is_one(nodes)
+            for node in nodes
+            if is_one([each for each in nodes if each is not node])
+        )
         inside = {node for position in range(low, high - 1) for node in live[position]}
-        gained = crossings.gained(carried)
         # In the order of the graph, the first among equals: processes that train together have to cut alike.
         best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
         if best is None or gained[best] < _WORTHWHILE:
             break
         carried.append(best)
-        possible = crossings.possible(carried)
     smallest = _SMALL / granularity
     ends = _merged(possible, weights, smallest)
     while len(ends) > granularity:
@@ -294,75 +298,26 @@ def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
     return found
 
 
-class _Crossings:
-    def __init__(self, facts: GraphFacts, live: list[list[fx.Node]]) -> None:
-        tensors = {node: tensors_of(node) for node in facts.body}
-        gradient = {node for node in facts.body if carries_gradient(node)}
-        self._end = len(facts.body) - 1
-        self._live: dict[int, list[fx.Node]] = {}
-        unfinished = _unfinished(facts)
-        for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
-            # A mark belongs into one stage with its module. A stage must not end where gradients are off: none would
-            # arrive at its output. A stage that overwrites its input could not be recomputed from it.
-            if _begins_module(node) or following.target is leave or not facts.modes[node].gradients or at in unfinished:
-                continue
-            here = [each for each in live[at] if tensors[each]]
-            if not gradient.isdisjoint(here):
-                self._live[at] = here
-        self._checkpoints = {
-            node
-            for node, found in tensors.items()
-            if len(found) == 1
-            and not isinstance(example_of(node), tuple)
-            and node not in facts.outputs  # the caller holds it: dropping it as a checkpoint would free nothing
-        }
-
-    def possible(self, carried: list[fx.Node]) -> list[int]:
-        """Positions after which a stage may end if these tensors are carried."""
-        found = [at for at, main in self._beside(carried).items() if self._is_one(main)]
-        return [*found, self._end]
-
-    def gained(self, carried: list[fx.Node]) -> Counter[fx.Node]:
-        """Count, for each further tensor to carry, the positions that it makes possible."""
-        blocked = [main for main in self._beside(carried).values() if not self._is_one(main)]
-        return Counter(
-            node
-            for main in blocked
-            if len(main) <= 2
-            for node in main
-            if self._is_one([each for each in main if each is not node])
-        )
-
-    def _beside(self, carried: list[fx.Node]) -> dict[int, list[fx.Node]]:
-        aside = set(carried)
-        return {at: [node for node in live if node not in aside] for at, live in self._live.items()}
-
-    def _is_one(self, main: list[fx.Node]) -> bool:
-        return len(main) <= 1 and self._checkpoints.issuperset(main)
-
-
-def _unfinished(facts: GraphFacts) -> set[int]:
+def _possible_ends(facts: GraphFacts, live: list[list[fx.Node]]) -> dict[int, list[fx.Node]]:
+    """Positions after which a stage may end, if few enough tensors are live there; and these tensors."""
     position = {node: at for at, node in enumerate(facts.body)}
-    found: set[int] = set()
+    unfinished: set[int] = set()  # between a tensor and a write into it
     for node in facts.body:
         for target in map(memory_root, written_by(node)):
-            found.update(range(position.get(target, position[node]), position[node]))
+            unfinished.update(range(position.get(target, position[node]), position[node]))
+    found: dict[int, list[fx.Node]] = {}
+    for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
+        # `enter` has just gathered parameters, which a cut would keep until the next stage. It returns a tuple, whose
+        # elements are nodes that follow it.
+        begins = node.all_input_nodes[0] if node.target is operator.getitem else node
+        # A mark belongs into one stage with its module. A stage must not end where gradients are off: none would
+        # arrive at its output. A stage that overwrites its input could not be recomputed from it.
+        if begins.target is enter or following.target is leave or not facts.modes[node].gradients or at in unfinished:
+            continue
+        tensors = [each for each in live[at] if tensors_of(each)]
+        if any(map(carries_gradient, tensors)):
+            found[at] = tensors
     return found
-
-
-def _begins_module(node: fx.Node) -> bool:
-    """Whether parameters have just been gathered: a cut here would keep them until the next stage."""
-    # `enter` returns a tuple, whose elements are nodes that follow it.
-    if node.target is operator.getitem:
-        return bool(node.all_input_nodes[0].target is enter)
-    return node.target is enter
-
-
-def _largest(ends: list[int], weights: list[int]) -> tuple[int, int]:
-    """Bounds of the heaviest stage."""
-    bounds = [0, *(end + 1 for end in ends)]
-    pairs = list(itertools.pairwise(bounds))
-    return max(pairs, key=lambda pair: sum(weights[pair[0] : pair[1]]))
 
 
 def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 import sys
@@ -35,18 +36,15 @@ class SymbolValues:
         self._known: dict[Any, sympy.Integer] = {}
         for node, argument in zip(placeholders, arguments, strict=True):
             example = example_of(node)
+            pairs = [(example, argument)]
             if isinstance(example, torch.Tensor) and isinstance(argument, torch.Tensor):
                 # The local shard of a `DTensor` has symbols of its own.
-                for seen, given in ((example, argument), (local(example), local(argument))):
-                    for size, found in zip(seen.shape, given.shape, strict=False):
-                        self._learn(size, found)
-            else:
-                self._learn(example, argument)
-
-    def _learn(self, size: Any, found: Any) -> None:
-        expression = getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
-        if expression is not None and expression.is_Symbol:
-            self._known[expression] = sympy.Integer(int(found))
+                alike = ((example, argument), (local(example), local(argument)))
+                pairs = [pair for seen, given in alike for pair in zip(seen.shape, given.shape, strict=False)]
+            for size, found in pairs:
+                expression = getattr(size.node, "expr", None) if isinstance(size, torch.SymInt) else None
+                if expression is not None and expression.is_Symbol:
+                    self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
         """A number of the graph without symbols: TorchDynamo's hint for unknown ones, None if there is none."""
@@ -60,21 +58,15 @@ class SymbolValues:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor in this process; an unknown dimension counts as one."""
-        count = tensor.element_size()
-        for size in self._largest_part(tensor):
-            count *= 1 if size is None else size
-        return count
-
-    def _largest_part(self, tensor: torch.Tensor) -> list[int | None]:
-        if not isinstance(tensor, DTensor):
-            return list(map(self.number, local(tensor).shape))
-        sizes: list[int | None] = list(map(self.number, tensor.shape))
-        for number, placement in enumerate(tensor.placements):
-            divided = getattr(placement, "dim", None)  # of shards of any kind
-            if divided is not None and (whole := sizes[divided]) is not None:
-                sizes[divided] = -(-whole // tensor.device_mesh.size(number))
-        return sizes
+        """Bytes of a tensor in this process, for a `DTensor` those of the largest part; None counts as one."""
+        shape = tensor.shape if isinstance(tensor, DTensor) else local(tensor).shape
+        sizes: list[int | None] = list(map(self.number, shape))
+        if isinstance(tensor, DTensor):
+            for number, placement in enumerate(tensor.placements):
+                divided = getattr(placement, "dim", None)  # of shards of any kind
+                if divided is not None and (size := sizes[divided]) is not None:
+                    sizes[divided] = -(-size // tensor.device_mesh.size(number))
+        return tensor.element_size() * math.prod(1 if size is None else size for size in sizes)
 
 
 def example_of(node: fx.Node) -> Any:
@@ -98,7 +90,6 @@ def carries_gradient(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors of the node's value."""
     example = example_of(node)
     if isinstance(example, torch.Tensor):  # of most nodes; called very often
         return [example]
@@ -196,7 +187,6 @@ _OWN = str(Path(__file__).parent.parent)
 
 
 def lines_of(node: fx.Node) -> list[str]:
-    """The model's frames, outermost first, in which a node was traced."""
     return [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if _OWN not in frame]
 
 

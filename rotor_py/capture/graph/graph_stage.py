@@ -5,30 +5,79 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from functools import partial, reduce
+from functools import cache, cached_property, partial, reduce
 from typing import Any
 
+import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from rotor_profiling import tensors_in, value_signature
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.stage.stage_signature import HasKind
+from rotor_profiling.storage import local
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.graph.graph_facts import CutPoints, GraphFacts, name_pieces
-from rotor_py.capture.graph.graph_nodes import (
-    SymbolValues,
-    need_gradients,
-    tensors_of,
-)
-from rotor_py.capture.graph.saved_values import SavedPart
-from rotor_py.capture.graph.stage_graph import Emitter, MarkedStage, node_of, run_graph
-from rotor_py.capture.graph.stage_parts import Known, StageParts
-from rotor_py.distributed.sharding import ShardGroup
-from rotor_py.execute.instructions import Runners
+from rotor_py.capture.graph.graph_nodes import example_of, need_gradients, overwrites, owned_by, tensors_of
+from rotor_py.capture.graph.saved_values import KINDS, SavedPart, named
+from rotor_py.capture.graph.selective_recompute import find_saved_parts, same_parts
+from rotor_py.capture.graph.stage_graph import Emitter, MarkedStage, graph_on, node_of, run_graph
 from rotor_py.stage.error_context import add_note
 from rotor_py.stage.partial_storage import Around, PartialSaving
-from rotor_py.stage.protocol import Keeper, Run, RunThrough, StageOffers, Wrap
-from rotor_py.stage.runner import StageRunner
+from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
+from rotor_py.stage.skipped_output import skip_output
+
+# A stage recomputed for its backward makes its output again, without a reader. If the last operator is a matrix
+# product, its backward needs its inputs and not its value, so it can be skipped. Operators before it cannot.
+
+# Listed, not found from autograd's saved values: those are unknown before the stage runs.
+_PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
+_SUMS: set[Any] = {operator.add, torch.add, "add"}
+# Operators that may follow a product: their backward does not read their input values.
+_RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
+_FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
+
+
+def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
+    skipped = _skippable(body.graph)
+    if not any(node.target in _PRODUCTS for node in skipped):  # sums and views take hardly any time
+        return None
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(body.graph, copies))
+    for node in skipped:
+        if node.target not in _FOLLOWING:  # those run on the value's substitute, and cost little or nothing
+            copy, target = copies[node], node.target
+            function: Any = getattr(torch.Tensor, target) if isinstance(target, str) else target
+            copy.op, copy.target = "call_function", _skipping(function)
+    return graph_on(body, graph, "GraphStageWithoutOutput")
+
+
+def _skippable(graph: fx.Graph) -> list[fx.Node]:
+    """The operators whose value only the stage's output depends on, and no backward."""
+    found: dict[fx.Node, None] = {}
+    for node in reversed(graph.nodes):
+        known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
+        # A product's backward needs the product's inputs, so these are not skipped.
+        unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
+        called = node.op in ("call_function", "call_method")
+        made = example_of(node)
+        is_tensor = isinstance(made, torch.Tensor) and made.is_floating_point()
+        if called and known and unused and is_tensor and not overwrites(node):
+            found[node] = None
+    return list(found)
+
+
+@cache
+def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator `target` for runs with a skipped output, named because the graph becomes code."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return skip_output(target, *args, **kwargs)
+
+    call.__name__ = call.__qualname__ = f"skipping_{target.__name__}"
+    return call
+
 
 # One function for consecutive stages that are stored whole has no call for each, and no look-up of each parameter
 # through `nn.Module`: a fifth of the Python time of a small network.
@@ -45,7 +94,8 @@ class WholeRun:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._stage_of: dict[fx.Node, int] = {}
         first, read = stages[0]
-        live = [self._item(graph, position) for position in range(len(_inputs(first)) - len(read))]
+        inputs = len(first.graph.find_nodes(op="placeholder"))
+        live = [self._item(graph, position) for position in range(inputs - len(read))]
         shared = {
             position: self._item(graph, len(live) + position)
             for position in sorted({position for _, reads in stages for position in reads})
@@ -72,88 +122,73 @@ class WholeRun:
         return graph.call_function(operator.getitem, (self._values, position))
 
     def _add(self, graph: fx.Graph, number: int, body: fx.GraphModule, given: Sequence[Any]) -> list[Any]:
-        """Copy a stage that reads `given`; return its results."""
-        copies = dict(zip(_inputs(body), given, strict=True))
-        for node in body.graph.nodes:
-            if node.op == "placeholder":
-                continue
-            if node.op == "output":
-                return [copies[each] if isinstance(each, fx.Node) else each for each in node.args[0]]
-            if node.op == "get_attr":
-                copies[node] = self._own(graph, body, str(node.target))
-            elif node.op == "call_module":
-                module = self._own(graph, body, str(node.target))
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-                copies[node] = graph.call_function(_call, (module, *args), kwargs)
-            else:
-                copies[node] = graph.node_copy(node, copies.__getitem__)
-            copies[node].meta = dict(node.meta)
-            self._stage_of[copies[node]] = number
-        raise AssertionError("a graph has an output")
+        copies: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), given, strict=True))
+        copies |= {node: self._own(graph, body, node) for node in body.graph.find_nodes(op="get_attr")}
+        results: Any = graph.graph_copy(body.graph, copies)
+        self._stage_of |= {copy: number for node, copy in copies.items() if node.op != "placeholder"}
+        return list(results)
 
-    def _own(self, graph: fx.Graph, body: fx.GraphModule, target: str) -> fx.Node:
-        *path, name = target.split(".")
+    def _own(self, graph: fx.Graph, body: fx.GraphModule, node: fx.Node) -> fx.Node:
+        *path, name = str(node.target).split(".")
         owner = reduce(getattr, path, body)
         tables = owner._parameters, owner._buffers, owner._modules, owner.__dict__
         self._places.append((next(table for table in tables if name in table), name))
-        return graph.call_function(operator.getitem, (self._owned, len(self._places) - 1))
+        made = graph.call_function(operator.getitem, (self._owned, len(self._places) - 1))
+        made.meta = dict(node.meta)
+        return made
 
 
-def _inputs(body: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in body.graph.nodes if node.op == "placeholder"]
-
-
-def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return module(*args, **kwargs)
-
-
-# Most runs that a stage remembers. A guess, far above the sequences that a model alternates between; with too few, runs
-# are built again.
-_MOST_RUNS = 16
+_SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class GraphStage(nn.Module, StageOffers, HasKind):
     """A piece of a graph, run node by node.
 
     Its input and output are tuples: first the live values, then those that all stages share. It reads the shared values
-    at the positions `reads`, and passes all of them on unless it is the `last`. `begun` are the groups of sharded
-    parameters that it uses, of modules that begin before it; `marked` are its nodes in the graph of a sharded model.
+    at the positions `reads`, and passes all of them on unless it is the `last`. `marked` are its nodes in the graph of
+    a sharded model.
     """
 
     def __init__(
         self,
-        body: fx.GraphModule,
+        emitter: Emitter,
+        outputs: Sequence[fx.Node],
         *,
         reads: tuple[int, ...],
         shared: int,
         last: bool,
         carried: dict[str, int],
         handed_on: dict[int, int],
-        signature: Hashable,
-        sizes: SymbolValues,
         needs_gradient: Sequence[bool],
-        begun: tuple[ShardGroup, ...],
         marked: MarkedStage | None,
-        known: Known,
+        known: dict[Hashable, GraphStage],
     ) -> None:
         super().__init__()
+        self.body = emitter.finish(outputs)
         self.needs_gradient = needs_gradient
-        self._begun = begun
-        self._marked = marked
-        self.body = body
         self.reads = reads
         self.shared = shared
         self.last = last
         self.wiring = (reads, shared, last)
         self.carried = carried
         self.handed_on = handed_on
-        self._signature = signature
-        self._parts = StageParts(body, len(reads), sizes, signature, known, own_names=marked is not None)
-        self._around: Around | None = None if marked is None else marked.gathering(body)
+        self._begun = tuple(emitter.begun)
+        self._marked = marked
+        self._around: Around | None = None if marked is None else marked.gathering(self.body)
+        self._signature = tuple(emitter.signature)
+        self._sizes = emitter.facts.sizes
+        self._known = known
+        # The same stage for other sizes, in a list, which hides it from `nn.Module`.
+        self._like: list[GraphStage] = []
+        self._parts: dict[str, SavedPart] | None = None
+        # By storage mode (None: stored whole), and by whether they skip the output.
+        self._own_graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = {}
         self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}  # this stage as one with following ones
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_runs": {}}
+        # The graphs have no attributes and cannot be copied; a copy makes its own.
+        kept = {name: each for name, each in self.__dict__.items() if name not in ("_graphs", "_first")}
+        return {**kept, "_own_graphs": {}, "_known": {}, "_runs": {}}
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -163,35 +198,42 @@ class GraphStage(nn.Module, StageOffers, HasKind):
             group.gather()
 
     def forward_skipping_output(self) -> Run | None:
-        graph = self._parts.bare
+        graph = self._bare
         return None if graph is None else partial(self._run, graph)
 
     def be_stored_like(self, other: GraphStage) -> None:
-        self._parts.follow(other._parts)
+        """Take over the parts of the same stage for other sizes, before any are requested."""
+        self._like = [other]
 
     def ways(self) -> tuple[str, ...]:
-        return tuple(self._parts.found())
+        return tuple(self.parts_by_way())
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
         # Where processes wait for each other in a stage, they do not run it equally often to find its saved values.
         if self._marked is not None or several_processes():
             return self.ways()
         live, shared = self._divide(value)
-        return tuple(self._parts.found((*live, *(shared[position] for position in self.reads))))
+        return tuple(self.parts_by_way((*live, *(shared[position] for position in self.reads))))
 
     def forward_by(self, way: str, *, skip_output: bool = False) -> Run:
-        parts = self._parts
-        if way not in parts.found():
+        parts = self.parts_by_way()
+        if way not in parts:
             return super().forward_by(way, skip_output=skip_output)
-        return partial(self._run_in_part, parts.found()[way], parts.graph(way, skip_output=skip_output))
+        bare = self._bare if skip_output else None
+        key: tuple[str | None, bool] = way, bare is not None
+        if key not in self._graphs:
+            self._graphs[key] = parts[way].instrumented(self.body, (bare or self.body).graph)
+        graph = self._graphs[key]
+        assert graph is not None
+        return partial(self._run_in_part, parts[way], graph)
 
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:
         stages = tuple(each for each in following if isinstance(each, GraphStage))
         if self._marked is not None or len(stages) < len(following):
             return None
         if stages not in self._runs:
-            if len(self._runs) == _MOST_RUNS:
-                self._runs.clear()
+            if any(each.body.graph.find_nodes(op="call_module") for each in (self, *stages)):
+                return None
             self._runs[stages] = WholeRun([(each.body, each.reads) for each in (self, *stages)])
         return self._runs[stages]
 
@@ -204,6 +246,56 @@ class GraphStage(nn.Module, StageOffers, HasKind):
     def kind(self, value: Any) -> Hashable:
         live, shared = self._divide(value)
         return self._signature, value_signature((live, [shared[position] for position in self.reads]))
+
+    def parts_by_way(self, arguments: Sequence[Any] | None = None) -> dict[str, SavedPart]:
+        """The parts in order of fewer bytes; found at the first call, by a run on `arguments`, or on fake tensors."""
+        if self._parts is None:
+            if self._first._parts is None:
+                # Tensors with memory, all of it in this process.
+                plain = (torch.Tensor, nn.Parameter)
+                usable = all(type(each) in plain and each.device.type != "meta" for each in tensors_in(arguments))
+                self._first._parts = self._find_parts(arguments if usable else None)
+            self._parts = self._first._parts
+        return self._parts
+
+    def _find_parts(self, arguments: Sequence[Any] | None) -> dict[str, SavedPart]:
+        for example in self._like:
+            # Without sizes: a graph has no symbol for a size of 1.
+            theirs, own = (
+                {at: node for at, node in enumerate(each.body.graph.nodes) if not isinstance(example_of(node), _SIZES)}
+                for each in (example, self)
+            )
+            if [*map(_operator, theirs.values())] == [*map(_operator, own.values())]:
+                nodes = dict(zip(theirs, own.values(), strict=True))
+                return same_parts(self.body, self._sizes, example.parts_by_way(), nodes, arguments)
+        return find_saved_parts(self.body, len(self.reads), self._sizes, arguments)
+
+    @cached_property
+    def _first(self) -> GraphStage:
+        """The first stage of those that do the same with the same sizes, and share parts and graphs."""
+        nodes = self.body.graph.nodes
+        given = (tensor for node in nodes if node.op == "placeholder" for tensor in tensors_of(node))
+        owned = (owned_by(self.body, node) for node in nodes if node.op == "get_attr")
+        layouts = tuple(self._layout(each) for each in (*given, *owned) if isinstance(each, torch.Tensor))
+        # Nodes as well: the signature does not say where autocast regions end.
+        return self._known.setdefault((self._signature, tuple(node.op for node in nodes), layouts), self)
+
+    def _layout(self, tensor: torch.Tensor) -> Hashable:
+        number, here = self._sizes.number, local(tensor)
+        shape: tuple[Any, ...] = tuple(map(number, here.shape))
+        return type(tensor), shape, tuple(map(number, here.stride())), here.dtype, here.device, tensor.requires_grad
+
+    @cached_property
+    def _graphs(self) -> dict[tuple[str | None, bool], fx.GraphModule | None]:
+        # The attributes of a sharded model's stage have names of their own.
+        return self._first._own_graphs if self._marked is None else self._own_graphs
+
+    @property
+    def _bare(self) -> fx.GraphModule | None:
+        """The graph that skips the output, if there is one."""
+        if (None, True) not in self._graphs:
+            self._graphs[None, True] = skipping_output(self.body)
+        return self._graphs[None, True]
 
     def _run_in_part(self, part: SavedPart, graph: fx.GraphModule, values: tuple[Any, ...]) -> tuple[Any, ...]:
         devices = accelerators(tensor.device for tensor in (*tensors_in(values), *self.parameters()))
@@ -224,37 +316,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return values[:count], values[count:]
 
 
-def runners_of(
-    stages: Sequence[tuple[str, nn.Module]],
-    preserve_rng_state: bool,
-    ways: Sequence[Sequence[str]],
-    keepers: Sequence[Keeper],
-) -> Runners:
-    """Return runners of a graph's stages; `ways` are the names of each stage's options."""
-
-    def runner(number: int) -> StageRunner:
-        name, stage = stages[number]
-        hands_on = not _end(stage).last
-        return StageRunner(stage, name, preserve_rng_state, hands_on=hands_on, ways=ways[number], keepers=keepers)
-
-    return Runners(stages, runner)
-
-
-def shared_apart(
-    stages: Sequence[tuple[str, nn.Module]], value: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split the first stage's input into values passed between stages, and the shared context."""
-    own = len(value) - _end(stages[0][1]).shared
-    if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
-        # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
-        # all shared values pass from stage to stage.
-        own = len(value)
-    return value[:own], value[own:]
-
-
-def _end(stage: nn.Module) -> GraphStage:
-    """The last piece of a stage that may be several joined."""
-    return stage if isinstance(stage, GraphStage) else _end(list(stage.children())[-1])
+def _operator(node: fx.Node) -> tuple[str, str]:
+    return node.op, str(node.target) if node.op.startswith("call") else ""
 
 
 def stages_of(
@@ -270,27 +333,21 @@ def stages_of(
     leaving: list[fx.Node] = list(dict.fromkeys(node for node in facts.outputs if node in made))
     result: list[tuple[str, nn.Module]] = []
     inputs: list[fx.Node] = []
-    known: Known = {}
+    known: dict[Hashable, GraphStage] = {}
     for number, (name, piece) in enumerate(zip(names, pieces, strict=True)):
         last = number == len(pieces) - 1
         outputs = leaving if last else cuts.live[cuts.ends[number]]
         used = list(dict.fromkeys(each for node in piece for each in node.all_input_nodes if each in early))
-        emitter = Emitter(facts, [*inputs, *used])
-        for node in piece:
-            emitter.add(node)
-        body = emitter.finish(outputs)
         tensors = [node for node in outputs if tensors_of(node)]
         stage = GraphStage(
-            body,
+            Emitter(facts, [*inputs, *used], piece),
+            outputs,
             reads=tuple(map(shared.index, used)),
             shared=len(shared),
             last=last,
             carried={node.name: tensors.index(node) for node in cuts.carried if node in tensors},
             handed_on=_handed_on(piece, inputs, outputs),
-            signature=tuple(emitter.signature),
-            sizes=facts.sizes,
             needs_gradient=need_gradients([*inputs, *shared]),
-            begun=tuple(emitter.begun),
             known=known,
             marked=None if facts.marks is None else MarkedStage(facts, piece, [*inputs, *used], outputs),
         )
@@ -304,11 +361,3 @@ def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Seq
     read = {each for node in piece for each in node.all_input_nodes}
     given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}
-
-
-def context_of(facts: GraphFacts, wanted: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph that runs before the chain, from the caller's inputs to `wanted`."""
-    emitter = Emitter(facts, facts.given)
-    for node in facts.context:
-        emitter.add(node)
-    return emitter.finish(wanted)

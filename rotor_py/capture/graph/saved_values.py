@@ -110,7 +110,6 @@ _ARITHMETIC: set[Any] = named(_SIMPLE, torch, operator, F)
 
 
 def price_of(node: fx.Node, flops: int, sizes: SymbolValues) -> int:
-    """The price of recomputing a node that takes `flops` floating point operations."""
     written = largest_bytes(node, sizes)
     read = sum(largest_bytes(each, sizes) for each in node.all_input_nodes)
     found = flops * (_FOR_ATTENTION if kind_of(node) == "attention" else 1) + _FOR_A_BYTE * (read + written)
@@ -120,16 +119,15 @@ def price_of(node: fx.Node, flops: int, sizes: SymbolValues) -> int:
 
 
 def largest_bytes(node: fx.Node, sizes: SymbolValues) -> int:
-    """Bytes of the largest tensor in a node's value."""
     return max(map(sizes.bytes_of, tensors_of(node)), default=0)
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query, key, value))
-
-
 # The kernel of the CPU, which torch's counter does not know.
-_MORE_FLOPS = {torch_compat.scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+_MORE_FLOPS = {
+    torch_compat.scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
+        query, key, value
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,33 +135,29 @@ class SavedValues:
     """Results of running a graph with autograd.
 
     `saved`: nodes whose memory is saved. `roots`: for every node with a tensor, the one that allocated its memory or
-    wrote to it last. `in_graph`: nodes whose tensor needs a gradient. `flops`: of expensive nodes.
-
-    An `overwritten` value is gone: it can be recomputed, but not kept. A `stale` node reads memory through a view from
-    before a write: recomputed from that, it would differ.
+    wrote to it last. `in_graph`: nodes whose tensor needs a gradient. `flops`: of expensive nodes. An `overwritten`
+    value is gone: it can be recomputed, but not kept. A `stale` node reads memory through a view from before a write:
+    recomputed from that, it would differ.
     """
 
-    saved: set[fx.Node]
-    roots: dict[fx.Node, fx.Node]
-    in_graph: set[fx.Node]
-    flops: dict[fx.Node, int]
+    saved: set[fx.Node] = field(default_factory=set)
+    roots: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    in_graph: set[fx.Node] = field(default_factory=set)
+    flops: dict[fx.Node, int] = field(default_factory=dict)
     overwritten: set[fx.Node] = field(default_factory=set)
     stale: set[fx.Node] = field(default_factory=set)
 
 
 def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None = None) -> SavedValues:
     """Find the tensors that autograd saves of `body`, run on `arguments` or on fake tensors. May raise TypeError."""
-    found = SavedValues(set(), {}, set(), {})
+    found = SavedValues()
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
     readers = Counter({node: len(node.users) for node in body.graph.nodes})
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if arguments is None else nullcontext()
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if arguments is None else None
     given = iter(arguments or ())
-    with (
-        mode,
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(memories.save, lambda tensor: tensor),
-    ):
+    hooks = torch.autograd.graph.saved_tensors_hooks(memories.save, lambda tensor: tensor)
+    with mode or nullcontext(), torch.enable_grad(), hooks:
         for node in body.graph.nodes:
             if node.op == "output":
                 break
@@ -172,10 +166,7 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
             with (
                 FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) if kind_of(node) else nullcontext() as count
             ):
-                if isinstance(mode, FakeTensorMode):
-                    values[node] = _without_memory(body, node, values, mode, sizes)
-                else:
-                    values[node] = _on(given, body, node, values)
+                values[node] = _value_of(body, node, values, given, mode, sizes)
             if count is not None:
                 found.flops[node] = count.get_total_flops()
             after = [tensor for tensors in read.values() for tensor in tensors]
@@ -199,94 +190,83 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
     return found
 
 
+@dataclass
 class _Memories:
     """The memories of a graph's values as far as it has run, recorded in `found`."""
 
-    def __init__(self, found: SavedValues) -> None:
-        self._found = found
-        # The node that allocated a memory, or wrote to it last.
-        self._made_by: dict[int, fx.Node] = {}
-        # For each node and memory of its tensors, the last of those nodes that it depends on.
-        self._seen: dict[fx.Node, dict[int, fx.Node]] = {}
-        # Includes memory that no node has returned yet: operators save their own output, or internal tensors.
-        self._saved: set[int] = set()
-        # Keeps numbers of memories from being reused, without holding memory.
-        self._known: dict[int, StorageWeakRef] = {}
+    found: SavedValues
+    # The node that allocated a memory, or wrote to it last.
+    made_by: dict[int, fx.Node] = field(default_factory=dict)
+    # For each node and memory of its tensors, the last of those nodes that it depends on.
+    seen: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
+    # Includes memory that no node has returned yet: operators save their own output, or internal tensors.
+    saved: set[int] = field(default_factory=set)
+    # Keeps numbers of memories from being reused, without holding memory.
+    known: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         # By memory, not by tensor: a saved tensor is often a view of a node's result.
-        self._saved.add(self._number(tensor))
+        self.saved.add(self._number(tensor))
         return tensor.detach()  # a result saved with its history would hold its own node for good
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = local(tensor).untyped_storage()
         number = int(storage._cdata)
-        if number not in self._known:
-            self._known[number] = StorageWeakRef(storage)
+        if number not in self.known:
+            self.known[number] = StorageWeakRef(storage)
         return number
 
     def read(self, node: fx.Node, inputs: Mapping[fx.Node, list[torch.Tensor]]) -> None:
         for each, tensors in inputs.items():
-            if any(self._seen[each][memory] is not self._made_by[memory] for memory in map(self._number, tensors)):
-                self._found.stale.add(node)
+            if any(self.seen[each][memory] is not self.made_by[memory] for memory in map(self._number, tensors)):
+                self.found.stale.add(node)
 
     def write(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
         for memory in {*map(self._number, tensors)}:
-            self._found.overwritten.add(self._made_by[memory])
-            self._made_by[memory] = node
+            self.found.overwritten.add(self.made_by[memory])
+            self.made_by[memory] = node
 
     def make(self, node: fx.Node, tensors: Iterable[torch.Tensor]) -> None:
-        seen = self._seen[node] = {}
+        seen = self.seen[node] = {}
         for tensor in tensors:
             if tensor.requires_grad:
-                self._found.in_graph.add(node)
+                self.found.in_graph.add(node)
             memory = self._number(tensor)
-            made_by = self._made_by.setdefault(memory, node)
+            made_by = self.made_by.setdefault(memory, node)
             if made_by is not node:  # a view: recomputed from its inputs, it sees their memory
-                before = [self._seen[each].get(memory, made_by) for each in node.all_input_nodes]
+                before = [self.seen[each].get(memory, made_by) for each in node.all_input_nodes]
                 made_by = next((each for each in before if each is not made_by), made_by)
-            seen[memory] = self._found.roots[node] = made_by
+            seen[memory] = self.found.roots[node] = made_by
 
     def end(self) -> None:
         """For memory saved and written to, the last write counts: autograd refuses to read another one."""
-        made_by = {self._made_by[memory] for memory in self._saved if memory in self._made_by}
+        made_by = {self.made_by[memory] for memory in self.saved if memory in self.made_by}
         # An operator that writes and returns nothing has no value to keep or drop: its memory is saved unchanged.
-        self._found.saved.update(node for node in made_by if self._found.roots.get(node) is node)
+        self.found.saved.update(node for node in made_by if self.found.roots.get(node) is node)
 
 
-def _on(arguments: Iterator[Any], body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    if node.op == "placeholder":
-        found = next(arguments)
-    elif node.op == "get_attr":
-        found = owned_by(body, node)
-    else:
-        return _called(node, *fx.node.map_arg((node.args, node.kwargs), values.__getitem__))
+def _value_of(
+    body: fx.GraphModule,
+    node: fx.Node,
+    values: dict[fx.Node, Any],
+    given: Iterator[Any],
+    mode: FakeTensorMode | None,
+    sizes: SymbolValues,
+) -> Any:
+    """Run a node on the inputs `given`, or in a `mode` on fake ones."""
+    if node.op not in ("placeholder", "get_attr"):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+        if is_mark(node):
+            return args[1:]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
+    if mode is not None and (node.op == "placeholder" or GATHERED in node.meta):
+        return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
+    found = next(given) if node.op == "placeholder" else owned_by(body, node)
     for tensor in _tensors(found):
         _refuse_special(tensor)
-    return found
-
-
-def _without_memory(
-    body: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any], mode: FakeTensorMode, sizes: SymbolValues
-) -> Any:
-    if node.op == "placeholder":
-        return fx.node.map_aggregate(example_of(node), lambda each: _like(each, sizes))
-    if node.op == "get_attr":
-        found = owned_by(body, node)
-        if not isinstance(found, torch.Tensor):
-            return found
-        if GATHERED in node.meta:
-            return _like(found, sizes)
-        _refuse_special(found)
-        return mode.from_tensor(found)
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-    return args[1:] if is_mark(node) else _called(node, args, kwargs)
-
-
-def _called(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]  # a function
+    return mode.from_tensor(found) if mode is not None and isinstance(found, torch.Tensor) else found
 
 
 def _like(value: Any, sizes: SymbolValues) -> Any:
@@ -324,9 +304,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """The values that a partially stored stage keeps for its backward and drops, and how to recompute these.
-
-    Values are named by the number of their node in the stage's graph, so that they mean the same for all equal stages.
+    """The values that a partially stored stage keeps for its backward and drops, by the number of their node in the
+    graph, so that they mean the same for all equal stages; and how to recompute these.
     """
 
     kept: frozenset[int]
@@ -387,7 +366,6 @@ def _call_method(name: str, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def _needs(calls: dict[int, Call], kept: set[int], number: int) -> frozenset[int]:
-    """The kept values from which value `number` is made."""
     found: set[int] = set()
     pending, seen = [number], set[int]()
     while pending:

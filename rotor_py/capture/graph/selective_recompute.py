@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import fx
@@ -41,8 +40,6 @@ class ValueCut:
 
 @dataclass(frozen=True, slots=True)
 class PricedCut:
-    """A cut, the bytes that it keeps, and the price of its recomputed values."""
-
     cut: ValueCut
     nbytes: int
     price: int
@@ -95,14 +92,11 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
-    """Return the cut of least cost; of equal ones, the one that recomputes least.
-
-    `keeping` is the cost of keeping each node's value, and `again` the cost of recomputing it, for nodes where that is
-    possible.
-
-    A node is two points of the network, "made" and "kept", joined by an edge with the cost of keeping as its capacity.
-    The edge from the source to "made" has the cost of recomputing. All other edges are uncuttable.
+    """Return the cut of least cost; of equal ones, the one that recomputes least. `keeping` is the cost of keeping each
+    node's value, and `again` the cost of recomputing it, for nodes where that is possible.
     """
+    # A node is two points of the network, "made" and "kept", joined by an edge with the cost of keeping as its
+    # capacity. The edge from the source to "made" has the cost of recomputing. All other edges are uncuttable.
     flow = Network("source", "saved")
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
@@ -154,34 +148,69 @@ _FOR_A_BYTE = 1000
 _MOST = 5
 # How often a line is divided: at most fifteen cuts for a stage.
 _DEEP = 4
-_MODES = (
-    torch_compat.enter_autocast,
-    torch_compat.exit_autocast,
-    torch_compat.set_grad_enabled,
-)
+_MODES = (torch_compat.enter_autocast, torch_compat.exit_autocast, torch_compat.set_grad_enabled)
 
 
 def find_saved_parts(
     body: fx.GraphModule, shared: int, sizes: SymbolValues, arguments: Sequence[Any] | None = None
 ) -> dict[str, SavedPart]:
-    """Return the parts that `body` can keep, by the name of the storage mode, in order of fewer bytes.
-
-    Each saves at least a tenth more than the one before. Empty if the saved values cannot be found. The last `shared`
-    inputs of `body` are shared by all stages, and in memory in any case. `sizes` has the values of its symbols. With
-    `arguments`, runs `body` on these.
+    """Return the parts that `body` can keep, by the name of the storage mode, in order of fewer bytes; none if its
+    saved values are not found, in a run on `arguments` if given. All stages share the last `shared` inputs of `body`.
     """
-    if not _may_make_again(body):
-        return {}
     nodes = list(body.graph.nodes)
+    outputs = set(body.graph.output_node().all_input_nodes)  # these stay in memory for the next stage
+    # Whether any value may be dropped and recomputed: finding the saved values takes much longer.
+    if not any(node not in outputs and (is_cheap(node) or kind_of(node) is not None) for node in nodes):
+        return {}
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
     # A saved output is in memory for the next stage, whether kept or not.
-    free |= values.saved & {values.roots.get(node) for node in body.graph.output_node().all_input_nodes}
-    choice = _Choice(values, {node: 0 if node in free else largest_bytes(node, sizes) for node in nodes}, sizes)
-    return {name: SavedPart.of_cut(body, values, part.cut.kept) for name, part in choice.named().items()}
+    free |= values.saved & {values.roots.get(node) for node in outputs}
+    keeping = {node: 0 if node in free else largest_bytes(node, sizes) for node in nodes}
+    own = [node for node, root in values.roots.items() if root is node and node not in values.stale]
+    prices = {
+        node: price_of(node, values.flops.get(node, 0), sizes)
+        for node in own
+        if is_cheap(node) or kind_of(node) is not None
+    }
+
+    def least(for_bytes: int, for_prices: int, prices_of: Mapping[fx.Node, int] = prices) -> PricedCut:
+        costs = {node: for_bytes * nbytes for node, nbytes in keeping.items()}
+        cut = least_cut(values, costs, {node: for_prices * price for node, price in prices_of.items()})
+        # Recomputed values without a reader are behind no cut.
+        return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.again))
+
+    # The fewest bytes from which cheap operators make the rest, offered in any case.
+    first = least(_FOR_A_BYTE, 1, {node: prices[node] for node in own if is_cheap(node)})
+    whole = PricedCut(ValueCut(), sum(keeping[node] for node in values.saved), 0)
+    again = PricedCut(ValueCut(), sum(keeping[node] for node in inputs), _price_of_all(values, prices))
+    hull = hull_between(whole, again, least, _DEEP)
+    parts = sorted({part.nbytes: part for part in (*hull, first)}.values(), key=lambda part: -part.nbytes)
+    found: dict[str, SavedPart] = {}
+    before = whole
+    for part in thinned([whole, *parts, again], first, _WORTHWHILE * whole.nbytes, _MOST):
+        # Named by the kind of values that it recomputes beyond the part before it.
+        kinds = {kind_of(node) for node in part.cut.again - before.cut.again} - {None}
+        most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
+        name = IN_PART if most is None and part.cut == first.cut else f"{IN_PART}, {most or 'arithmetic'} again"
+        names = (name, *(f"{name} {number}" for number in range(2, 9)))
+        found[next(each for each in names if each not in found)] = SavedPart.of_cut(body, values, part.cut.kept)
+        before = part
+    return found
+
+
+def _price_of_all(values: SavedValues, prices: Mapping[fx.Node, int]) -> int:
+    """The price of everything before a backward, if the stage is recomputed and skips its output."""
+    pending, seen = list(values.saved), set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending.extend(memory_read(node, values.roots))
+    return sum(prices.get(node, 0) for node in seen)
 
 
 def same_parts(
@@ -193,7 +222,6 @@ def same_parts(
 ) -> dict[str, SavedPart]:
     """The `parts` of a graph with the same operators, for other sizes; `nodes` are those of `body` by its numbers."""
     values = _saved_values(body, sizes, arguments)
-
     if values is None:
         return {}
     found = {}
@@ -206,12 +234,6 @@ def same_parts(
     return found
 
 
-def _may_make_again(body: fx.GraphModule) -> bool:
-    """Whether any value may be dropped and recomputed. Finding the saved values takes much longer."""
-    handed_on = set(body.graph.output_node().all_input_nodes)  # these stay in memory for the next stage
-    return any(node not in handed_on and (is_cheap(node) or kind_of(node) is not None) for node in body.graph.nodes)
-
-
 def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None) -> SavedValues | None:
     # A value made under a mode would be recomputed without it.
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
@@ -221,67 +243,8 @@ def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence
     try:
         found = find_saved_values(body, sizes, arguments)
     except refusals as error:
-        _log.debug(
-            "a stage is stored whole or not at all, since nobody can say what its graph saves: %s",
-            error,
-            extra=record_fields("not_in_part"),
-        )
+        _log.debug("the values that a stage saves are unknown: %s", error, extra=record_fields("not_in_part"))
         return None
     # A node may return several tensors, one saved and another overwritten. Telling them apart would take entries by
     # tensor.
     return None if found.saved & found.overwritten else found
-
-
-class _Choice:
-    """The parts that a stage's `values` allow; `keeping` are the bytes of each value."""
-
-    def __init__(self, values: SavedValues, keeping: Mapping[fx.Node, int], sizes: SymbolValues) -> None:
-        self._values = values
-        self._keeping = keeping
-        own = [node for node, root in values.roots.items() if root is node and node not in values.stale]
-        self._prices = {
-            node: price_of(node, values.flops.get(node, 0), sizes)
-            for node in own
-            if is_cheap(node) or kind_of(node) is not None
-        }
-        # The fewest bytes from which cheap operators make the rest, offered in any case.
-        self._first = self._least(_FOR_A_BYTE, 1, {node: self._prices[node] for node in own if is_cheap(node)})
-
-    def named(self) -> dict[str, PricedCut]:
-        whole = PricedCut(ValueCut(), sum(self._keeping[node] for node in self._values.saved), 0)
-        inputs = sum(nbytes for node, nbytes in self._keeping.items() if node.op == "placeholder")
-        run_again = PricedCut(ValueCut(), inputs, self._price_of_all())
-        hull = hull_between(whole, run_again, partial(self._least, prices=self._prices), _DEEP)
-        parts = sorted({part.nbytes: part for part in (*hull, self._first)}.values(), key=lambda part: -part.nbytes)
-        found: dict[str, PricedCut] = {}
-        last = whole
-        for part in thinned([whole, *parts, run_again], self._first, _WORTHWHILE * whole.nbytes, _MOST):
-            found[self._name(part, last, found)] = part
-            last = part
-        return found
-
-    def _name(self, part: PricedCut, before: PricedCut, taken: Mapping[str, object]) -> str:
-        """Name a part by the kind of values that it recomputes beyond the part before it."""
-        kinds = {kind_of(node) for node in part.cut.again - before.cut.again} - {None}
-        most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
-        if most is None and part.cut == self._first.cut:
-            return IN_PART
-        name = f"{IN_PART}, {most or 'arithmetic'} again"
-        return next(each for each in (name, *(f"{name} {number}" for number in range(2, 9))) if each not in taken)
-
-    def _least(self, for_bytes: int, for_prices: int, prices: Mapping[fx.Node, int]) -> PricedCut:
-        keeping = {node: for_bytes * nbytes for node, nbytes in self._keeping.items()}
-        cut = least_cut(self._values, keeping, {node: for_prices * price for node, price in prices.items()})
-        # Recomputed values without a reader are behind no cut.
-        nbytes, price = sum(self._keeping[node] for node in cut.kept), sum(self._prices[node] for node in cut.again)
-        return PricedCut(cut, nbytes, price)
-
-    def _price_of_all(self) -> int:
-        """The price of everything before a backward, if the stage is recomputed and skips its output."""
-        pending, seen = list(self._values.saved), set[fx.Node]()
-        while pending:
-            node = pending.pop()
-            if node not in seen:
-                seen.add(node)
-                pending.extend(memory_read(node, self._values.roots))
-        return sum(self._prices.get(node, 0) for node in seen)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rotor_profiling import isolated, torch_compat, value_signature
+from rotor_profiling import torch_compat, value_signature
 from rotor_profiling.stage.stage_signature import HasKind, Unlike
 from rotor_py.capture.fsdp_markers import MARKS, Table
 from rotor_py.capture.graph.graph_facts import GraphFacts, Modes
@@ -34,9 +34,8 @@ from rotor_py.stage.protocol import StageOffers, Wrap
 
 
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
-    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default its own).
-
-    An operator's error is raised unchanged, with a note that quotes the model's line.
+    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default its own). An
+    operator's error is raised unchanged, with a note that quotes the model's line.
     """
     # Not `graph(...)`: if an operator raises, that prints generated code and cuts off the traceback. In generated code,
     # autocast regions and `no_grad` are plain calls and not `with` blocks, so an error would leave them on.
@@ -47,15 +46,6 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
         torch_compat.set_grad_enabled(gradients)
         _explain(graph, error)
         raise
-
-
-def raise_own_error(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device) -> None:
-    """Raise the model's own error for this input, if any: TorchDynamo's is hundreds of lines on its tracing."""
-    with isolated(model, device), torch.no_grad():
-        try:
-            model.forward(*args, **kwargs)
-        except Exception as error:
-            raise error from None  # not "during handling of" TorchDynamo's
 
 
 def _explain(graph: fx.GraphModule, error: BaseException) -> None:
@@ -107,7 +97,7 @@ class Emitter:
     operators) become its attributes. Two emitters have an equal `signature` if their nodes do the same.
     """
 
-    def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node]) -> None:
+    def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node], nodes: Iterable[fx.Node] = ()) -> None:
         self.facts = facts
         self.graph = fx.Graph()
         self.attributes: dict[str, Any] = {}
@@ -122,9 +112,10 @@ class Emitter:
         self._numbers: dict[fx.Node, int] = {node: number for number, node in enumerate(self.copies)}
         self._open: list[tuple[fx.Node, fx.Node]] = []
         self._gradients_off: fx.Node | None = None
+        for node in nodes:
+            self.add(node)
 
     def add(self, node: fx.Node) -> None:
-        """Copy a node. The nodes that it reads have to be inputs, or copied before."""
         self._switch(self.facts.modes[node])
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
@@ -218,8 +209,6 @@ class Emitter:
 
 
 class UnmarkedPiece(nn.Module, StageOffers, HasKind):
-    """Nodes of a stage without marks: maps a tuple of values to a tuple of values."""
-
     def __init__(self, body: fx.GraphModule, signature: Hashable, needs_gradient: Sequence[bool]) -> None:
         super().__init__()
         self.body = body
@@ -236,8 +225,6 @@ class UnmarkedPiece(nn.Module, StageOffers, HasKind):
 
 @dataclass(frozen=True, slots=True)
 class MarkedStage:
-    """A stage's nodes as in the model's graph, marks included, with the stage's inputs and outputs."""
-
     facts: GraphFacts
     nodes: Sequence[fx.Node]
     inputs: Sequence[fx.Node]
@@ -250,12 +237,18 @@ class MarkedStage:
         for number, (is_mark, group) in enumerate(itertools.groupby(self.nodes, lambda node: node.target in MARKS)):
             nodes = list(group)
             end += len(nodes)
-            reads, makes = self._reads(nodes), self._makes(nodes, end)
+            own = {*nodes, *self.facts.owned, *self.facts.modules}
+            reads = list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own))
+            later = {*self.outputs, *(each for node in self.nodes[end:] for each in node.all_input_nodes)}
+            makes = [node for node in nodes if node in later]
             if is_mark or not self._worth_compiling(nodes, makes):
                 for node in nodes:
                     emitter.add(node)
             else:
-                emitter.add_module(f"piece_{number}", wrap(self._piece(nodes, reads, makes, body)), reads, makes)
+                piece = Emitter(self.facts, reads, nodes)
+                found = _on_the_tables_of(body, piece.finish(makes))
+                module = wrap(UnmarkedPiece(found, tuple(piece.signature), need_gradients(reads)))
+                emitter.add_module(f"piece_{number}", module, reads, makes)
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
@@ -286,24 +279,6 @@ class MarkedStage:
                 yield reading
 
         return around
-
-    def _piece(
-        self, nodes: list[fx.Node], reads: list[fx.Node], makes: list[fx.Node], body: fx.GraphModule
-    ) -> nn.Module:
-        emitter = Emitter(self.facts, reads)
-        for node in nodes:
-            emitter.add(node)
-        found = _on_the_tables_of(body, emitter.finish(makes))
-        return UnmarkedPiece(found, tuple(emitter.signature), need_gradients(reads))
-
-    def _reads(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        """The nodes' inputs from outside, except the model's own tensors."""
-        own = {*nodes, *self.facts.owned, *self.facts.modules}
-        return list(dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in own))
-
-    def _makes(self, nodes: list[fx.Node], end: int) -> list[fx.Node]:
-        later = {*self.outputs, *(each for node in self.nodes[end:] for each in node.all_input_nodes)}
-        return [node for node in nodes if node in later]
 
     def _worth_compiling(self, nodes: list[fx.Node], makes: list[fx.Node]) -> bool:
         """Whether the nodes compute anything, and write into their own memory only: compiled code would copy others."""

@@ -1,0 +1,223 @@
+"""What a captured model holds and changes: buffers, numbers and generators are those of plain training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rotor_py import Checkpointable
+from rotor_solver import store_all
+from tests.capture.steps import assert_same_gradients, planned_for
+from tests.checkpointable.steps import between
+from tests.fields import logged
+
+WIDTH = 32
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.narrow(torch.relu(self.wide(value)))
+
+
+class Blocks(nn.Module):
+    def __init__(self, make: Callable[[], nn.Module] = Block, count: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(count))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+class Moving(Blocks):
+    """Blocks, and a mean that moves with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: torch.Tensor
+
+    def move(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.mean.lerp_(value.detach().mean(0), 0.1)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            self.move(value)
+            value = block(value - self.mean)
+        return value
+
+
+class ReadBefore(Moving):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value - self.mean)
+            self.move(value)
+        return value
+
+
+class Statistics(Moving):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(self.norm(value)) - self.norm.running_mean
+        return value
+
+
+class Into(Moving):
+    def move(self, value: torch.Tensor) -> None:
+        with torch.no_grad():
+            torch.mul(value.detach()[0], 0.1, out=self.mean)
+
+
+class Replaced(Moving):
+    def move(self, value: torch.Tensor) -> None:
+        self.mean = 0.9 * self.mean + value.detach().mean(0)
+
+
+class Outside(Moving):
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch has no types for it
+    def count(self) -> None:
+        self.mean.add_(1)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.count()
+        return super().forward(value)
+
+
+MODELS = [Moving, ReadBefore, Statistics, Into, Replaced, Outside]
+FAST = [(Statistics, 1), (Into, 1), (Outside, 1), (ReadBefore, 2), (Replaced, 2)]
+"""Models, and how many forwards come before their backward."""
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        pytest.param(make, count, marks=() if (make, count) in FAST else pytest.mark.slow)
+        for make in MODELS
+        for count in (1, 2)
+    ],
+)
+def test_moved_buffers_are_those_of_plain_training(make: Callable[[], nn.Module], count: int) -> None:
+    torch.manual_seed(0)
+    model, values = make().train(), [torch.randn(16, WIDTH) for _ in range(count)]
+    trained = copy.deepcopy(model)
+    planned = Checkpointable(
+        trained, values[0], "1GB", fresh_grads=True, cache=False, forwards_in_flight=count, watch=False
+    )
+    assert all(map(torch.equal, trained.buffers(), model.buffers())), "measuring moves nothing"
+    for share in (0.0, 0.3):
+        plain = copy.deepcopy(model)
+        planned.load_state_dict(model.state_dict())
+        planned.compute_sequence(between(planned, share))
+        for _ in range(2):
+            for network in (plain, planned):
+                network.zero_grad()
+                torch.stack([network(value).square().mean() for value in values]).sum().backward()
+            assert_same_gradients(trained, plain)
+
+
+class Noisy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(1)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value + torch.rand(value.shape, generator=self.noise))
+
+
+def test_measuring_leaves_a_generator_of_the_model_as_it_was() -> None:
+    model = Blocks(Noisy)
+    before = [block.noise.get_state() for block in model.blocks]
+    Checkpointable(model, torch.randn(16, WIDTH), "1GB", cache=False)
+    assert all(map(torch.equal, (block.noise.get_state() for block in model.blocks), before))
+
+
+class Scaled(Block):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        scale = float(np.random.rand())  # as models do
+        return value + scale * super().forward(value)
+
+
+def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
+    """Their graphs are made while training, since each has another number in it."""
+    torch.manual_seed(0)
+    model, value = Blocks(Scaled, 2), torch.randn(16, WIDTH)
+    plain = copy.deepcopy(model)
+    planned = planned_for(model, value, cache=False, watch=False)
+    for network in (plain, planned):
+        np.random.seed(0)
+        network(value).square().mean().backward()
+    assert_same_gradients(model, plain)
+
+
+class Counter(nn.Module):
+    """A block that counts its calls, which change what it computes; so does a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
+        self.calls, self.temperature, self.width = 0, 1.0, WIDTH
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.outer(torch.relu(self.inner(x.reshape(-1, self.width))))
+        return x + torch.softmax(y / self.temperature, -1) * (1 + 0.1 * self.calls)
+
+
+class Counting(Blocks):
+    def __init__(self) -> None:
+        super().__init__(Counter, 4)
+        self.steps = 0
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return super().forward(value)
+
+
+@pytest.mark.parametrize("cooling", [False, True])
+def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(
+    cooling: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, x = Counting(), torch.randn(128, WIDTH)
+    plain = copy.deepcopy(model)
+    planned = planned_for(model, x, share=0.5)
+    for step in range(6):
+        if step == 3:
+            caplog.clear()
+        outputs = []
+        for each, run in ((plain, plain), (model, planned)):
+            for block in each.blocks:
+                block.temperature = 1 / (1 + step * cooling)
+            each.zero_grad()
+            outputs.append(run(x))
+            outputs[-1].square().mean().backward()
+        assert torch.equal(*outputs), step
+        assert_same_gradients(model, plain)
+        assert model.steps == plain.steps == step + 1
+        assert [each.calls for each in model.blocks] == [step + 1] * 4
+    assert not logged(caplog, "captured_again")
+    assert planned.sequence != store_all(planned.budget.chain)  # something was recomputed
+
+
+def test_a_count_takes_one_graph_more_however_long_training_is(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counting()
+    planned = Checkpointable(model, mem_limit="1GB")
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for _ in range(70):  # more than there may be graphs
+            planned(torch.randn(8, WIDTH)).sum().backward()
+    assert len(logged(caplog, "captured_again")) <= 2
+    assert model.steps == 70

@@ -1,0 +1,376 @@
+"""Models of odd forms train with the numbers of plain training, inside the limit: writes, vmap, functions, skips."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F
+
+from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.capture.graph.graph_nodes import written_by
+from rotor_solver import store_all
+from tests.capture.steps import assert_same_gradients, assert_trains_inside, limits, planned_for
+from tests.checkpointable.steps import between, square, step_peak
+from tests.fields import logged, raises
+
+WIDTH = 32
+
+
+class Layers(nn.Module):
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            value = self.step(layer(value))
+        return value
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        return value.sin()
+
+
+class Table(Layers):
+    """A table made without gradients, and filled with what is known to carry none only by its mode (Pegasus-X)."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = self.layers[0](value)
+        with torch.no_grad():
+            table = torch.zeros(16, WIDTH)
+            table[:8] = torch.arange(WIDTH).type_as(value).sin()
+            table[8:] = torch.arange(WIDTH).type_as(value).cos()
+        for layer in self.layers[1:]:
+            value = layer(value + table).tanh().sin()
+        return value
+
+
+@torch.library.custom_op("rotor_tests::scale_quietly", mutates_args={"value"})
+def scale_quietly(value: torch.Tensor) -> None:
+    value.mul_(2)
+
+
+class Quiet(Layers):
+    """Writes by an operator whose name does not say so."""
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.sin()
+        with torch.no_grad():
+            noted = value.detach().clone()
+            scale_quietly(noted)
+        return (value + noted).exp()
+
+
+class BiasAside(nn.Module):
+    """Hands on its input, and a bias with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return value, self.weight.tanh().exp()
+
+
+class Added(nn.Module):
+    """Overwrites what neither it nor the layer before it has made."""
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        value, bias = pair
+        value += bias
+        return value.softmax(-1).sin()
+
+
+class HandedOn(nn.Sequential):
+    """Scores that are overwritten after a bias has been made (LongT5)."""
+
+    def __init__(self) -> None:
+        super().__init__(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), BiasAside(), Added())))
+
+
+class Scored(Layers):
+    """A vmap in which trained tensors from outside are read, and random numbers drawn."""
+
+    def __init__(self, *, noise: bool = False) -> None:
+        super().__init__()
+        self.weight, self.noise = nn.Parameter(torch.rand(WIDTH)), noise
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        def score(row: torch.Tensor) -> torch.Tensor:
+            drawn = torch.rand_like(row) if self.noise else 1.0
+            return (row * self.weight).tanh() * row.sum() * drawn
+
+        return torch.vmap(score, randomness="different")(value).relu()
+
+
+class Buffered(Layers):
+    """Reads a part of a large buffer, as decoders do that keep the mask of their longest batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(256, 256).tril())
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(value @ value.transpose(1, 2) * self.mask[: value.shape[1], : value.shape[1]] @ value)
+
+
+class BreakingBefore(Layers):
+    """The head and the loss have a graph of their own, which returns large logits. An early one may return values."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early, self.first = early, nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH)) for _ in range(3)
+        )
+        self.head = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        value = self.first(value)
+        seen = (torch.cat([value.sin()] * 4),) if self.early else ()
+        torch._dynamo.graph_break()
+        value = super().forward(value)
+        torch._dynamo.graph_break()
+        logits = self.head(value)
+        return logits.logsumexp(-1).mean(), logits, *seen
+
+
+class LateLoss(Layers):
+    """The loss has a graph of its own, after large logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 400)
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.head(super().forward(value))
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits, torch.arange(len(value)) % 400), logits
+
+
+class Squash(torch.autograd.Function):
+    """Saves inputs, an output, and a tensor of its own that is no output; another output has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: torch.Tensor, times: float) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.tanh(value * factor * times)
+        ctx.save_for_backward(value, factor, made)
+        ctx.slope = 1 - made * made
+        ctx.times = times
+        count = torch.ones((), dtype=torch.int64)
+        ctx.mark_non_differentiable(count)
+        return made, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        value, factor, made = ctx.saved_tensors
+        inner = gradients[0] * ctx.slope * ctx.times
+        return inner * factor + 0 * made, (inner * value).sum(0), None
+
+
+class Squashed(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(WIDTH))
+
+    def step(self, value: torch.Tensor) -> torch.Tensor:
+        return value + Squash.apply(value, self.factor, 0.5)[0]  # type: ignore[no-untyped-call]  # torch's
+
+
+class Skipping(Layers):
+    """A value that is needed again at the end."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        kept = value = self.layers[0](value).tanh()
+        for layer in self.layers[1:]:
+            value = F.silu(layer(value)).sin()
+        return value * kept
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
+    "filled table": (Table, (64, 16, WIDTH), 0),
+    "quiet writes": (Quiet, (64, 16, WIDTH), 0),
+    "overwritten input of a stage": (HandedOn, (64, 16, WIDTH), 0),
+    "vmap": (Scored, (512, WIDTH), 0),
+    "vmap with random numbers": (lambda: Scored(noise=True), (512, WIDTH), 0),
+    "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
+    "late graph": (lambda: BreakingBefore(False), (256, WIDTH), 0),
+    "early and late graph": (lambda: BreakingBefore(True), (256, WIDTH), 0),
+    "loss in a late graph": (LateLoss, (512, WIDTH), 0.97),
+    "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
+}
+"""Model, shape of its input, and the least share of the predicted peak that is measured."""
+
+
+def first_tensor_square(output: Any) -> torch.Tensor:
+    return square(output[0] if isinstance(output, tuple) else output)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case: str) -> None:
+    make, shape, exact = CASES[case]
+    torch.manual_seed(0)
+    name = "input" if make is HandedOn else "value"
+    planned = assert_trains_inside(make(), {name: torch.randn(shape)}, first_tensor_square, exact=exact)
+    if case == "skip connection":
+        least, whole = limits(planned)
+        assert least < 0.85 * whole
+        assert len(planned.inspection_values.carried) == 1
+    if case == "large buffer":
+        assert planned.budget.fixed.buffers == 256 * 256 * 4
+        assert planned.budget.fixed.batch in (0, 4 * 16 * WIDTH * 4)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # TorchDynamo does, for a moment
+def test_a_step_with_own_autograd_functions_keeps_to_the_plan_without_the_collector() -> None:
+    torch.manual_seed(0)
+    model, value = Squashed(), torch.randn(256, WIDTH)
+    gc.collect()
+    gc.disable()
+    try:
+        assert_trains_inside(model, {"value": value}, shares=(0.0, 0.4, 1.0), exact=0.97)
+    finally:
+        gc.enable()
+    planned = Checkpointable(Squashed(), mem_limit="1GB")
+    (gradient,) = torch.autograd.grad(planned(value.requires_grad_()).sum(), value, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        gradient.square().sum().backward()
+
+
+class Either(Scored):
+    """Another function inside for batches of few rows."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made, few = super().forward(value), len(value) < 8
+        return torch.vmap(lambda row: row.exp() if few else row.sin())(made)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_function_inside_of_vmap_is_another_graph(caplog: pytest.LogCaptureFixture) -> None:
+    model = Either()
+    plain = copy.deepcopy(model)
+    planned = Checkpointable(model, {"value": torch.randn(16, WIDTH)}, mem_limit="1GB", loss=square)
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        for rows in (6, 16):
+            value = torch.randn(rows, WIDTH)
+            for each in (planned, plain):
+                each.zero_grad()
+                square(each(value=value)).backward()
+            assert_same_gradients(planned, plain)
+    assert len(logged(caplog, "planning_again")) == 1  # for few rows, and once
+
+
+class Failing(Scored):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: row[torch.tensor(99)])(super().forward(value))
+
+
+class Writing(Scored):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = super().forward(value)
+        kept = made.detach().clone()
+        torch.vmap(lambda row: kept.mul_(2).sum() * row.sum())(made)
+        return made
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_error_inside_of_vmap_leaves_no_transform_on_and_a_write_to_outside_is_refused() -> None:
+    with pytest.raises(IndexError):
+        Checkpointable(Failing(), {"value": torch.randn(4, WIDTH)})
+    assert torch._C._functorch.maybe_current_level() is None
+    with raises(UnsupportedModelError, "in_place_input"):
+        Checkpointable(Writing(), {"value": torch.randn(4, WIDTH)})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
+def test_a_state_space_model_trains_inside_the_limit() -> None:
+    """Traced, they scan with vmap; eagerly they go token by token, so that the last digits differ."""
+    torch.manual_seed(0)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
+    model, ids = transformers.MambaForCausalLM(config), torch.randint(3, 50, (2, 8))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    eager = copy.deepcopy(model).train()
+    traced = torch.compile(copy.deepcopy(model).train(), backend="eager")
+    planned = planned_for(model, inputs, lambda output: output.loss, share=0.5)
+    with torch._dynamo.config.patch(recompile_limit=64):  # other tests have traced the library's functions, too
+        for each in (eager, traced, planned):
+            each(**inputs).loss.backward()
+    for found, same, close in zip(planned.parameters(), traced.parameters(), eager.parameters(), strict=True):
+        assert (found.grad is None) == (same.grad is None)
+        if found.grad is not None:
+            assert torch.equal(found.grad, same.grad)
+            torch.testing.assert_close(found.grad, close.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("write", "overwritten"),
+    [
+        (lambda value: F.relu(value, True), ["value"]),
+        (lambda value: F.relu(value, False), []),
+        (lambda value: value & value, []),
+        (lambda value: F.dropout(value, 0.1, True, True), ["value"]),
+        (lambda value: F.hardtanh(value, inplace=True), ["value"]),
+        (lambda value: torch._foreach_add_([value.neg(), value], 1), ["neg", "value"]),
+        (lambda value: torch.add(torch.zeros(1), 1, out=value), ["value"]),
+    ],
+)
+def test_overwritten_tensors_are_found_in_any_notation(write: Callable[[Any], Any], overwritten: list[str]) -> None:
+    (*_, last, _) = fx.symbolic_trace(write).graph.nodes
+    assert [node.name for node in written_by(last)] == overwritten
+
+
+class Normalized(Layers):
+    def __init__(self, momentum: float | None = 0.1, blocks: int = 6) -> None:
+        super().__init__(blocks)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, momentum=momentum) for _ in range(blocks))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            value = value + norm(layer(value)).relu()
+        return value
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """Of a type of its own, which need not do what other batch norms do."""
+
+
+def chain() -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), OwnNorm(WIDTH)) for _ in range(4)]
+    return nn.Sequential(*blocks, nn.Linear(WIDTH, 4))
+
+
+def test_copies_of_statistics_of_equal_stages_are_inside_the_limit() -> None:
+    torch.manual_seed(0)
+    planned, batch = Checkpointable(Normalized(blocks=16), loss=square), torch.randn(8, WIDTH)
+    planned.measure(batch)
+    for share in (0.1, 0.0):
+        limit = between(planned, share)
+        planned.compute_sequence(limit)
+        for _ in range(2):
+            peak = step_peak(planned, batch)
+        assert peak <= limit
+    assert planned.sequence != store_all(planned.build_chain())
+
+
+@pytest.mark.parametrize("make", [Normalized, lambda: Normalized(momentum=None), chain])
+def test_statistics_that_did_not_move_when_they_were_measured_move_once(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = make()
+    planned = Checkpointable(copy.deepcopy(plain))
+    planned.measure(torch.zeros(64, WIDTH))  # whose mean is what the running mean begins with
+    planned.compute_sequence(between(planned, 0.0))
+    for _ in range(2):
+        batch = torch.randn(64, WIDTH)
+        for network in (plain, planned):
+            network.zero_grad()
+            square(network(batch)).backward()
+        assert_same_gradients(planned, plain)
