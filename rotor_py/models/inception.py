@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class InceptionOptions(TypedDict, total=False):
-    """Keywords of `Inception3`."""
-
     num_classes: int
     aux_logits: bool
     transform_input: bool
@@ -33,13 +31,8 @@ class InceptionOptions(TypedDict, total=False):
 
 def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int], **options: Any) -> nn.Sequential:
     """A convolution, its normalisation and its ReLU."""
-    return nn.Sequential(
-        OrderedDict(
-            conv=nn.Conv2d(inplanes, outplanes, kernel_size, bias=False, **options),
-            bn=nn.BatchNorm2d(outplanes, eps=0.001),
-            relu=nn.ReLU(inplace=True),
-        )
-    )
+    conv = nn.Conv2d(inplanes, outplanes, kernel_size, bias=False, **options)
+    return nn.Sequential(OrderedDict(conv=conv, bn=nn.BatchNorm2d(outplanes, eps=0.001), relu=nn.ReLU(inplace=True)))
 
 
 # Blocks concatenate their branches, which run in torchvision's order: the backward sums their gradients in reverse, and
@@ -60,13 +53,9 @@ class InceptionA(nn.Module):
         self.branch_pool = convolution(inplanes, pool_features, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        branches = [
-            self.branch1x1(x),
-            self.branch5x5_2(self.branch5x5_1(x)),
-            self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
-            self.branch_pool(_average(x)),
-        ]
-        return torch.cat(branches, 1)
+        one, single = self.branch1x1(x), self.branch5x5_2(self.branch5x5_1(x))
+        double = self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
+        return torch.cat([one, single, double, self.branch_pool(_average(x))], 1)
 
 
 class InceptionB(nn.Module):
@@ -80,12 +69,8 @@ class InceptionB(nn.Module):
         self.branch3x3dbl_3 = convolution(96, 96, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        branches = [
-            self.branch3x3(x),
-            self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x))),
-            F.max_pool2d(x, 3, stride=2),
-        ]
-        return torch.cat(branches, 1)
+        single, double = self.branch3x3(x), self.branch3x3dbl_3(self.branch3x3dbl_2(self.branch3x3dbl_1(x)))
+        return torch.cat([single, double, F.max_pool2d(x, 3, stride=2)], 1)
 
 
 class InceptionC(nn.Module):
@@ -190,12 +175,11 @@ class Inception3(NamedChain):
     ) -> None:
         super().__init__()
         if aux_logits:
-            raise InvalidValueError(
+            message = (
                 "the auxiliary classifier hangs off the middle of the network and cannot be a stage of a chain; use "
-                "aux_logits=False, with which checkpoints that contain AuxLogits load as well",
-                kind="excluded",
-                name="aux_logits",
+                "aux_logits=False, with which checkpoints that contain AuxLogits load as well"
             )
+            raise InvalidValueError(message, kind="excluded", name="aux_logits")
         if transform_input:
             self.transform = FromImageNet()
         self.Conv2d_1a_3x3 = convolution(3, 32, 3, stride=2)

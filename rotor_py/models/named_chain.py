@@ -29,9 +29,5 @@ class NamedChain(nn.Sequential):
 def check_length(name: str, given: Sequence[object], length: int, meaning: str) -> None:
     """Raise ValueError unless the argument `name` has `length` elements."""
     if len(given) != length:
-        raise InvalidValueError(
-            f"{name} has {len(given)} elements; give {length}, {meaning}",
-            kind="wrong_length",
-            name=name,
-            got=len(given),
-        )
+        message = f"{name} has {len(given)} elements; give {length}, {meaning}"
+        raise InvalidValueError(message, kind="wrong_length", name=name, got=len(given))

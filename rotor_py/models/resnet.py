@@ -28,8 +28,6 @@ Norm = Callable[[int], nn.Module]
 
 
 class ResNetOptions(TypedDict, total=False):
-    """Keywords of `ResNet` common to all depths."""
-
     num_classes: int
     zero_init_residual: bool
     groups: int
@@ -73,11 +71,11 @@ class BasicBlock(ResidualBlock):
     ) -> None:
         super().__init__()
         if (groups, base_width, dilation) != (1, 64, 1):
-            raise InvalidValueError(
+            message = (
                 f"a basic block has groups=1, width_per_group=64 and no dilation, but got groups={groups}, "
-                f"width_per_group={base_width} and dilation={dilation}; use a network of bottlenecks, such as resnet50",
-                kind="not_a_basic_block",
+                f"width_per_group={base_width} and dilation={dilation}; use a network of bottlenecks, such as resnet50"
             )
+            raise InvalidValueError(message, kind="not_a_basic_block")
         norm = norm_layer or nn.BatchNorm2d
         self.conv1 = nn.Conv2d(inplanes, planes, 3, stride=stride, padding=1, bias=False)
         self.bn1 = norm(planes)

@@ -16,16 +16,8 @@ from rotor_py.models.named_chain import NamedChain
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-WIDTHS = (64, 128, 256, 512, 512)  # channels of the five groups of convolutions
-VGG11 = (1, 1, 2, 2, 2)  # convolutions in each group
-VGG13 = (2, 2, 2, 2, 2)
-VGG16 = (2, 2, 3, 3, 3)
-VGG19 = (2, 2, 4, 4, 4)
-
 
 class VGGOptions(TypedDict, total=False):
-    """Keywords of `VGG` common to all depths."""
-
     num_classes: int
     init_weights: bool
     dropout: float
@@ -62,54 +54,54 @@ class VGG(NamedChain):
                     nn.init.zeros_(module.bias)
 
 
-def _features(counts: Sequence[int], *, batch_norm: bool) -> nn.Sequential:
-    """Groups of `counts[i]` 3 x 3 convolutions with `WIDTHS[i]` channels; each group ends in a pooling by two."""
+def _vgg(counts: Sequence[int], options: VGGOptions, *, batch_norm: bool = False) -> VGG:
+    """Five groups of so many 3 x 3 convolutions; each group ends in a pooling by two."""
     layers: list[nn.Module] = []
     channels = 3
-    for width, count in zip(WIDTHS, counts, strict=True):
+    for width, count in zip((64, 128, 256, 512, 512), counts, strict=True):
         for _ in range(count):
             norm = [nn.BatchNorm2d(width)] if batch_norm else []
             layers += [nn.Conv2d(channels, width, 3, padding=1), *norm, nn.ReLU(inplace=True)]
             channels = width
         layers.append(nn.MaxPool2d(2))
-    return nn.Sequential(*layers)
+    return VGG(nn.Sequential(*layers), **options)
 
 
 def vgg11(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-11: 132,863,336 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG11, batch_norm=False), **options)
+    return _vgg((1, 1, 2, 2, 2), options)
 
 
 def vgg11_bn(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-11 with batch norm: 132,868,840 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG11, batch_norm=True), **options)
+    return _vgg((1, 1, 2, 2, 2), options, batch_norm=True)
 
 
 def vgg13(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-13: 133,047,848 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG13, batch_norm=False), **options)
+    return _vgg((2, 2, 2, 2, 2), options)
 
 
 def vgg13_bn(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-13 with batch norm: 133,053,736 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG13, batch_norm=True), **options)
+    return _vgg((2, 2, 2, 2, 2), options, batch_norm=True)
 
 
 def vgg16(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-16: 138,357,544 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG16, batch_norm=False), **options)
+    return _vgg((2, 2, 3, 3, 3), options)
 
 
 def vgg16_bn(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-16 with batch norm: 138,365,992 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG16, batch_norm=True), **options)
+    return _vgg((2, 2, 3, 3, 3), options, batch_norm=True)
 
 
 def vgg19(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-19: 143,667,240 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG19, batch_norm=False), **options)
+    return _vgg((2, 2, 4, 4, 4), options)
 
 
 def vgg19_bn(**options: Unpack[VGGOptions]) -> VGG:
     """VGG-19 with batch norm: 143,678,248 parameters. The keywords are those of `VGG`."""
-    return VGG(_features(VGG19, batch_norm=True), **options)
+    return _vgg((2, 2, 4, 4, 4), options, batch_norm=True)

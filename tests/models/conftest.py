@@ -1,4 +1,4 @@
-"""The networks, built without memory for their weights."""
+"""Networks on the meta device, and their layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def network() -> Callable[[str], nn.Sequential]:
-    """A network by its name, on the meta device; tests share it and leave it as it is."""
+    """A network by its name, shared by tests."""
 
     @cache
     def build(name: str) -> nn.Sequential:
@@ -31,3 +31,11 @@ def network() -> Callable[[str], nn.Sequential]:
             return getattr(models, name)()
 
     return build
+
+
+def layers(module: nn.Module) -> Iterator[nn.Module]:
+    if type(module).forward is nn.Sequential.forward:
+        for child in module.children():
+            yield from layers(child)
+    else:
+        yield module

@@ -3,37 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 from rotor_py import models
-
-NUMBER_OF_LAYERS = {
-    "densenet121": 79, "densenet161": 99, "densenet169": 103, "densenet201": 119, "inception_v3": 32,
-    "resnet18": 15, "resnet34": 23, "resnet50": 23, "resnet101": 40, "resnet152": 57,
-    "resnet200": 73, "resnet1001": 339, "vgg11": 30, "vgg11_bn": 38, "vgg13": 34,
-    "vgg13_bn": 44, "vgg16": 40, "vgg16_bn": 53, "vgg19": 46, "vgg19_bn": 62,
-}  # fmt: skip
-
-
-def layers(module: nn.Module) -> Iterator[nn.Module]:
-    if type(module).forward is nn.Sequential.forward:
-        for child in module.children():
-            yield from layers(child)
-    else:
-        yield module
-
-
-@pytest.mark.parametrize("name", [name for name in models.__all__ if name.islower()])
-def test_network_is_a_plain_sequential_of_so_many_layers(network, name):
-    model = network(name)
-    assert isinstance(model, nn.Sequential)
-    assert type(model).forward is nn.Sequential.forward
-    assert len(list(layers(model))) == NUMBER_OF_LAYERS[name]
-
+from tests.models.conftest import layers
 
 SMALL = {
     "basic": (lambda: models.ResNet(models.resnet.BasicBlock, (2, 1, 1, 1)), 32),

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -13,26 +14,33 @@ import torch
 from torch import nn
 
 from rotor_py import models
+from tests.models.conftest import layers
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "torchvision.json").read_text())
 
 
-def number_of_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_state_dict_is_torchvisions(network, name):
-    state = network(name).state_dict()
-    lines = "\n".join(f"{key} {tuple(value.shape)}" for key, value in state.items())
-    assert len(state) == RECORDED[name]["entries"]
-    assert hashlib.sha256(lines.encode()).hexdigest() == RECORDED[name]["sha256"]
-    assert number_of_parameters(network(name)) == RECORDED[name]["parameters"]
+NUMBER_OF_LAYERS = {
+    "densenet121": 79, "densenet161": 99, "densenet169": 103, "densenet201": 119, "inception_v3": 32,
+    "resnet18": 15, "resnet34": 23, "resnet50": 23, "resnet101": 40, "resnet152": 57,
+    "resnet200": 73, "resnet1001": 339, "vgg11": 30, "vgg11_bn": 38, "vgg13": 34,
+    "vgg13_bn": 44, "vgg16": 40, "vgg16_bn": 53, "vgg19": 46, "vgg19_bn": 62,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [name for name in models.__all__ if name.islower()])
-def test_docstring_gives_the_number_of_parameters(network, name):
-    assert f"{number_of_parameters(network(name)):,} parameters" in getattr(models, name).__doc__
+def test_a_network_is_a_plain_sequential_with_the_keys_of_torchvision_and_as_many_parameters_as_it_says(network, name):
+    model = network(name)
+    assert isinstance(model, nn.Sequential)
+    assert type(model).forward is nn.Sequential.forward
+    assert len(list(layers(model))) == NUMBER_OF_LAYERS[name]
+    parameters, state = sum(each.numel() for each in model.parameters()), model.state_dict()
+    assert f"{parameters:,} parameters" in getattr(models, name).__doc__
+    if name in RECORDED:
+        lines = "\n".join(f"{key} {tuple(value.shape)}" for key, value in state.items())
+        found = {"entries": len(state), "sha256": hashlib.sha256(lines.encode()).hexdigest(), "parameters": parameters}
+        assert found == RECORDED[name]
+    with pytest.raises(TypeError, match="nonsense"):
+        getattr(models, name)(nonsense=1)
 
 
 def test_resnet1001_has_as_many_layers_as_its_name_says(network):
@@ -48,58 +56,33 @@ def small_densenet() -> models.DenseNet:
 
 def with_old_keys(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The keys of torchvision's files: `denselayer1.norm.1.weight`, not `denselayer1.norm1.weight`."""
-    old = {}
-    for key, value in state.items():
-        for layer in ("norm", "conv"):
-            for number in "12":
-                key = key.replace(f".{layer}{number}.", f".{layer}.{number}.") if "denselayer" in key else key
-        old[key] = value
-    return old
+    return {re.sub(r"(denselayer\d+\.)(norm|conv)([12])\.", r"\1\2.\3.", key): value for key, value in state.items()}
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone.inner."])
-def test_densenet_loads_files_with_the_old_keys(prefix):
+def test_densenet_and_its_copies_load_files_with_the_old_keys(prefix):
     source, target = small_densenet(), small_densenet()
     state = with_old_keys(source.state_dict())
     assert "features.denseblock1.denselayer2.conv.1.weight" in state
     file = {prefix + key: value for key, value in state.items()}
     keys = list(file)
-    holder = nn.ModuleDict({"backbone": nn.ModuleDict({"inner": target})}) if prefix else target
-    holder.load_state_dict(file, strict=True)
-    assert list(file) == keys
-    assert all(torch.equal(value, source.state_dict()[key]) for key, value in target.state_dict().items())
-
-
-def inception_checkpoint(network) -> dict[str, torch.Tensor]:
-    state = network("inception_v3").state_dict()
-    head = {"conv0.conv.weight": (128, 768, 1, 1), "conv0.bn.weight": (128,), "fc.weight": (1000, 768)}
-    return state | {f"AuxLogits.{key}": torch.empty(shape, device="meta") for key, shape in head.items()}
+    for twin in (target, copy.deepcopy(target), pickle.loads(pickle.dumps(target))):
+        holder = nn.ModuleDict({"backbone": nn.ModuleDict({"inner": twin})}) if prefix else twin
+        holder.load_state_dict(file, strict=True)
+        assert list(file) == keys
+        assert all(torch.equal(value, source.state_dict()[key]) for key, value in twin.state_dict().items())
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone."])
-def test_inception_passes_over_the_auxiliary_classifier_in_a_checkpoint(network, prefix):
+def test_inception_passes_over_the_auxiliary_classifier_in_a_checkpoint_and_refuses_other_keys(network, prefix):
     with torch.device("meta"):
         model = models.inception_v3()
-    file = {prefix + key: value for key, value in inception_checkpoint(network).items()}
+        head = {"AuxLogits.conv0.bn.weight": torch.empty(128), "AuxLogits.fc.weight": torch.empty(1000, 768)}
+        unknown = {"Mixed_9z.weight": torch.empty(1)}
+    file = {prefix + key: value for key, value in {**network("inception_v3").state_dict(), **head}.items()}
     holder = nn.ModuleDict({"backbone": model}) if prefix else model
     holder.load_state_dict(file, strict=True, assign=True)
     assert f"{prefix}AuxLogits.fc.weight" in file
     assert not any("AuxLogits" in key for key in model.state_dict())
-
-
-def test_other_unknown_keys_are_still_errors(network):
-    with torch.device("meta"):
-        model = models.inception_v3()
-    file = inception_checkpoint(network) | {"Mixed_9z.weight": torch.empty(1, device="meta")}
     with pytest.raises(RuntimeError, match="Mixed_9z"):
-        model.load_state_dict(file, strict=True, assign=True)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_load_checkpoints_as_well(duplicate):
-    source = small_densenet()
-    twin = duplicate(source)
-    with torch.no_grad():
-        source.classifier.bias.fill_(5)
-    twin.load_state_dict(with_old_keys(source.state_dict()), strict=True)
-    assert torch.equal(twin.classifier.bias, source.classifier.bias)
+        holder.load_state_dict(file | unknown, strict=True, assign=True)
