@@ -29,8 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from rotor_py.estimation.caching_allocator import replay
 from rotor_py.estimation.device_table import find_device
-from rotor_py.estimation.reservation import FollowedStep
-from rotor_py.estimation.simulated_target import gathering_apart
+from rotor_py.estimation.simulated_step import FollowedStep, gathering_apart
 
 aten = torch.ops.aten
 PUBLISHED = {8: 82.4, 128: 67.0}
@@ -91,8 +90,7 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
     device = find_device("h100")
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     mesh = init_device_mesh("cpu", (world,))
-    step = FollowedStep()
-    with FakeTensorMode(allow_non_fake_inputs=True), gathering_apart(step):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         model = Llama(layers)
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in model.layers:
@@ -100,9 +98,8 @@ def predicted(world: int, layers: int = 32, length: int = 8192) -> dict[str, Any
         fully_shard(model, mesh=mesh, mp_policy=policy)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         tokens = torch.zeros(2, length, dtype=torch.long)
-        step.hold_workspace(device)
-        step.hold([*model.parameters(), tokens])
-        with step:
+        step = FollowedStep([*model.parameters(), tokens], device)
+        with gathering_apart(step), step:
             for _ in range(2):
                 loss = F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
                 loss.backward()

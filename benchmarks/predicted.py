@@ -32,7 +32,7 @@ from rotor_profiling.backends import using
 from rotor_profiling.isolate import RandomState
 from rotor_py import Checkpointable, models, store_all
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
-from rotor_py.estimation.predicted_device import PredictedDevice
+from rotor_py.estimation.simulated_target import PredictedDevice
 from rotor_py.measure import stage_measurer
 from rotor_py.plan import source
 from rotor_py.plan.settings import Settings

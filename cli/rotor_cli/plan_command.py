@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 from rotor_cli.facts import Facts, Taken
 from rotor_cli.failure import INFEASIBLE, about_option, explained, failed, usage
@@ -12,8 +12,9 @@ from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
 from rotor_cli.target_device import LocalTarget, limit_on, target_of
 from rotor_cli.text_report import console
-from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, best_batch, largest_batch, verify
-from rotor_py.batch_size.choose import choose_for_device
+from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, verify
+from rotor_py.batch_size.choose import choose_among
+from rotor_py.batch_size.measured_batches import MeasuredBatches, PredictedBatches
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.estimate import recurrent_layers
 from rotor_py.estimation.simulated_step import SimulatedStep
@@ -228,24 +229,26 @@ def _choose(
 ) -> PlannedBatch:
     """The batch within `limit` bytes, and its planned model. Raises InfeasibleError if not even the smallest fits."""
     aim: Aim = "max" if request.batch_aim == "max" else "best"
-    choose_at = largest_batch if aim == "max" else best_batch
-    if target.simulated is not None:
-        keep_limit = request.mem_limit is not None
-        choose_at = partial(choose_for_device, aim, target.simulated, target.autocast, keep_limit=keep_limit)
-    return choose_at(
-        found.model,
-        found.sample_of,
-        limit,
-        loss=found.loss,
-        optimizer=found.optimizer,
-        fresh_grads=request.fresh_grads,
+    options: dict[str, Any] = {
+        "loss": found.loss,
+        "optimizer": found.optimizer,
+        "fresh_grads": request.fresh_grads,
+        "progress": shown.doing("measuring"),
+        "mem_slots": request.slots,
+        "forwards_in_flight": request.forwards_in_flight,
+        "backward_order": request.backward_order,
+        "cache": not request.no_cache,
+        "keep": request.keep,
+        "offload": request.offload,
+    }
+    if target.simulated is None:
+        batches = MeasuredBatches(found.model, found.sample_of, limit, **options)
+    else:
+        batches = PredictedBatches(target.simulated, target.autocast, found.model, found.sample_of, limit, **options)
+    return choose_among(
+        aim,
+        batches,
         multiple=request.batch_multiple,
         effective_batch=request.grad_accumulation,
-        progress=shown.doing("measuring"),
-        mem_slots=request.slots,
-        forwards_in_flight=request.forwards_in_flight,
-        backward_order=request.backward_order,
-        cache=not request.no_cache,
-        keep=request.keep,
-        offload=request.offload,
+        keep_limit=request.mem_limit is not None,
     )

@@ -68,7 +68,7 @@ def _device(request: Request) -> _Rules:
             parse_bytes(request.device_memory)
     several = False
     if request.simulated:
-        from rotor_py.estimation.device_table import name_and_count, split_count
+        from rotor_py.estimation.device_table import find_devices, split_count
 
         device = request.device or ""
         yield (
@@ -78,7 +78,7 @@ def _device(request: Request) -> _Rules:
         )  # fmt: skip
         with about_option("--device"):
             if device and request.device_file is None:
-                name_and_count(device)
+                find_devices(device)
             several = split_count(device)[1] > 1
         moves = request.offload is not None
         refused = {

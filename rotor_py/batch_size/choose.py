@@ -24,12 +24,11 @@ import torch
 from torch import nn
 
 from rotor_py.batch_size.measured_batches import MeasuredBatches, PredictedBatches
-from rotor_py.batch_size.search import Curve, Largest, Rate, largest
-from rotor_py.batch_size.step_costs import interpolated
+from rotor_py.batch_size.search import Curve, Largest, interpolated, largest
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import InfeasibleError, InvalidValueError, record_fields
-from rotor_py.estimation.device_table import find_devices
+from rotor_py.estimation.device_table import devices_of
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.units import format_bytes, limit_text
@@ -39,11 +38,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
-_EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
-"""Options of `Checkpointable` that leave no choice or concern one batch; and `step_in_backward`, with which each plan
-would step the same parameters.
-"""
-_AMONG = ("multiple", "effective_batch", "most")
 _MOST = 2**16
 """Default for the largest candidate batch."""
 _LOWERED = 3
@@ -86,79 +80,51 @@ def choose_batch(
     autocast: torch.dtype | None = None,
     **options: Any,
 ) -> PlannedBatch:
-    step: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "fresh_grads": fresh_grads, "progress": progress}
-    step |= options
-    among: dict[str, Any] = dict(zip(_AMONG, (multiple, effective_batch, most), strict=True))
+    options |= {"loss": loss, "fresh_grads": fresh_grads, "progress": progress}
+    among: dict[str, Any] = {"multiple": multiple, "effective_batch": effective_batch, "most": most}
     if device is None:
         if autocast is not None:
-            raise InvalidValueError(
-                "autocast= is for a device that is not here; enter torch.autocast around the call instead",
-                kind="device_elsewhere",
-                name="autocast",
-            )
-        _refuse_others(step)
-        batches = MeasuredBatches(model, sample_of, mem_limit, **step)
-        return _chosen(aim, batches, options.get("mem_slots", 500), fresh_grads=fresh_grads, **among)
-    devices = find_devices(device) if isinstance(device, str) else device
-    simulated = SimulatedDevices(Devices(devices) if isinstance(devices, Device) else devices)
+            message = "autocast= is for a device that is not here; enter torch.autocast around the call instead"
+            raise InvalidValueError(message, kind="device_elsewhere", name="autocast")
+        return choose_among(aim, MeasuredBatches(model, sample_of, mem_limit, optimizer=optimizer, **options), **among)
+    simulated = SimulatedDevices(devices_of(device))
     fakes = simulated.fakes
     with simulated.together():
         fake = simulated.model(model).train()
         with simulated.measuring():
-            step["optimizer"] = None if optimizer is None else fakes.optimizer(optimizer)
-            return choose_for_device(
-                aim, simulated, autocast, fake, lambda batch: fakes.value(sample_of(batch)), mem_limit,
-                **among, **step,
-            )  # fmt: skip
+            options["optimizer"] = None if optimizer is None else fakes.optimizer(optimizer)
+            batches = PredictedBatches(
+                simulated, autocast, fake, lambda batch: fakes.value(sample_of(batch)), mem_limit, **options
+            )
+            return choose_among(aim, batches, keep_limit=mem_limit is not None, **among)
 
 
-def choose_for_device(
-    aim: Aim,
-    devices: SimulatedDevices,
-    autocast: torch.dtype | None,
-    model: nn.Module,
-    sample_of: Callable[[int], Any],
-    mem_limit: float | str | None,
-    *,
-    keep_limit: bool | None = None,
-    **options: Any,
-) -> PlannedBatch:
-    """Choose a batch for a model on fake tensors, within the context of simulated devices.
-
-    Unless `keep_limit` (the default with a limit), lowers the limit if more would be reserved than the device has.
-    """
-    among = {name: options.pop(name) for name in _AMONG if name in options}
-    fresh_grads = options.get("fresh_grads", False)
-    _refuse_others(options)
-    options = {"loss": None, "optimizer": None, "fresh_grads": fresh_grads, "progress": None, **options, "cache": False}
-    batches = PredictedBatches(devices, autocast, model, sample_of, mem_limit, **options)
-    slots = options.get("mem_slots", 500)
-    keeping = mem_limit is not None if keep_limit is None else keep_limit
-    found = _chosen(aim, batches, slots, fresh_grads=fresh_grads, **among)
-    for _ in range(_LOWERED):
-        missing = batches.missing_bytes(found.batch, found.mem_limit)
-        if keeping or not missing:
-            break
-        batches.lower_limit(found.mem_limit - missing)
-        found = _chosen(aim, batches, slots, fresh_grads=fresh_grads, **among)
-    return found
-
-
-def _chosen(
+def choose_among(
     aim: Aim,
     batches: MeasuredBatches,
-    slots: int,
     *,
-    fresh_grads: bool,
     multiple: int = 1,
     effective_batch: int | None = None,
     most: int = _MOST,
+    keep_limit: bool = True,
 ) -> PlannedBatch:
-    among: Sequence[int] = _candidates(multiple, effective_batch, most, fresh_grads=fresh_grads)
+    """Choose a batch. Unless `keep_limit`, lowers the limit if more would be reserved than a simulated device has."""
+    candidates = _candidates(multiple, effective_batch, most, fresh_grads=batches.fresh_grads)
+    found = _chosen(aim, batches, candidates, effective_batch)
+    for _ in range(_LOWERED):
+        missing = 0 if keep_limit else batches.missing_bytes(found.batch, found.mem_limit)
+        if not missing:
+            break
+        batches.limit = found.mem_limit - missing
+        found = _chosen(aim, batches, candidates, effective_batch)
+    return found
+
+
+def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_batch: int | None) -> PlannedBatch:
     if not _probe(batches) and among[0] == 1 and len(among) > 1:
         among = among[1:]
     limit = batches.mem_limit
-    rate: Rate | None = None
+    curve: Curve | None = None
     over: Largest | None = None  # predicted to fit, but its step exceeds the limit
     while True:
         fits, stored = _largest(batches, among, limit, stored=False), _largest(batches, among, limit, stored=True)
@@ -166,12 +132,11 @@ def _chosen(
             raise _infeasible(batches, among[0], limit)
         if over is not None:
             fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
-        if rate is None:  # only once a batch and its optimizer step fit
-            rate = Rate(batches.optimizer_seconds, effective_batch)
+        if curve is None:  # only once a batch and its optimizer step fit
+            curve = Curve(batches.costs, limit, batches.optimizer_seconds, effective_batch, batches.slots)
         chosen, gap, tried = fits.batch, None, {fits.batch}
         if aim == "best":
-            inside = [batch for batch in among if batch <= fits.batch]
-            chosen, gap = _best(batches, inside, Curve(batches.costs, limit, rate, slots))
+            chosen, gap = _best(batches, [batch for batch in among if batch <= fits.batch], curve)
             tried |= {chosen} if stored is None else {chosen, stored.batch}
         peaks = {batch: batches.step_peak(batch) for batch in sorted(tried)}
         beyond = [(batch, peak) for batch, peak in peaks.items() if peak is not None and peak > limit]
@@ -189,9 +154,9 @@ def _chosen(
     rates: dict[int, float] = {}
     if len(peaks) > 1 and None not in peaks.values():
         seconds = batches.seconds_in_turns(peaks)
-        rates = {batch: 1 / rate.per_sample(each, batch) for batch, each in seconds.items()}
+        rates = {batch: 1 / curve.with_optimizer(each, batch) for batch, each in seconds.items()}
         chosen = max(rates, key=rates.__getitem__)
-    curve = Curve(batches.costs, limit, rate, slots)
+    curve.planned.clear()
     points = curve.points(among, fits.batch, {chosen, *((stored.batch,) if stored else ())})
     stored_seconds = batches.of(chosen).stored_seconds
     return PlannedBatch(
@@ -199,7 +164,7 @@ def _chosen(
         batch=chosen,
         mem_limit=limit,
         step_seconds=curve.seconds(chosen),
-        optimizer_seconds=rate.optimizer_seconds,
+        optimizer_seconds=curve.optimizer_seconds,
         overhead=curve.seconds(chosen) / stored_seconds if stored_seconds else 1.0,
         samples_per_second=1 / curve.per_sample(chosen),
         largest=fits.batch,
@@ -217,6 +182,22 @@ def _chosen(
     )
 
 
+def _probe(batches: MeasuredBatches) -> bool:
+    """Measure two small batches. Return whether the model trains on one sample, as far as tried."""
+    # Not one sample first: layers may refuse it (BatchNorm), and TorchDynamo specializes on it.
+    first = batches.of(2)
+    fixed, limit = first.budget.fixed.total, batches.mem_limit
+    for second in (4, 3):
+        # Scale in proportion: the constant part makes this an upper bound. One stage needs less than a step.
+        if fixed + (first.least_bytes - fixed) * second // 2 <= limit:
+            batches.of(second)
+            return True
+    if batches.trains_on(1):
+        return True
+    batches.of(3)
+    return False
+
+
 def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, stored: bool) -> Largest | None:
     """The largest batch that fits, with everything `stored` or by any plan."""
 
@@ -225,7 +206,7 @@ def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, 
         return costs.stored_bytes if stored else costs.least_bytes
 
     known = {batch: needs(batch) for batch in batches.costs}
-    slack = _ROUNDED * len(next(iter(batches.costs.values())).chain) if batches.on_cuda else 0
+    slack = _ROUNDED * len(next(iter(batches.costs.values())).stages) if batches.on_cuda else 0
     return largest(among, needs, known, mem_limit, slack)
 
 
@@ -260,50 +241,30 @@ def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> Infeasi
 def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_grads: bool) -> Sequence[int]:
     for name, number in (("multiple", multiple), ("effective_batch", effective_batch), ("most", most)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise InvalidValueError(
-                f"{name} is {number!r}; it has to be a whole number, one at least", kind="not_a_count", name=name
-            )
+            message = f"{name} is {number!r}; it has to be a whole number, one at least"
+            raise InvalidValueError(message, kind="not_a_count", name=name)
     if effective_batch is None:
         if multiple > most:
-            raise InvalidValueError(
-                f"multiple is {multiple} and most is {most}, so there is no batch to choose",
-                kind="no_batch",
-                name="multiple",
-                multiple=multiple,
-                most=most,
-            )
+            message = f"multiple is {multiple} and most is {most}, so there is no batch to choose"
+            raise InvalidValueError(message, kind="no_batch", name="multiple", multiple=multiple, most=most)
         return range(multiple, most + 1, multiple)
     if fresh_grads:
-        raise InvalidValueError(
+        message = (
             "fresh_grads=True frees gradients between batches, and effective_batch adds them up over several; leave "
-            "one of them out",
-            kind="excluded_together",
-            name="fresh_grads",
+            "one of them out"
         )
+        raise InvalidValueError(message, kind="excluded_together", name="fresh_grads")
     found = [b for b in range(multiple, min(most, effective_batch) + 1, multiple) if effective_batch % b == 0]
     if not found:
-        raise InvalidValueError(
+        message = (
             f"no multiple of {multiple} up to {most} divides effective_batch, which is {effective_batch}; batches of "
-            "one size could not make it",
-            kind="not_divisible",
-            name="effective_batch",
+            "one size could not make it"
         )
+        raise InvalidValueError(message, kind="not_divisible", name="effective_batch")
     return found
 
 
-def _refuse_others(options: dict[str, Any]) -> None:
-    for name in _EXCLUDED:
-        if options.pop(name, None) not in (None, False):
-            raise InvalidValueError(
-                f"{name}= is not for choosing a batch; choose one without it, then plan for that batch",
-                kind="excluded",
-                name=name,
-            )
-
-
-def _for_one_aim(
-    choose: Callable[Concatenate[Aim, P], R],
-) -> Callable[[Callable[..., R]], Callable[P, R]]:
+def _for_one_aim(choose: Callable[Concatenate[Aim, P], R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
     """Give a function the signature of `choose` without its aim, for type checkers, `help` and editors."""
 
     def decorated(function: Callable[..., R]) -> Callable[P, R]:
@@ -357,19 +318,3 @@ def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     seems to gain, by costs interpolated between measured batches.
     """
     return choose_batch("best", *args, **kwargs)
-
-
-def _probe(batches: MeasuredBatches) -> bool:
-    """Measure two small batches. Return whether the model trains on one sample, as far as tried."""
-    # Not one sample first: layers may refuse it (BatchNorm), and TorchDynamo specializes on it.
-    first = batches.of(2)
-    fixed, limit = first.budget.fixed.total, batches.mem_limit
-    for second in (4, 3):
-        # Scale in proportion: the constant part makes this an upper bound. One stage needs less than a step.
-        if fixed + (first.least_bytes - fixed) * second // 2 <= limit:
-            batches.of(second)
-            return True
-    if batches.trains_on(1):
-        return True
-    batches.of(3)
-    return False

@@ -14,10 +14,10 @@ from rotor_profiling import bytes_like, tensors_in
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.optimizer import stepping_as_on_cuda
 from rotor_profiling.timing import seconds_of, several_processes
-from rotor_py.batch_size.step_costs import StepCosts, agreed_costs
+from rotor_py.batch_size.search import StepCosts, agreed_costs
 from rotor_py.checkpointable import Checkpointable
-from rotor_py.distributed.processes import gather_objects, processes, size_of
-from rotor_py.errors import UnsupportedModelError, record_fields
+from rotor_py.distributed.processes import gather_objects, processes
+from rotor_py.errors import InvalidValueError, UnsupportedModelError, record_fields
 from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import SimulatedDevices
@@ -27,6 +27,10 @@ from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
+_EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
+"""Options of `Checkpointable` that leave no choice or concern one batch; and `step_in_backward`, with which each plan
+would step the same parameters.
+"""
 _SEVERAL = 3
 """Steps whose least peak counts, if peaks may be overestimated. A guess; too few overestimate the peak."""
 _TURNS = 3
@@ -36,7 +40,7 @@ _TURNS = 3
 class MeasuredBatches:
     """Costs of steps of `model` by batch, agreed by all processes that train it together.
 
-    `sample_of(batch)` returns a sample of that many rows. `options` are those of `Checkpointable`.
+    `options` are those of `Checkpointable`. Raises ValueError for those that leave no choice.
     """
 
     predicted: ClassVar[bool] = False
@@ -46,17 +50,21 @@ class MeasuredBatches:
         self,
         model: nn.Module,
         sample_of: Callable[[int], Any],
-        mem_limit: float | str | None,
+        limit: float | str | None,
         *,
-        loss: Callable[[Any], torch.Tensor] | None,
-        optimizer: torch.optim.Optimizer | None,
-        fresh_grads: bool,
-        progress: Progress | None,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        fresh_grads: bool = False,
+        progress: Progress | None = None,
         **options: Any,
     ) -> None:
+        for name in _EXCLUDED:
+            if options.pop(name, None) not in (None, False):
+                message = f"{name}= is not for choosing a batch; choose one without it, then plan for that batch"
+                raise InvalidValueError(message, kind="excluded", name=name)
         self.costs: dict[int, StepCosts] = {}
-        self._model, self._sample_of, self._limit = model, sample_of, mem_limit
-        self._loss, self._optimizer, self._fresh_grads = loss or default_loss, optimizer, fresh_grads
+        self.limit, self.fresh_grads, self.slots = limit, fresh_grads, options.get("mem_slots", 500)
+        self._model, self._sample_of, self._loss, self._optimizer = model, sample_of, loss or default_loss, optimizer
         self._progress, self._options = progress, options
         self._networks: dict[int, Checkpointable] = {}
         self._sample_bytes: dict[int, int] = {}
@@ -66,7 +74,14 @@ class MeasuredBatches:
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
-            self._refuse_other_rows(batch, sample)
+            size = self._sample_bytes[batch] = bytes_like(tensors_in(sample))
+            for other, known in self._sample_bytes.items():
+                if (other < batch) != (known < size) and other != batch:
+                    message = (
+                        f"a sample of {batch} rows has {size} bytes, and one of {other} has {known}: "
+                        "`sample_of(batch)` has to give as many rows as it is asked for"
+                    )
+                    raise UnsupportedModelError(message, kind="sample_ignores_batch", batch=batch)
             self._measure(network, batch, sample)
             measurement, budget = network.inspection_values, network.budget
             assert measurement is not None
@@ -93,14 +108,11 @@ class MeasuredBatches:
     @property
     def mem_limit(self) -> int:
         """Least limit of any process, in bytes. Needs a measured batch."""
-        return -int(self.agreed(-limit_bytes(self._limit, self._any.device)))
+        return -int(self.agreed(-limit_bytes(self.limit, self._any.device)))
 
     @property
     def optimizer_seconds(self) -> float:
-        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. Needs a measured batch.
-
-        Steps use zero gradients. Restores parameters, gradients and the optimizer's state.
-        """
+        """Seconds of `optimizer.step()` and `zero_grad()`; zero without an optimizer. Needs a measured batch."""
         network, optimizer = self._any, self._optimizer
         if optimizer is None:
             return self.agreed(0.0)
@@ -113,7 +125,7 @@ class MeasuredBatches:
 
         def run() -> None:
             optimizer.step()
-            optimizer.zero_grad(set_to_none=self._fresh_grads)
+            optimizer.zero_grad(set_to_none=self.fresh_grads)
 
         with state_restored(network, optimizer), values_restored(trained):
             give_gradients()
@@ -123,21 +135,16 @@ class MeasuredBatches:
 
     @property
     def on_cuda(self) -> bool:
-        return self._any.device.type == "cuda"
+        return self.predicted or self._any.device.type == "cuda"
 
     def agreed(self, number: float) -> float:
         """The maximum over all processes, which all have to call this. Needs a measured batch."""
         group = self._group
-        if group is None or size_of(group) == 1:
-            return number
-        found: float = max(gather_objects(number, group, self._any.device))
+        found: float = number if group is None else max(gather_objects(number, group, self._any.device))
         return found
 
     def step_peak(self, batch: int) -> int | None:
-        """Measured peak of a real step of a batch by its plan, in bytes; the maximum over all processes.
-
-        None if the machine lacks memory for the step now. Raises InfeasibleError if the batch has no plan.
-        """
+        """Measured peak of a real step of a batch by its plan; None if the machine lacks memory for the step now."""
         network = self.network(batch)
         sequence = network.compute_sequence()
         assert network.budget is not None
@@ -151,12 +158,12 @@ class MeasuredBatches:
                 peaks.append(peak)
         return int(self.agreed(min(peaks)))
 
-    def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Seconds of forward, loss and backward in real steps by batch; the maximum over all processes.
+    def missing_bytes(self, batch: int, mem_limit: int) -> int:
+        """Bytes missing on a simulated device for the reservation of a batch by its plan within `mem_limit` bytes."""
+        return 0
 
-        Batches take turns, so that a disturbance hits all of them, and the best turn of each counts: disturbances only
-        add time. Needs a step of each batch taken before.
-        """
+    def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
+        """Seconds of forward, loss and backward by batch, in real steps by turns: disturbances only add time."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():
@@ -173,7 +180,7 @@ class MeasuredBatches:
             self._loss,
             self._optimizer,
             network.device,
-            fresh_grads=self._fresh_grads,
+            fresh_grads=self.fresh_grads,
             forwards=network.forwards_in_flight,
         )
         with state_restored(network, self._optimizer):
@@ -197,10 +204,10 @@ class MeasuredBatches:
         # Refuse an invalid limit before measuring.
         return Checkpointable(
             self._model,
-            mem_limit=self._limit,
+            mem_limit=self.limit,
             loss=self._loss,
             optimizer=self._optimizer,
-            fresh_grads=self._fresh_grads,
+            fresh_grads=self.fresh_grads,
             progress=None if progress is None else tell,
             **self._options,
         )
@@ -208,24 +215,9 @@ class MeasuredBatches:
     def _measure(self, network: Checkpointable, batch: int, sample: Any) -> None:
         network.measure(sample)
 
-    def _refuse_other_rows(self, batch: int, sample: Any) -> None:
-        """Raise UnsupportedModelError if samples of other batches have as many numbers."""
-        self._sample_bytes[batch] = bytes_like(tensors_in(sample))
-        for other, size in self._sample_bytes.items():
-            if (other < batch) != (size < self._sample_bytes[batch]) and other != batch:
-                raise UnsupportedModelError(
-                    f"a sample of {batch} rows has {self._sample_bytes[batch]} bytes, and one of {other} has {size}: "
-                    "`sample_of(batch)` has to give as many rows as it is asked for",
-                    kind="sample_ignores_batch",
-                    batch=batch,
-                )
-
 
 class PredictedBatches(MeasuredBatches):
-    """Costs of steps of a model on fake tensors by batch, computed within `measuring`.
-
-    Other arguments are those of `MeasuredBatches`. Steps run under `autocast` if it is a dtype.
-    """
+    """Costs of steps of a model on fake tensors, computed within `measuring`, under `autocast` if it is a dtype."""
 
     predicted: ClassVar[bool] = True
 
@@ -235,10 +227,10 @@ class PredictedBatches(MeasuredBatches):
         autocast: torch.dtype | None,
         model: nn.Module,
         sample_of: Callable[[int], Any],
-        mem_limit: float | str | None,
-        **step: Any,
+        limit: float | str | None,
+        **options: Any,
     ) -> None:
-        super().__init__(model, sample_of, mem_limit, **step)
+        super().__init__(model, sample_of, limit, **{**options, "cache": False})
         self._devices, self._autocast = devices, autocast
 
     @property
@@ -259,22 +251,13 @@ class PredictedBatches(MeasuredBatches):
                     watch.lap()
                     return watch.stop()[0]
 
-    @property
-    def on_cuda(self) -> bool:
-        return True
-
     def step_peak(self, batch: int) -> None:
         """None: no real step can be taken, so the prediction decides."""
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
-        """Bytes missing on the device for the reservation of a batch by its plan within `mem_limit` bytes."""
         network = self.network(batch)
         network.compute_sequence(mem_limit)
-        found = self._devices.reserve(self._step(network, batch), keep_limit=True)
-        return 0 if found is None else found.missing_bytes
-
-    def lower_limit(self, mem_limit: int) -> None:
-        self._limit = mem_limit
+        return self._devices.reserve(self._step(network, batch), keep_limit=True).missing_bytes
 
     def _measure(self, network: Checkpointable, batch: int, sample: Any) -> None:
         with region(self._autocast):
@@ -283,8 +266,4 @@ class PredictedBatches(MeasuredBatches):
 
     def _step(self, network: Checkpointable, batch: int) -> SimulatedStep:
         sample = self._sample_of(batch)
-        return SimulatedStep(network, sample, self._loss, self._optimizer, self._fresh_grads, self._autocast)
-
-    @property
-    def _group(self) -> None:
-        return None
+        return SimulatedStep(network, sample, self._loss, self._optimizer, self.fresh_grads, self._autocast)

@@ -1,14 +1,31 @@
-"""Find the largest and the best batch within a limit from few measured batches."""
+"""Find the largest and the best batch within a limit from few measured batches.
+
+Bytes and seconds of a stage are affine in the batch: a constant part (weights, launches) and one per sample. This holds
+piecewise: a peak is a maximum of affine sums, and a library may change kernels. So each number is interpolated between
+the two nearest measured batches.
+"""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import count
+from typing import Any
 
-from rotor_py.batch_size.step_costs import StepCosts, interpolated
+import torch
+import torch.distributed as dist
+
+import rotor_solver
+from rotor_py.distributed.processes import gather_objects
+from rotor_py.errors import PlanMismatchError
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_py.measure.measurement import costliest
 from rotor_py.report.batch_choice import BatchPoint
+from rotor_solver import InfeasibleError, Option, Persistent, store_all
+from rotor_solver.moving import Link
 
 _GROWTH = 4
 """Most growth from one measured batch to the next. A guess: a batch that needs more than its line must show that while
@@ -24,6 +41,123 @@ _CLOSER = 8
 """The same between the neighbours of the best."""
 _FINE = 0.01
 """Relative distance between neighbours at which the search for the best batch ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Memory and chain of a step, and the seconds of the layers before the chain, which are not planned."""
+
+    budget: Budget
+    before_chain_seconds: float = 0.0
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """Names of the stages. Batches with different stages cannot be interpolated."""
+        return tuple(stage.name for stage in self.budget.chain)
+
+    @property
+    def least_bytes(self) -> int:
+        return self.budget.least_bytes()
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.budget.peak_bytes(store_all(self.budget.chain))
+
+    @property
+    def stored_seconds(self) -> float:
+        return self.seconds_of(store_all(self.budget.chain))
+
+    def seconds_of(self, sequence: rotor_solver.Sequence) -> float:
+        """Seconds of forward, loss and backward by `sequence`, all forwards in flight."""
+        return self.budget.makespan(sequence) + self.budget.forwards * self.before_chain_seconds
+
+    def seconds_within(self, mem_limit: int, slots: int) -> float:
+        """Seconds by the fastest sequence found within `mem_limit` bytes for the whole step; infinite if none fits."""
+        try:
+            return self.seconds_of(self.budget.solve(mem_limit, Persistent(slots)))
+        except InfeasibleError:
+            return math.inf
+
+
+def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torch.device) -> StepCosts:
+    """Take the maximum of each number over all processes of `group`, which all have to call this.
+
+    Raises PlanMismatchError in all of them if their stages differ.
+    """
+    if group is None:
+        return costs
+    found: list[StepCosts] = gather_objects(costs, group, device)
+    for rank, other in enumerate(found):
+        if other.stages != found[0].stages:
+            raise PlanMismatchError("the stages of the model", found[0].stages, f"{other.stages} on rank {rank}")
+    budgets = [each.budget for each in found]
+    sizes = {"before_bytes", "snapshot_bytes", "stepping_bytes", "held_beside"}
+    links = [budget.link for budget in budgets if budget.link is not None]
+    steps = [budget.step_bytes for budget in budgets if budget.step_bytes is not None]
+    budget = replace(
+        budgets[0],
+        chain=costliest([each.chain for each in budgets]),
+        fixed=FixedMemory(
+            **{each.name: max(getattr(budget.fixed, each.name) for budget in budgets) for each in fields(FixedMemory)}
+        ),
+        step_bytes=max(steps, default=None),
+        link=Link.slowest(links) if len(links) == len(budgets) else None,
+        **{name: max(getattr(budget, name) for budget in budgets) for name in sizes},
+    )
+    return StepCosts(budget, max(each.before_chain_seconds for each in found))
+
+
+def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None:
+    """Interpolate the costs of a step of `batch`; None if the measured batches around it do not determine them.
+
+    Beyond the measured batches, bytes follow the line through the last two, and seconds are proportional to the batch,
+    since noise would ruin an extrapolated line. Batches with different stages share no line; the nearer one decides
+    which line applies.
+    """
+    if batch in measured:
+        return measured[batch]
+    batches = sorted(measured)
+    place = bisect_left(batches, batch)
+    around = batches[max(0, place - 1) : place + 1]
+    nearest = min(around, key=lambda each: abs(each - batch))
+    alike = sorted((b for b in batches if measured[b].stages == measured[nearest].stages), key=lambda b: abs(b - batch))
+    ends = around if set(around) <= set(alike) and len(around) == 2 else sorted(alike[:2])
+    if len(ends) < 2:
+        return None
+    low, high = ends
+    try:
+        found: StepCosts = _on_line(measured[low], measured[high], batch, low, high)
+        return found
+    except ValueError:
+        # Interpolated costs are valid. Extrapolated lines may cross, which no chain has.
+        if low <= batch <= high:
+            raise
+        return None
+
+
+def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
+    """Interpolate the numbers from those of `one` at `low` to those of `other` at `high`; sizes are rounded up.
+
+    Beyond an end, seconds are those of the end, in proportion. Numbers that are nonnegative at both ends stay
+    nonnegative. Only options of a stage that both have remain.
+    """
+    if one is None or other is None or isinstance(one, str | bool | Link):  # a link does not depend on the batch
+        return None if other is None else one
+    if is_dataclass(one) and not isinstance(one, type):
+        values = {each.name: (getattr(one, each.name), getattr(other, each.name)) for each in fields(one)}
+        return replace(one, **{name: _on_line(*pair, batch, low, high) for name, pair in values.items()})
+    if isinstance(one, tuple):
+        pairs: Iterable[tuple[Any, Any]] = zip(one, other, strict=False)
+        if all(isinstance(each, Option) for each in (*one, *other)):
+            by_name = {option.name: option for option in other}
+            pairs = ((option, by_name[option.name]) for option in one if option.name in by_name)
+        return tuple(_on_line(*pair, batch, low, high) for pair in pairs)
+    if isinstance(one, float):
+        nearest = min(max(low, batch), high)
+        return batch / nearest * (one + (other - one) * (nearest - low) / (high - low))
+    # In integers, because sizes are exact: an affine size equals its measurement.
+    found = one - (-(other - one) * (batch - low) // (high - low))
+    return max(0, found) if one >= 0 and other >= 0 else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +247,14 @@ def _bound(known: dict[int, int], batch: int) -> int:
     return max(bounds, default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    optimizer_seconds: float = 0.0
-    effective_batch: int | None = None
-
-    def per_sample(self, seconds: float, batch: int) -> float:
-        return seconds / batch + self.optimizer_seconds / (self.effective_batch or batch)
-
-
 @dataclass(slots=True)
 class Curve:
     """Plans within `mem_limit` by batch, each solved once, with costs interpolated between `measured` batches."""
 
     measured: dict[int, StepCosts]
     mem_limit: int
-    rate: Rate
+    optimizer_seconds: float = 0.0
+    effective_batch: int | None = None
     slots: int = 500
     planned: dict[int, float] = field(default_factory=dict)
     """Seconds of forward, loss and backward by the fastest plan, by batch; infinite if none fits."""
@@ -136,13 +262,15 @@ class Curve:
     def seconds(self, batch: int) -> float:
         if batch not in self.planned:
             costs = interpolated(self.measured, batch)
-            sequence = None if costs is None else costs.plan(self.mem_limit, self.slots)
-            found = costs.seconds_of(sequence) if costs is not None and sequence is not None else float("inf")
-            self.planned[batch] = found
+            self.planned[batch] = math.inf if costs is None else costs.seconds_within(self.mem_limit, self.slots)
         return self.planned[batch]
 
+    def with_optimizer(self, seconds: float, batch: int) -> float:
+        """Seconds per sample, the optimizer step included."""
+        return seconds / batch + self.optimizer_seconds / (self.effective_batch or batch)
+
     def per_sample(self, batch: int) -> float:
-        return self.rate.per_sample(self.seconds(batch), batch)
+        return self.with_optimizer(self.seconds(batch), batch)
 
     def best(self, candidates: Sequence[int]) -> int:
         """The candidate with the least seconds per sample, from a grid at equal ratios and a finer one around its best.
@@ -170,11 +298,11 @@ class Curve:
 
     def _point(self, batch: int) -> BatchPoint | None:
         costs = interpolated(self.measured, batch)
-        if costs is None or self.per_sample(batch) in (0.0, float("inf")):
+        if costs is None or self.per_sample(batch) in (0.0, math.inf):
             return None
         stored = None
         if costs.stored_bytes <= self.mem_limit and costs.stored_seconds > 0:
-            stored = 1 / self.rate.per_sample(costs.stored_seconds, batch)
+            stored = 1 / self.with_optimizer(costs.stored_seconds, batch)
         return BatchPoint(batch, 1 / self.per_sample(batch), stored, batch in self.measured)
 
 

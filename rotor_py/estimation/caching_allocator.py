@@ -31,18 +31,12 @@ from dataclasses import dataclass, field
 from rotor_py.errors import DescribedError, InvalidValueError
 from rotor_py.units import format_bytes
 
-MIN_BLOCK = 512
-"""`kMinBlockSize`: every size is rounded up to a multiple of it."""
-SMALL_SIZE = 2**20
-"""`kSmallSize`: up to here, requests are small and have a pool of their own."""
-SMALL_SEGMENT = 2 * 2**20
-"""`kSmallBuffer`: segment size of the small pool."""
-LARGE_SEGMENT = 20 * 2**20
-"""`kLargeBuffer`: segment size of the large pool for requests below 10 MiB."""
-MIN_LARGE_ALLOCATION = 10 * 2**20
-"""`kMinLargeAlloc`: larger requests get their own segment."""
-ROUND_LARGE = 2 * 2**20
-"""`kRoundLarge`: such a segment is rounded up to a multiple of it."""
+MIN_BLOCK = 512  # `kMinBlockSize`: every size is rounded up to a multiple of it
+SMALL_SIZE = 2**20  # `kSmallSize`: up to here, requests are small and have a pool of their own
+SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: segment size of the small pool
+LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment size of the large pool for requests below 10 MiB
+MIN_LARGE_ALLOCATION = 10 * 2**20  # `kMinLargeAlloc`: larger requests get their own segment
+ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: such a segment is rounded up to a multiple of it
 
 
 @dataclass(slots=True, eq=False)
@@ -73,8 +67,6 @@ class Pool:
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
-    unmapped: list[int] = field(default_factory=list)
-    """Addresses in order."""
     blocks: dict[int, Block] = field(default_factory=dict)
     """Free and unmapped blocks by address."""
 
@@ -82,15 +74,11 @@ class Pool:
         self.blocks[block.address] = block
         if block.mapped:
             insort(self.free, (block.size, block.address))
-        else:
-            insort(self.unmapped, block.address)
 
     def remove(self, block: Block) -> None:
         del self.blocks[block.address]
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
-        else:
-            del self.unmapped[bisect_left(self.unmapped, block.address)]
 
     def merge(self, block: Block, neighbour: Block | None) -> None:
         """Merge a free neighbour, which is in the pool, into `block`, which is not."""
@@ -126,10 +114,7 @@ Event = Allocate | Free
 
 
 def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
-    """Peak of live bytes during `events`, beyond those live after the first `beyond` events.
-
-    Sizes are rounded up to blocks; remainders that the allocator does not split off are not counted.
-    """
+    """Peak of live bytes in blocks during `events`, beyond those live after the first `beyond` events."""
     sizes, now, before, most = dict[Hashable, int](), 0, 0, 0
     for number, event in enumerate(events, 1):
         if isinstance(event, Allocate):
@@ -164,7 +149,6 @@ class DeviceFullError(DescribedError, ValueError):
             reserved=reserved,
             limit=limit,
         )
-        self.size, self.allocated, self.reserved, self.limit = size, allocated, reserved, limit
 
 
 _ENDLESS = LARGE_SEGMENT * 2**26
@@ -204,11 +188,8 @@ class CachingAllocator:
     def allocate(self, key: Hashable, size: int, stream: int = 0) -> None:
         """Allocate by rules 1 to 4. Zero bytes allocate nothing."""
         if key in self._held:
-            raise InvalidValueError(
-                f"{key!r} is allocated already; free it first, or call this one something else",
-                kind="allocated_twice",
-                name=str(key),
-            )
+            message = f"{key!r} is allocated already; free it first"
+            raise InvalidValueError(message, kind="allocated_twice", name=str(key))
         if size <= 0:
             self._held[key] = None
             return
@@ -226,7 +207,6 @@ class CachingAllocator:
         self._peak_allocated = max(self._peak_allocated, self.allocated_bytes)
 
     def free(self, key: Hashable) -> None:
-        """Free by rule 5."""
         if key not in self._held:
             raise InvalidValueError(f"{key!r} is not allocated", kind="not_allocated", name=str(key))
         block = self._held.pop(key)
@@ -247,27 +227,26 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def _best_fit(self, pool: Pool, size: int) -> Block | None:
-        found: Block | None = None
-        for _, address in pool.free[bisect_left(pool.free, (size, -1)) :]:
+        found, most = None, 0
+        for free, address in pool.free[bisect_left(pool.free, (size, -1)) :]:
             block = pool.blocks[address]
-            if found is not None and _room(block) >= _room(found):
+            following = block.next if self._expandable else None
+            room = free + (following.size if following is not None and not following.mapped else 0)
+            if found is not None and room >= most:
                 break
-            found = block
-            if not self._expandable:
-                break
+            found, most = block, room
         return found
 
     def _new(self, pool: Pool, size: int) -> Block:
         """Get a free block from memory new to the pool: rules 3, 6 and 7."""
         new = self._expanded if self._expandable else self._segment
-        block = new(pool, size)
-        if block is None:
-            self.release_cached()
-            block = new(pool, size)
-        if block is None:
-            assert self._limit is not None
-            raise DeviceFullError(size, self.allocated_bytes, self.reserved_bytes, self._limit)
-        return block
+        if (block := new(pool, size)) is not None:
+            return block
+        self.release_cached()
+        if (block := new(pool, size)) is not None:
+            return block
+        assert self._limit is not None
+        raise DeviceFullError(size, self.allocated_bytes, self.reserved_bytes, self._limit)
 
     def _segment(self, pool: Pool, size: int) -> Block | None:
         whole = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
@@ -292,7 +271,12 @@ class CachingAllocator:
             mapped = min(hole.size, -(-missing // page) * page)
             if not self._reserve(mapped):
                 return None
-            block = self._map(pool, hole, mapped)
+            pool.remove(hole)
+            if mapped < hole.size:
+                pool.add(hole.split(mapped))
+            hole.mapped = True
+            self._put_back(hole)
+            block = hole
         return block
 
     def _reserve(self, size: int) -> bool:
@@ -303,9 +287,9 @@ class CachingAllocator:
         return True
 
     def _growing(self, pool: Pool, size: int) -> Block:
-        for address in pool.unmapped:
-            block: Block | None = pool.blocks[address]
-            assert block is not None
+        unmapped = (each for each in pool.blocks.values() if not each.mapped)
+        block: Block | None
+        for block in sorted(unmapped, key=lambda each: each.address):
             if block.previous is not None and not block.previous.allocated:
                 block = block.previous
             start, room = block, 0
@@ -315,14 +299,6 @@ class CachingAllocator:
             if room >= size:
                 return start
         return self._new_block(pool, _ENDLESS, mapped=False)
-
-    def _map(self, pool: Pool, hole: Block, size: int) -> Block:
-        pool.remove(hole)
-        if size < hole.size:
-            pool.add(hole.split(size))
-        hole.mapped = True
-        self._put_back(hole)
-        return hole
 
     def _unmap(self, block: Block) -> None:
         pool = block.pool
@@ -345,9 +321,3 @@ class CachingAllocator:
         block.pool.merge(block, block.previous)
         block.pool.merge(block, block.next)
         block.pool.add(block)
-
-
-def _room(block: Block) -> int:
-    """Largest size that a block of an expandable segment can reach."""
-    following = block.next
-    return block.size + (following.size if following is not None and not following.mapped else 0)

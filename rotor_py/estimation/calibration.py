@@ -56,10 +56,7 @@ def calibrate(
     sizes: Sizes | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Device:
-    """Measure `device`, whose memory is given as `memory_bytes`. Takes ten to thirty seconds.
-
-    A dtype without matrix products counts as the next wider one. `progress` receives the name of each measurement.
-    """
+    """Measure `device` in ten to thirty seconds. `progress` receives the name of each measurement."""
     sizes = sizes or (_ON_CUDA if device.type == "cuda" else _ON_CPU)
     say = progress or (lambda text: None)
     cuda = device.type == "cuda"
@@ -70,7 +67,12 @@ def calibrate(
         with _tf32(allowed=True):
             found["tf32"] = _products(device, sizes, torch.float32) if cuda else found["fp32"]
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
-            found[name] = _products(device, sizes, dtype) or found["fp32"]
+            try:
+                found[name] = _products(device, sizes, dtype)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # older devices have no products of these
+                found[name] = found["fp32"]
         rates = Rates(**{name: _rounded(max(each)) for name, each in found.items()})
         # Use the training dtype: half precision on CUDA; 32 bits on a CPU, which often converts half instead of
         # computing it.
@@ -120,15 +122,9 @@ def calibrate(
 def _products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> list[float]:
     found = []
     for rows, inner, columns in sizes.matrices:
-        try:
-            left = torch.randn(rows, inner, device=device).to(dtype)
-            right = torch.randn(inner, columns, device=device).to(dtype)
-            seconds = _seconds(partial(torch.matmul, left, right), device)
-            found.append(2 * rows * inner * columns / seconds)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # "not implemented for 'Half'" on some CPUs
-            return []
+        left = torch.randn(rows, inner, device=device).to(dtype)
+        right = torch.randn(inner, columns, device=device).to(dtype)
+        found.append(2 * rows * inner * columns / _seconds(partial(torch.matmul, left, right), device))
     return found
 
 
@@ -169,7 +165,6 @@ def _rounded(number: float) -> float:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of one run after two warm-up runs, which choose algorithms and reserve memory."""
-
     run()
     run()
     with stopwatch(device) as watch:

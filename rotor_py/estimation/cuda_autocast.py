@@ -172,12 +172,11 @@ def _in_the_widest(operator: _Call) -> _Call:
 
 def _refused(operator: _Call) -> _Call:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise InvalidStateError(
+        message = (
             f"{operator} raises an error under autocast on CUDA: it is unsafe in low precision. Use "
-            "binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss",
-            kind="unsafe_autocast",
-            name=str(operator),
+            "binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss"
         )
+        raise InvalidStateError(message, kind="unsafe_autocast", name=str(operator))
 
     return kernel
 
@@ -203,16 +202,10 @@ def _for_cpu() -> Iterator[None]:
     begin = autocast.__init__
 
     @wraps(begin)  # TorchDynamo reads the signature
-    def begin_for_cpu(
-        self: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
+    def begin_for_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", torch.get_autocast_dtype("cuda") if dtype is None else dtype
-        begin(self, device_type, dtype, enabled, cache_enabled)
+        begin(self, device_type, dtype, *args, **kwargs)
 
     autocast.__init__ = begin_for_cpu
     try:

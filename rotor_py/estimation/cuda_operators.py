@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -135,23 +135,22 @@ class Attention:
         return bias.expand(*self.query.shape[:3], self.key.shape[2])
 
 
-_FORWARD = getattr(torch.ops.aten, "_fused_rms_norm", None)
-_BACKWARD = getattr(torch.ops.aten, "_fused_rms_norm_backward", None)
+_FORWARD: Any = getattr(_aten, "_fused_rms_norm", None)
+_BACKWARD: Any = getattr(_aten, "_fused_rms_norm_backward", None)
 
 
-def rms_norm(
+def _rms_norm(
     input: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """As `torch.nn.functional.rms_norm` on CUDA."""
-    if torch.is_autocast_enabled("cpu") and input.dtype in (torch.float16, torch.bfloat16, torch.float32):
+    if torch.is_autocast_enabled("cpu") and input.dtype in (*_HALF, torch.float32):
         input, weight = input.float(), None if weight is None else weight.float()
-    other = weight is not None and weight.dtype != input.dtype
+    shape, other = [*normalized_shape], weight is not None and weight.dtype != input.dtype
     if _BACKWARD is None or other or not input.is_floating_point():
-        return functional.rms_norm(input, [*normalized_shape], weight, eps)
-    made: torch.Tensor = _FusedRmsNorm.apply(input, [*normalized_shape], weight, eps)  # type: ignore[no-untyped-call]
+        return functional.rms_norm(input, shape, weight, eps)
+    made: torch.Tensor = _FusedRmsNorm.apply(input, shape, weight, eps)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -160,7 +159,6 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
     ) -> torch.Tensor:
-        assert _FORWARD is not None
         with torch_compat.AutoDispatchBelowAutograd():  # above autograd it decomposes
             made, by_row = _FORWARD(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, by_row)
@@ -169,7 +167,6 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        assert _BACKWARD is not None
         input, weight, by_row = ctx.saved_tensors
         needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
         of_input, of_weight = _BACKWARD(gradient, input, ctx.shape, by_row, weight, needed)
@@ -192,7 +189,7 @@ class CudaOperators(TorchFunctionMode):
         if func in (functional.dropout, torch.dropout):
             return _dropout(*args, **kwargs)
         if func in (functional.rms_norm, torch.rms_norm):
-            return rms_norm(*args, **kwargs)
+            return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -209,18 +206,13 @@ def _dropout(
 
 @contextmanager
 def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """Run CUDA's operators, also for recomputation in backwards.
-
-    PyTorch disables a mode in the calls that it handles, so `backward` and `grad` enter it again.
-    """
+    """Run CUDA's operators, also in backwards: PyTorch disables a mode in calls that it handles, such as `backward`."""
     mode = CudaOperators(compute_capability)
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
     def run_in_mode(*args: Any, **kwargs: Any) -> Any:
-        if any(each is mode for each in function_mode_stack()):
-            return run(*args, **kwargs)
-        with mode:
+        with nullcontext() if any(each is mode for each in function_mode_stack()) else mode:
             return run(*args, **kwargs)
 
     autograd._engine_run_backward = run_in_mode

@@ -18,55 +18,23 @@ else:
     import tomli as tomllib
 
 _TABLE = Path(__file__).with_name("devices.toml")
-_SOURCES = "sources"
-"""Section of a table that is no device."""
 _RATES = ("bf16", "fp16", "tf32", "fp32")
 _REQUIRED = ("memory", "bandwidth", *_RATES, "compute_capability", "link", "pcie")
 _OPTIONAL = ("name", "vendor", "context", "launch_seconds", "efficiencies")
 _EFFICIENCIES = ("matmul", "convolution", "attention", "attention_backward", "streaming")
-_OWN = "the file itself"
-
-
-def name_and_count(text: str) -> tuple[str, int]:
-    """Parse a device and its count: "H100:8" gives "h100" and 8.
-
-    Ignores case and spaces. Raises ValueError, with the nearest names, if the device or the count is unknown.
-    """
-    name, count = split_count(text)
-    return name_in_table(name), count
-
-
-def name_in_table(name: str) -> str:
-    """The spelling of the table. Raises ValueError, with the nearest names, if it lacks the name."""
-    known = device_names()
-    spelled = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
-    for each in (spelled, spelled.replace("-", "")):
-        if each in known:
-            return each
-    near = difflib.get_close_matches(spelled, known, cutoff=0.4) or list(known)
-    # A family matches its members: a100 matches a100-80 and a100-40.
-    *first, last = [each for each in known if each.startswith(f"{spelled}-")] or near
-    meant = f"{', '.join(first)} or {last}" if first else last
-    raise InvalidValueError(
-        f"no device is called {name!r}; did you mean {meant}? A file of your own has the form of {_TABLE.name}",
-        kind="unknown_device",
-        name=name,
-    )
 
 
 def split_count(text: str) -> tuple[str, int]:
     """Split any name from its count: "h100:8" gives "h100" and 8. Raises ValueError if the count is no number."""
     name, colon, number = text.partition(":")
     if colon and not (number.isdecimal() and int(number) > 0):
-        raise InvalidValueError(
-            f"{text!r} is not a number of devices; write {name}:8 for eight of them", kind="not_a_count", name=text
-        )
+        message = f"{text!r} is not a number of devices; write {name}:8 for eight of them"
+        raise InvalidValueError(message, kind="not_a_count", name=text)
     return name, int(number) if colon else 1
 
 
-@cache
 def device_names() -> tuple[str, ...]:
-    return tuple(name for name in tables_in(_TABLE) if name != _SOURCES)
+    return tuple(_table())
 
 
 def tables_in(path: Path) -> dict[str, Any]:
@@ -78,32 +46,45 @@ def tables_in(path: Path) -> dict[str, Any]:
 
 
 def find_device(name: str) -> Device:
-    """The device `name` of the table, as in `device_names()`; case and spaces do not matter.
-
-    Raises ValueError with the nearest names if there is none.
-    """
-    return _table()[name_in_table(name)]
+    """The device `name` of the table, in any spelling. Raises ValueError with the nearest names if there is none."""
+    table = _table()
+    spelled = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
+    for each in (spelled, spelled.replace("-", "")):
+        if each in table:
+            return table[each]
+    near = difflib.get_close_matches(spelled, table, cutoff=0.4) or list(table)
+    # A family matches its members: a100 matches a100-80 and a100-40.
+    *first, last = [each for each in table if each.startswith(f"{spelled}-")] or near
+    meant = f"{', '.join(first)} or {last}" if first else last
+    message = f"no device is called {name!r}; did you mean {meant}? A file of your own has the form of {_TABLE.name}"
+    raise InvalidValueError(message, kind="unknown_device", name=name)
 
 
 def find_devices(text: str) -> Devices:
-    """Devices by text: "h100" or "h100:8". Raises ValueError for unknown names."""
-    name, count = name_and_count(text)
-    return Devices(_table()[name], count)
+    """Devices by text: "h100" or "h100:8". Raises ValueError for an unknown name or count."""
+    name, count = split_count(text)
+    return Devices(find_device(name), count)
+
+
+def devices_of(device: str | Device | Devices) -> Devices:
+    if isinstance(device, str):
+        return find_devices(device)
+    return Devices(device) if isinstance(device, Device) else device
 
 
 def device_from_file(path: str | Path, name: str | None = None) -> Device:
-    """Read the device in the TOML file at `path`, which has the form of the table. `name` chooses among several.
+    """Read a device in the TOML file at `path`, which has the form of the table. `name` chooses among several.
 
     Raises OSError if the file cannot be read; ValueError if it is no TOML, or lacks a cell.
     """
     devices = _read(Path(path))
-    if name is None and len(devices) == 1:
-        return next(iter(devices.values()))
-    if name is None or name.lower() not in devices:
-        names = ", ".join(devices) or "none"
-        if name is None:
-            raise InvalidValueError(f"{path} has the devices {names}; say which one", kind="which_device")
-        raise InvalidValueError(f"{path} has no device {name!r}, only {names}", kind="unknown_device", name=name)
+    if name is None:
+        if len(devices) > 1:
+            raise InvalidValueError(f"{path} has the devices {', '.join(devices)}; say which one", kind="which_device")
+        (name,) = devices
+    if name.lower() not in devices:
+        message = f"{path} has no device {name!r}, only {', '.join(devices)}"
+        raise InvalidValueError(message, kind="unknown_device", name=name)
     return devices[name.lower()]
 
 
@@ -120,15 +101,12 @@ def _table() -> dict[str, Device]:
 
 def _read(path: Path) -> dict[str, Device]:
     content = tables_in(path)
-    sources = content.pop(_SOURCES, {})
+    sources = content.pop("sources", {})
     devices = {}
     for key, cells in content.items():
         if not isinstance(cells, dict):
-            raise InvalidValueError(
-                f"{path}: {key!r} stands outside a device; begin one with a line such as [my-gpu]",
-                kind="outside_device",
-                name=key,
-            )
+            message = f"{path}: {key!r} stands outside a device; begin one with a line such as [my-gpu]"
+            raise InvalidValueError(message, kind="outside_device", name=key)
         try:
             devices[key.lower()] = _device(key, cells, sources)
         except (ValueError, TypeError) as error:
@@ -136,9 +114,8 @@ def _read(path: Path) -> dict[str, Device]:
                 f"{path}, device {key!r}: {error}", kind=kind_of(error), name=getattr(error, "name", None), device=key
             ) from None
     if not devices:
-        raise InvalidValueError(
-            f"{path} has no device; begin one with a line such as [my-gpu]", kind="no_device", name=str(path)
-        )
+        message = f"{path} has no device; begin one with a line such as [my-gpu]"
+        raise InvalidValueError(message, kind="no_device", name=str(path))
     return devices
 
 
@@ -147,9 +124,8 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
     values, said = {}, []
     for cell in cells.keys() - {"efficiencies"}:
         # A plain value, or a table of the value and its source's name.
-        given = cells[cell]
-        detailed = isinstance(given, dict) and "value" in given
-        values[cell], source = (given["value"], given.get("source", _OWN)) if detailed else (given, _OWN)
+        given = cells[cell] if isinstance(cells[cell], dict) and "value" in cells[cell] else {"value": cells[cell]}
+        values[cell], source = given["value"], given.get("source", "the file itself")
         if cell in _REQUIRED:
             said.append((cell, sources.get(source, source)))
     context = values.get("context", CONTEXT_BYTES)
@@ -176,12 +152,11 @@ def _check_names(what: str, given: dict[str, Any], required: tuple[str, ...], op
         ("unknown_fields", sorted(given.keys() - {*required, *optional})),
     ):
         if names:
-            raise InvalidValueError(
+            message = (
                 f"{kind.replace('_fields', '')} {what}: {', '.join(names)}; known are "
-                f"{', '.join((*required, *optional))}",
-                kind=kind,
-                name=", ".join(names),
+                f"{', '.join((*required, *optional))}"
             )
+            raise InvalidValueError(message, kind=kind, name=", ".join(names))
 
 
 def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:
@@ -189,11 +164,8 @@ def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:
         return UNANCHORED
     _check_names("efficiencies", cells, _EFFICIENCIES, ("anchor", "taken_from"))
     if {"anchor", "taken_from"} <= cells.keys():
-        raise InvalidValueError(
-            "efficiencies have an anchor of their own, or are taken_from another device; leave one out",
-            kind="excluded_together",
-            name="taken_from",
-        )
+        message = "efficiencies have an anchor of their own, or are taken_from another device; leave one out"
+        raise InvalidValueError(message, kind="excluded_together", name="taken_from")
     anchor, taken_from = (str(cells[each]) if each in cells else None for each in ("anchor", "taken_from"))
     found = {each: _above_zero(each, cells[each]) for each in _EFFICIENCIES}
     return Efficiencies(**found, anchor=anchor, taken_from=taken_from)

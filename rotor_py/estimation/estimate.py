@@ -13,13 +13,11 @@ from rotor_py.checkpointable import Checkpointable
 from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import UnsupportedModelError, what_it_is
 from rotor_py.estimation.cuda_autocast import region
-from rotor_py.estimation.device_table import find_devices
+from rotor_py.estimation.device_table import devices_of
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.estimation.simulated_target import Shard, SimulatedDevices
 from rotor_py.plan.step_spec import arguments_of
 from rotor_py.report import Report
-
-_RECURRENT = nn.RNNBase, nn.RNNCellBase
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
@@ -27,10 +25,7 @@ def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
     estimate uses the CPU's operators instead. Empty for a CPU.
     """
     found = model.named_modules() if device.vendor != "cpu" else ()
-    return tuple(name or type(each).__name__ for name, each in found if isinstance(each, _RECURRENT))
-
-
-Optimizer = torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    return tuple(name or type(each).__name__ for name, each in found if isinstance(each, nn.RNNBase | nn.RNNCellBase))
 
 
 def estimate(
@@ -38,7 +33,7 @@ def estimate(
     sample: Any,
     device: str | Device | Devices = "h100",
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     mem_limit: float | str | None = None,
     fresh_grads: bool = False,
@@ -79,34 +74,29 @@ def estimate(
         UnsupportedModelError: the model cannot be planned, or its forward depends on values.
         ValueError: the device is not in the table; `shard` or `precision` with a single device.
     """
-    devices = find_devices(device) if isinstance(device, str) else device
-    devices = Devices(devices) if isinstance(devices, Device) else devices
+    devices = devices_of(device)
     target = SimulatedDevices(devices, shard=shard, precision=precision)
     if not isinstance(model, nn.Module):
         with target.making():
             model = model()
         if not isinstance(model, nn.Module):
-            raise UnsupportedModelError(
-                f"the function that makes the model gives {what_it_is(model)}, and no module",
-                kind="not_a_module",
-                name="model",
-            )
+            message = f"the function that makes the model gives {what_it_is(model)}, and no module"
+            raise UnsupportedModelError(message, kind="not_a_module", name="model")
     arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
     with target.together():
         fake = target.model(model).train()
         value = target.fakes.value(keywords or arguments)
         with target.measuring():
-            made: torch.optim.Optimizer | None = None
             if isinstance(optimizer, torch.optim.Optimizer):
-                made = target.fakes.optimizer(optimizer)
+                optimizer = target.fakes.optimizer(optimizer)
             elif optimizer is not None:
-                made = optimizer(fake.parameters())
+                optimizer = optimizer(fake.parameters())
             network = Checkpointable(
                 fake,
                 mem_limit=mem_limit,
                 mem_slots=mem_slots,
                 loss=loss,
-                optimizer=made,
+                optimizer=optimizer,
                 fresh_grads=fresh_grads,
                 cache=False,
                 offload=offload,
@@ -114,14 +104,10 @@ def estimate(
             network.refuse_what_cannot_fit(value)
             with region(autocast):
                 network.measure(value)
-            step = SimulatedStep(network, value, loss, made, fresh_grads=fresh_grads, autocast=autocast)
+            step = SimulatedStep(network, value, loss, optimizer, fresh_grads=fresh_grads, autocast=autocast)
             target.follow(step)
             network.compute_sequence()
             reserved = target.reserve(step, keep_limit=mem_limit is not None)
-            return replace(
-                network.report(),
-                device=devices.name,
-                predicted_for=devices,
-                recurrent=recurrent_layers(fake, devices.each),
-                reserved=reserved,
-            )
+            recurrent = recurrent_layers(fake, devices.each)
+            report = network.report()
+            return replace(report, device=devices.name, predicted_for=devices, recurrent=recurrent, reserved=reserved)

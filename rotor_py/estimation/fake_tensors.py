@@ -93,9 +93,8 @@ class FakeCopies:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._storages: dict[int, torch.Tensor] = {}
-        self._copies: dict[int, torch.Tensor] = {}
-        self._alive: list[Any] = []
-        """originals, kept alive so that their ids stay unique"""
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """originals, kept alive so that their ids stay unique, and their copies"""
 
     def model(self, model: nn.Module) -> nn.Module:
         held = [*model.parameters(), *model.buffers()]
@@ -123,16 +122,12 @@ class FakeCopies:
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake copy of a tensor; the same one each time."""
         if id(tensor) not in self._copies:
-            self._alive.append(tensor)
             number = tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
-            self._copies[id(tensor)] = self._number(tensor) if number else self._copied(tensor)
-        return self._copies[id(tensor)]
+            self._copies[id(tensor)] = tensor, self._number(tensor) if number else self._copied(tensor)
+        return self._copies[id(tensor)][1]
 
     def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a single number with its value: optimizers and batch norms read their step counts.
-
-        A number without a value counts as zero, as these counts start there.
-        """
+        """Copy a single number with its value, or as zero: optimizers and batch norms read their step counts."""
         with unset_fake_temporarily():
             value = tensor.item() if has_values(tensor) else 0
         with self._mode:

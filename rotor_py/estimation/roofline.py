@@ -1,4 +1,4 @@
-"""Predict the seconds of an operator from its operations and its bytes read and written.
+"""Predict the seconds of an operator from its operations and its bytes, and the scratch bytes of its CUDA kernel.
 
     seconds = launch, or max(operations / (rate × efficiency), bytes / (bandwidth × efficiency)), whichever is longer
 
@@ -8,7 +8,7 @@ Williams, Waterman, Patterson, "Roofline", 2009: the scarcer resource bounds the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,16 +28,7 @@ ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu,
     aten._scaled_dot_product_fused_attention_overrideable,
 }
-ATTENTION_BACKWARD = {
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_cudnn_attention_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_fused_attention_overrideable_backward,
-}
-FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
-EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward
-CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward
+ATTENTION_BACKWARD = {getattr(aten, f"{each.__name__}_backward") for each in ATTENTION}
 
 
 def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
@@ -50,10 +41,9 @@ def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 def query_key_value(
     func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Query, key and value of an attention, forward or backward: (batch, heads, length, width) each."""
-    query, key, value = (argument(func, args, kwargs, name) for name in ("query", "key", "value"))
-    return query, key, value
+    return tuple(argument(func, args, kwargs, name) for name in ("query", "key", "value"))
 
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
@@ -75,10 +65,7 @@ _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work of one operator on any device: floating point operations, and bytes read and written.
-
-    `kind` selects the efficiency of the operations; `dtype` is the multiplied dtype, as TF32 if `tf32`.
-    """
+    """Floating point operations of one operator, of the `kind` whose efficiency counts, and bytes read and written."""
 
     operations: int
     bytes: int
@@ -97,21 +84,10 @@ class Work:
         return max(computing, streaming, device.launch_seconds)
 
 
-class Roofline:
-    """Predict the seconds of an operator call on a simulated device.
-
-    Reads shapes, strides and dtypes only, so fake tensors of any device work. `tf32` allows TF32 for products of 32
-    bits; by default, the process's setting for CUDA.
-    """
-
-    def __init__(self, device: Device, *, tf32: bool | None = None) -> None:
-        self.device = device
-        self._tf32 = tf32
-
-    def __call__(
-        self, func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> float:
-        return work_of(func, args, kwargs, out, tf32=self._tf32).seconds(self.device)
+def operator_seconds(
+    device: Device, func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> float:
+    return work_of(func, args, kwargs, out).seconds(device)
 
 
 def work_of(
@@ -189,14 +165,186 @@ def touched(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    found = []
-    for number, one in enumerate(func._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            found.append(args[number] if number < len(args) else kwargs.get(one.name))
-    return tensors_in(found)
+    written = (one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write)
+    return tensors_in([argument(func, args, kwargs, name) for name in written])
 
 
 def _dtype(args: Sequence[Any]) -> torch.dtype:
     """The narrowest dtype, which is multiplied. Statistics and the addend of `addmm` may be wider."""
     found = [each.dtype for each in tensors_in(args) if each.dtype.is_floating_point or each.dtype.is_complex]
     return min(found, key=lambda each: each.itemsize, default=torch.float32)
+
+
+# Scratch bytes that CUDA's kernels allocate through PyTorch's allocator, which no graph shows. Each formula cites
+# PyTorch's code. cuDNN's workspace for convolutions depends on its heuristics and is assumed.
+
+_RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)
+"""Since torch 2.8."""
+_THREADS = 132 * 2048
+"""Resident threads of an H100."""
+_FLOAT = 4
+_LONG = 8
+_Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]
+
+
+def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Scratch bytes of `func` on CUDA, beyond arguments and result. 0 if none are known."""
+    found = _SCRATCH.get(func.overloadpacket)
+    return 0 if found is None else found((func, args, kwargs, out))
+
+
+def _flash_backward(call: _Call) -> int:
+    """`mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+
+    Accumulates the queries' gradient in 32 bits; with fewer key heads, expands their gradients to every head first.
+    Copies the output and its gradient unless a token's heads are contiguous (`_flash_attention_backward` in
+    attention_backward.cu); the output is if the queries are.
+    """
+    given = (argument(*call[:3], name) for name in ("grad_out", "out"))
+    copies: int = sum(each.nbytes for each in given if not each.transpose(1, 2).is_contiguous())
+    return copies + _flash_sums(call)
+
+
+def _flash_sums(call: _Call) -> int:
+    query, key, value = query_key_value(*call[:3])
+    batch, heads, length, width = query.shape
+    rows = batch * heads * _up(length, 128)
+    size = _FLOAT * rows * (_up(width, 32) if width <= 192 else 256) + _FLOAT * rows
+    if key.shape[1] != heads:
+        size += batch * heads * (key.shape[2] * key.shape[3] + value.shape[2] * value.shape[3]) * key.element_size()
+    return size
+
+
+def _efficient_backward(call: _Call) -> int:
+    """`_efficient_attention_backward` in attention_backward.cu: `delta`, and the workspace of kernel_backward.h.
+
+    Accumulates the queries' gradient in 32 bits over splits of the keys, whatever their dtype (`kNeedsAccumGradQ`), in
+    blocks of 128 rows and 64 columns; those of keys and values only if heads exceed the registers.
+    """
+    query, key, value = query_key_value(*call[:3])
+    batch, heads, length, width = query.shape
+    size = _FLOAT * batch * heads * (length + _up(length, 128) * _up(width, 64))
+    if query.element_size() < _FLOAT and max(width, value.shape[3]) > 128:
+        rows = batch * heads * _up(key.shape[2], 128)
+        size += _FLOAT * rows * (_up(width, 64) + _up(value.shape[3], 64))
+    return size
+
+
+def _embedding_backward(call: _Call) -> int:
+    """`embedding_dense_backward_cuda` in Embedding.cu, `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
+
+    Sorts indices, then sums rows in 32 bits: ten of one index at a time (NROWS_PER_THREAD), then the partial sums.
+    """
+    func, args, kwargs, _ = call
+    gradient, indices = args[0], argument(func, args, kwargs, "indices")
+    rows, count, each = argument(func, args, kwargs, "num_weights"), int(indices.numel()), int(indices.element_size())
+    if count <= 3072 and not argument(func, args, kwargs, "scale_grad_by_freq"):
+        return 0  # a single kernel without sorting
+    segments = min(count, int(rows))
+    partial = count // 10 + segments
+    width: int = max(_FLOAT, gradient.element_size())
+    # Sorted indices and their positions stay. Sorting adds a range and cub's copy of both; summing adds the offsets of
+    # segments and of their parts, and the sums.
+    summing = (3 * segments + partial) * each + partial * int(gradient.shape[-1]) * width
+    return 2 * count * each + max(3 * count * each, summing)
+
+
+def _index_put(call: _Call) -> int:
+    """`index_put_with_sort_kernel` in Indexing.cu: with `accumulate`, sorts linear indices.
+
+    Holds the indices, a range, both sorted, and cub's copy of both.
+    """
+    func, args, kwargs, _ = call
+    if not argument(func, args, kwargs, "accumulate"):
+        return 0
+    indices = tensors_in(argument(func, args, kwargs, "indices"))
+    return 6 * _LONG * max((each.numel() for each in indices), default=0)
+
+
+def _sort(call: _Call) -> int:
+    """`sort_cuda_kernel` in Sort.cpp. Assumed: cub copies keys and indices once more."""
+    given = tensors_in(call[1])[0]
+    return given.numel() * (given.element_size() + _LONG)
+
+
+def _im2col(call: _Call) -> int:
+    """`im2col_cuda` in Im2Col.cu allocates a result as large as the image, and another one if more is needed."""
+    given, out = tensors_in(call[1])[0], call[3]
+    return int(given.nbytes) if out.numel() > given.numel() else 0
+
+
+def _sum(call: _Call) -> int:
+    """Sums over leading dimensions, as for the gradient of a bias."""
+    given, sizes = tensors_in(call[1])[0], argument(*call[:3], "dim")
+    dims = sorted(each % given.dim() for each in sizes or ())
+    leading = dims and len(dims) < given.dim() and dims == list(range(len(dims)))
+    if not leading or not given.is_contiguous():
+        return 0
+    rows = math.prod(given.shape[: len(dims)])
+    return _column_sums(rows, given.numel() // max(rows, 1))
+
+
+def _column_sums(rows: int, width: int) -> int:
+    """`setReduceConfig` and `global_memory_size` in Reduce.cuh: blocks share the rows and accumulate in memory.
+
+    A block has 32 threads of 4 columns each and 4 rows at a time; each thread adds 16 to 256 numbers. On an H100, sums
+    of 1024 to 4096 rows of 256 to 1024 columns took these bytes, and sums of 512 rows none.
+    """
+    if rows < 1024:
+        return 0
+    columns = -(-width // 128)
+    most = -(-_THREADS // (128 * columns))
+    blocks = max(min(most, -(-rows // 64)), -(-rows // 1024))
+    return _FLOAT * width * 128 * blocks if columns <= _THREADS // 128 and blocks > 1 else 0
+
+
+def _norm_backward(call: _Call) -> int:
+    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: sums long batches of narrow rows in two steps.
+
+    Narrow: fewer warps than half of the multiprocessors; the largest devices have 132 to 148.
+    """
+    given = tensors_in(call[1])
+    width: int = math.prod(argument(*call[:3], "normalized_shape"))
+    rows = given[0].numel() // max(width, 1)
+    warps = -(-width // 32)
+    if rows <= 64 * 1024 or warps >= 66:
+        return 0
+    parts = min(32 * 1024 // warps, -(-rows // 32))
+    weights = given[-1].element_size()
+    tables = 1 if call[0].overloadpacket is _RMS_NORM_BACKWARD else 2
+    return tables * parts * width * weights + _column_sums(parts, width)
+
+
+def _convolution(call: _Call) -> int:
+    """Assumed: cuDNN's layout conversion.
+
+    Its tensor cores read channels last, so it copies other tensors into its workspace
+    (https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional, section on layouts).
+    """
+    given = [each for each in tensors_in((call[1], call[3])) if each.dim() >= 4]
+    if all(each.dim() == 4 for each in given):
+        given = [each for each in given if not each.is_contiguous(memory_format=torch.channels_last)]
+    return sum(each.nbytes for each in given)
+
+
+def _up(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+_SCRATCH: dict[Any, Callable[[_Call], int]] = {
+    aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    aten._scaled_dot_product_cudnn_attention_backward: _flash_sums,  # assumed
+    aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
+    aten.embedding_dense_backward: _embedding_backward,
+    aten.index_put: _index_put,
+    aten.index_put_: _index_put,
+    aten._index_put_impl_: _index_put,
+    aten._unsafe_index_put: _index_put,
+    aten.im2col: _im2col,
+    aten.sort: _sort,
+    aten.sum: _sum,
+    aten.native_layer_norm_backward: _norm_backward,
+    _RMS_NORM_BACKWARD: _norm_backward,
+    aten.convolution: _convolution,
+    aten.convolution_backward: _convolution,
+}

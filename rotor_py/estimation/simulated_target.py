@@ -6,11 +6,12 @@ shows the memory of each of any number.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -18,31 +19,124 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rotor_profiling import torch_compat
 from rotor_profiling.backends import Storages, using
-from rotor_profiling.torch_compat import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    unset_fake_temporarily,
-)
-from rotor_py.checkpointable import Checkpointable
+from rotor_profiling.followed_storages import LiveBytes, OperatorBytes, no_scratch
+from rotor_profiling.memory import MemoryMeter, Phase
+from rotor_profiling.timing import Stopwatch
 from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
 from rotor_py.errors import InvalidValueError, UnsupportedModelError
-from rotor_py.estimation.caching_allocator import MIN_BLOCK, Event
+from rotor_py.estimation.caching_allocator import MIN_BLOCK
 from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.cuda_operators import cuda_operators
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, construct_on_meta
-from rotor_py.estimation.predicted_device import PredictedDevice
-from rotor_py.estimation.reservation import FollowedStep, find_reservation
-from rotor_py.estimation.roofline import Roofline
-from rotor_py.estimation.scratch import scratch_bytes
-from rotor_py.estimation.simulated_step import SimulatedStep
-from rotor_py.measure.device import limit_bytes
-from rotor_solver import InfeasibleError, Sequence
+from rotor_py.estimation.roofline import operator_seconds, scratch_bytes
+from rotor_py.estimation.simulated_step import Communication, SimulatedStep, find_reservation, followed_by_plan
 
 _BOTH_WAYS = 0.8
 """Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
 Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53).
 """
+
+
+OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
+"""Predicted seconds of (operator, arguments, keywords, result)."""
+
+
+class PredictedStopwatch(torch_compat.TorchDispatchMode):
+    """Adds up the `seconds` of operators called while the mode is active."""
+
+    exact = True
+
+    def __init__(self, seconds: OperatorSeconds) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._seconds = seconds
+        self._lap = 0.0
+        self._laps: list[float] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let TorchDynamo capture inside the mode: its graphs run operator by operator, and are timed."""
+        return True
+
+    def start(self) -> None:
+        self._lap, self._laps = 0.0, []
+
+    def lap(self) -> None:
+        self._laps.append(self._lap)
+        self._lap = 0.0
+
+    def stop(self) -> list[float]:
+        return self._laps
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._lap += self._seconds(func, args, kwargs, result)
+        return result
+
+
+class PredictedMeter:
+    """Bytes of storages created while the meter runs, and scratch memory of kernels."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.phases: dict[str, Phase] = {}
+        self._live = live
+        self._name, self._start = "", 0
+
+    def __enter__(self) -> PredictedMeter:
+        self._live.__enter__()
+        return self
+
+    def mark(self, name: str) -> None:
+        live = self._live
+        live.settle()
+        self.phases[self._name] = Phase(self._start, live.peak, live.now)
+        self._name, self._start = name, live.now
+        live.begin_peak()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+        if error is None:
+            self.mark("")  # ends the last phase; the one that it begins is never read
+
+
+_FAKE = Storages(1, fake=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictedDevice:
+    """A simulated device of some `kind` with `memory_bytes` free, of which libraries use `workspace_bytes`.
+
+    It is one of `count` like devices that train one model together. `host_bandwidth` holds the bytes a second of copies
+    to the host and back, both directions at once. `seconds` and `scratch` predict each operator. `operators` returns a
+    context that runs the operators of that kind. Tensors are fake ones on the CPU, for any kind.
+    """
+
+    kind: str
+    memory_bytes: int
+    seconds: OperatorSeconds
+    scratch: OperatorBytes = no_scratch
+    workspace_bytes: int = 0
+    storages: Storages = _FAKE
+    name: str = "a device that is not here"
+    count: int = 1
+    host_bandwidth: float = 1e9
+    operators: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def all_names(self) -> str:
+        return self.name if self.count == 1 else f"{self.count} × {self.name}"
+
+    def memory_meter(self, device: torch.device) -> MemoryMeter:
+        return PredictedMeter(LiveBytes({device.type}, self.kind, self.scratch))
+
+    def stopwatch(self, device: torch.device) -> AbstractContextManager[Stopwatch]:
+        return PredictedStopwatch(self.seconds)
 
 
 def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
@@ -53,25 +147,21 @@ def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
         count=count,
         host_bandwidth=_BOTH_WAYS * device.pcie_bandwidth,
         memory_bytes=device.usable_bytes,
-        seconds=Roofline(device),
+        seconds=partial(operator_seconds, device),
         scratch=scratch_bytes,
         workspace_bytes=workspace_bytes(device),
         storages=Storages(MIN_BLOCK, fake=True),
-        chosen=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
+        operators=nullcontext if device.vendor == "cpu" else partial(cuda_operators, device.compute_capability),
     )
 
 
-_LISTS = (nn.ModuleList, nn.Sequential)
 Sharding = Literal["blocks", "whole"]
 
 
 def shard_parameters(
     model: nn.Module, mesh: DeviceMesh, sharding: Sharding = "blocks", precision: torch.dtype | None = None
 ) -> None:
-    """Shard the parameters of `model` over `mesh`, gathered block by block, or all together if "whole".
-
-    With `precision`, parameters are gathered and modules run in this dtype; gradients are reduced in 32 bits.
-    """
+    """Shard parameters over `mesh`. With `precision`, modules run in this dtype; gradients are reduced in 32 bits."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(precision, None if precision is None else torch.float32)
@@ -80,11 +170,10 @@ def shard_parameters(
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Outermost modules whose class repeats in a list, such as the layers of a transformer.
-
-    Excludes layers without children: each would be gathered separately.
-    """
-    classes = Counter(map(type, module.children())) if isinstance(module, _LISTS) else Counter[type]()
+    """Outermost modules with children whose class repeats in a list, such as the layers of a transformer."""
+    classes = (
+        Counter(map(type, module.children())) if isinstance(module, nn.ModuleList | nn.Sequential) else Counter[type]()
+    )
     for child in module.children():
         if classes[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters()):
             yield child
@@ -94,147 +183,24 @@ def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def world_of(size: int) -> Iterator[DeviceMesh]:
-    """Make this process the first of `size` simulated ones within the context; yields a mesh of all.
-
-    Raises UnsupportedModelError if a process group exists already.
-    """
+    """Make this process the first of `size` simulated ones within the context; yields a mesh of all."""
     if not dist.is_available():
-        raise UnsupportedModelError(
-            "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed",
-            kind="no_distributed",
-        )
+        message = "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
+        raise UnsupportedModelError(message, kind="no_distributed")
     if dist.is_initialized():
-        raise UnsupportedModelError(
+        message = (
             "a step of several devices cannot be predicted in a process that has a process group already; predict it "
-            "before init_process_group, or in a process of its own",
-            kind="has_process_group",
+            "before init_process_group, or in a process of its own"
         )
-    from rotor_profiling.torch_compat import FakeStore  # registers the backend
-
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        raise UnsupportedModelError(message, kind="has_process_group")
+    # The store registers the backend when it is imported.
+    dist.init_process_group("fake", rank=0, world_size=size, store=torch_compat.FakeStore())
     try:
-        with unset_fake_temporarily():  # a mesh reads its ranks' values
+        with torch_compat.unset_fake_temporarily():  # a mesh reads its ranks' values
             mesh = init_device_mesh("cpu", (size,))
         yield mesh
     finally:
         dist.destroy_process_group()
-
-
-# FSDP's hooks decide during a step which parameters are gathered at once. Real processes plan with an upper bound
-# (`gathered_bytes`); steps on fake tensors are cheap, so here the observed bytes replace the bound.
-
-
-_GATHERING = 1
-
-
-@contextmanager
-def gathering_apart(step: FollowedStep) -> Iterator[None]:
-    """Trace FSDP2's all-gather buffers on a stream of their own, as on CUDA.
-
-    The allocator keeps a pool for each stream, so these buffers are reserved separately.
-    """
-    group: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    if group is None:  # no sharding
-        yield
-        return
-    gather = group.foreach_all_gather
-
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        before, step.stream = step.stream, _GATHERING
-        try:
-            return gather(*args, **kwargs)
-        finally:
-            step.stream = before
-
-    group.foreach_all_gather = gathered
-    try:
-        yield
-    finally:
-        group.foreach_all_gather = gather
-
-
-_SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
-"""Slack added to the bytes of the last step, by round, as a share. Guesses: too little does not converge, too much
-wastes memory.
-
-A plan with less memory recomputes other stages, which gathers other parameters and may need more memory again. Without
-slack, this did not converge for a Llama of 80 layers.
-"""
-
-
-class Communication:
-    """Steps of sharded models on `device`, by their plans. Each plan is traced once."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._last: tuple[Checkpointable, Sequence, FollowedStep] | None = None
-
-    def requests(self, step: SimulatedStep) -> list[Event]:
-        """Requests of two steps by the plan, with the optimizer's state already allocated."""
-        followed = self._followed(step)
-        with step.state_restored(), gathering_apart(followed), followed:
-            step()
-        return followed.events
-
-    def find_room(self, step: SimulatedStep) -> None:
-        """Plan the measured network of `step` with the communication bytes that the step takes.
-
-        If no step stays within its planned bytes, the upper bound applies again. If no plan fits, the bytes stay, and
-        planning raises the error.
-        """
-        network = step.network
-        budget = network.budget
-        assert budget is not None
-        step.prepare()
-        taken = 0
-        for slack in _SLACK:
-            room = int((1 + slack) * taken)
-            divided = budget.with_communication(room)
-            network.divide(divided)
-            try:
-                network.compute_sequence()
-            except InfeasibleError:
-                return
-            taken = self._taken(step)
-            if taken <= room:
-                return
-        network.divide(budget)
-
-    def promise(self, step: SimulatedStep) -> None:
-        """Set the communication bytes to those of the current plan.
-
-        If the peak then exceeds the limit, the limit becomes the peak.
-        """
-        network = step.network
-        plan, budget = network.sequence, network.budget
-        assert plan is not None
-        assert budget is not None
-        taken = self._taken(step)
-        if taken > budget.fixed.communication:
-            divided = budget.with_communication(taken)
-            network.divide(divided)
-            network.sequence = plan
-            network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
-
-    def _taken(self, step: SimulatedStep) -> int:
-        """Communication bytes with which the plan's peak equals that of the step."""
-        followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
-        assert plan is not None
-        assert budget is not None
-        return budget.fixed.total + followed.risen() - budget.peak_bytes(plan)
-
-    def _followed(self, step: SimulatedStep) -> FollowedStep:
-        network, plan = step.network, step.network.sequence
-        assert plan is not None
-        if self._last is None or self._last[0] is not network or self._last[1] != plan:
-            followed = FollowedStep()
-            followed.hold_workspace(self._device)
-            followed.hold(step.present())
-            followed.begin()
-            with step.state_restored(), gathering_apart(followed), followed:
-                step()
-            self._last = network, plan, followed
-        return self._last[2]
 
 
 Shard = Callable[[nn.Module, DeviceMesh], object] | Sharding
@@ -245,13 +211,22 @@ class SimulatedDevices:
 
     With several devices, `shard` shards the parameters: a function of the model and the mesh, or "blocks" (the default)
     or "whole", which gather in `precision`.
-
-    Raises ValueError for `shard` or `precision` with one device, and for `precision` with a function.
     """
 
     def __init__(self, devices: Devices, *, shard: Shard | None = None, precision: torch.dtype | None = None) -> None:
         self.devices = devices
-        _check_sharding(devices, shard, precision)
+        for name, value in (("shard", shard), ("precision", precision)):
+            if devices.count == 1 and value is not None:
+                message = (
+                    f"{name} is for parameters that several devices share, and device names one; write device='h100:8'"
+                )
+                raise InvalidValueError(message, kind="one_device", name=name)
+        if precision is not None and callable(shard):
+            message = "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself"
+            raise InvalidValueError(message, kind="excluded_together", name="precision")
+        if not callable(shard) and shard not in (None, "blocks", "whole"):
+            message = f"shard is {shard!r}; give 'blocks' or 'whole', or a function of model and mesh"
+            raise InvalidValueError(message, kind="unknown_value", name="shard")
         self._shard = (
             shard if callable(shard) else partial(shard_parameters, sharding=shard or "blocks", precision=precision)
         )
@@ -266,10 +241,7 @@ class SimulatedDevices:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enter before anything else: this process is then the first of one per device.
-
-        Raises UnsupportedModelError for several devices if a process group exists already.
-        """
+        """Enter before anything else: this process is then the first of one per device."""
         if self.devices.count == 1:
             yield
             return
@@ -290,50 +262,26 @@ class SimulatedDevices:
             self._communication.find_room(step)
 
     def reserve(self, step: SimulatedStep, *, keep_limit: bool) -> Reservation:
+        device = self.devices.each
         if self._mesh is None:
-            return find_reservation(step, self.devices, keep_limit=keep_limit)
-        found = find_reservation(step, self.devices, keep_limit=keep_limit, requests_of=self._communication.requests)
+            return find_reservation(step, device, lambda: followed_by_plan(step, device).events, keep_limit=keep_limit)
+        requests = partial(self._communication.requests, step)
+        found = find_reservation(step, device, requests, keep_limit=keep_limit)
         self._communication.promise(step)
         return found
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Fake new tensors, and predict measurements for the device, within the context.
-
-        Raises UnsupportedModelError for code that reads values.
-        """
+        """Fake new tensors, and predict measurements for the device, within the context."""
         device = self.devices.each
         casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()
         try:
             with using(prediction_for(device, self.devices.count)), casting, self._mode:
                 yield
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        except (torch_compat.DataDependentOutputException, torch_compat.DynamicOutputShapeException) as error:
             where = "; ".join(getattr(error, "__notes__", ()))
-            raise UnsupportedModelError(
+            message = (
                 f"{error.func} depends on values{f' ({where})' if where else ''}, and where nothing is computed there "
-                "are none; plan the model on a device that is here, or give it sizes that do not depend on its data",
-                kind="depends_on_values",
-                name=str(error.func),
-            ) from error
-
-
-def _check_sharding(devices: Devices, shard: Shard | None, precision: torch.dtype | None) -> None:
-    for name, value in (("shard", shard), ("precision", precision)):
-        if devices.count == 1 and value is not None:
-            raise InvalidValueError(
-                f"{name} is for parameters that several devices share, and device names one; write device='h100:8'",
-                kind="one_device",
-                name=name,
+                "are none; plan the model on a device that is here, or give it sizes that do not depend on its data"
             )
-    if precision is not None and callable(shard):
-        raise InvalidValueError(
-            "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself",
-            kind="excluded_together",
-            name="precision",
-        )
-    if not callable(shard) and shard not in (None, "blocks", "whole"):
-        raise InvalidValueError(
-            f"shard is {shard!r}; give 'blocks' or 'whole', or a function of model and mesh",
-            kind="unknown_value",
-            name="shard",
-        )
+            raise UnsupportedModelError(message, kind="depends_on_values", name=str(error.func)) from error

@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_py import (
-    Checkpointable,
-    InfeasibleError,
-    UnsupportedModelError,
-    best_batch,
-    largest_batch,
-)
+from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, best_batch, largest_batch
 from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all
@@ -35,12 +29,12 @@ def convolutions() -> nn.Module:
 
 
 class Masked(nn.Module):
-    """Attention under a mask that is made from the shape of the batch: TorchDynamo captures it."""
+    """Attention under a mask of the batch's shape: TorchDynamo captures it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.into = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
-        self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.into = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
+        self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, x: torch.Tensor, *, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         batch, length, _ = x.shape
@@ -69,7 +63,6 @@ def sequences(batch: int) -> dict[str, torch.Tensor]:
 def needs(model: nn.Module, sample_of: Callable[[int], Any], batch: int, **options: Any) -> tuple[int, int]:
     """The least limit of a batch, and the peak of storing everything: measured for itself."""
     network = Checkpointable(model, sample_of(batch), loss=default_loss, **options)
-    assert network.budget is not None
     return network.budget.least_bytes(), network.budget.peak_bytes(store_all(network.budget.chain))
 
 
@@ -79,17 +72,15 @@ def needs(model: nn.Module, sample_of: Callable[[int], Any], batch: int, **optio
 def test_the_largest_is_what_measuring_every_batch_finds(make, sample_of):
     model = make()
     options = {"optimizer": torch.optim.Adam(model.parameters()), "fresh_grads": True}
-    every = {batch: needs(model, sample_of, batch, **options) for batch in range(2, 12)}
-    for limit in (every[9][0], every[8][0] - 1):
+    every = {batch: needs(model, sample_of, batch, **options) for batch in range(2, 6)}
+    for limit in (every[4][0], every[4][0] - 1):
         found = largest_batch(model, sample_of, limit, **options)
         assert found.batch == found.largest == max(batch for batch in every if every[batch][0] <= limit)
         stored = [batch for batch in every if every[batch][1] <= limit]
         assert found.largest_stored == (max(stored) if stored else None)
         assert found.beyond == found.batch + 1
         assert limit < found.beyond_bytes <= every[found.batch + 1][0]
-        assert found.measured_peak_bytes is not None
         assert found.measured_peak_bytes <= limit
-        assert found.network.budget is not None
         assert found.network.budget.least_bytes() == every[found.batch][0]
 
 
@@ -101,7 +92,6 @@ def test_the_network_that_comes_back_is_planned_for_the_batch_and_trains_with_pl
     found = largest_batch(model, images, limit, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert all(map(torch.equal, before, model.state_dict().values())), "choosing changes nothing"
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert found.network.sequence is not None
     assert found.overhead > 1
     torch.set_rng_state(state)
     batch = images(found.batch)
@@ -119,12 +109,10 @@ def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_inside_t
     assert found.batch % 2 == 0
     assert found.largest == 12
     assert found.optimizer_seconds > 0
-    assert found.gap is not None
     assert found.gap >= 0
     rates = dict(found.measured_per_second)
     assert {found.batch, found.largest, found.largest_stored} <= rates.keys()
     assert rates[found.batch] == max(rates.values())
-    assert found.measured_peak_bytes is not None
     assert found.measured_peak_bytes <= limit
     assert [point.batch for point in found.points if point.stored_per_second is not None][-1] == found.largest_stored
     assert "samples a second" in str(found)
@@ -144,20 +132,13 @@ def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path
     alone, moving = (largest_batch(model, rows, limit, **options, offload=o) for o in (None, f"file:{tmp_path}"))
     assert moving.batch == alone.batch >= 12
     assert moving.overhead < alone.overhead
-    assert moving.measured_peak_bytes is not None
     assert moving.measured_peak_bytes <= limit
-    assert moving.network.sequence is not None
     assert moving.network.sequence.moves is not None
     value = rows(moving.batch)
     default_loss(moving.network(value)).backward()
     default_loss(plain(value)).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
-    best = best_batch(model, rows, limit, **options, offload=f"file:{tmp_path}", multiple=4)
-    assert best.batch <= moving.batch
-    assert best.gap is not None
-    links = {best.network.budget.link, moving.network.budget.link}  # type: ignore[union-attr] # they were measured
-    assert len(links) == 1, "measured once, so that batches are compared by what they cost"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -170,22 +151,18 @@ def test_accumulation_keeps_the_effective_batch():
     assert "after 4 batches of 7: 28 samples" in str(found)
 
 
-@pytest.mark.parametrize("choose", [largest_batch, best_batch])
-def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(choose, monkeypatch):
+def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(monkeypatch):
     step_peak = MeasuredBatches.step_peak
 
     def hoarded(batches: MeasuredBatches, batch: int) -> int | None:
-        found = step_peak(batches, batch)
-        assert found is not None
-        return found + (limit if batch >= 9 else 0)
+        return step_peak(batches, batch) + (limit if batch >= 6 else 0)
 
     model = convolutions()
-    limit = needs(model, images, 10)[0] + 100
+    limit = needs(model, images, 7)[0] + 100
     monkeypatch.setattr(MeasuredBatches, "step_peak", hoarded)
-    found = choose(model, images, limit)
-    assert found.largest == 8
-    assert found.batch <= 8
-    assert (found.beyond, found.beyond_measured) == (9, True)
+    found = best_batch(model, images, limit)
+    assert found.batch <= found.largest == 5
+    assert (found.beyond, found.beyond_measured) == (6, True)
     assert found.beyond_bytes > limit
 
 

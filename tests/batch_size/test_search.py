@@ -1,16 +1,83 @@
-"""The best batch, by costs interpolated between measured ones: against solving for every batch."""
+"""The largest and the best batch from few measurements: against trying every batch."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_py.batch_size.search import Curve, Rate
-from rotor_py.batch_size.step_costs import interpolated
-from tests.batch_size.chains import STAGES, costs_of, measured
+from rotor_py.batch_size.search import Curve, Largest, StepCosts, interpolated, largest
+from rotor_py.measure.budget import Budget
+from rotor_py.measure.fixed_memory import FixedMemory
+from rotor_solver import Chain, Option, Stage
+from rotor_solver.moving import Link
+
+ANY_STAGE = st.fixed_dictionaries(
+    {
+        "launch": st.integers(0, 9),
+        "work": st.integers(1, 5),
+        "output": st.integers(1, 6),
+        "kept": st.integers(0, 12),
+        "weights": st.integers(0, 20),
+        "scratch": st.integers(0, 6),
+        "in_part": st.booleans(),
+        "elsewhere": st.booleans(),
+    }
+)
+LINK = Link(3.0, 2.0)
+STAGES = st.lists(ANY_STAGE, min_size=1, max_size=5)
+
+
+def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -> StepCosts:
+    """A step of `batch` samples, whose measured seconds are `disturbed` by a factor. Offloads over `LINK`."""
+
+    def seconds(launch: float, work: float) -> float:
+        return disturbed * (launch + work * batch)
+
+    def option(each: dict[str, int], kept: int, slower: float) -> Option:
+        output = each["output"] * batch
+        return Option(
+            forward_time=seconds(each["launch"], each["work"]),
+            backward_time=slower * seconds(2 * each["launch"], 2 * each["work"]),
+            saved=output + kept * batch,
+            forward_temp=each["scratch"] * batch + each["weights"],
+            # As where the output's gradient is not there at once with all that is saved: below zero, and falling.
+            backward_temp=each["weights"] - min(each["weights"], 1) * batch,
+        )
+
+    made = []
+    incoming = 2 * batch
+    for each in stages:
+        ways = [option(each, each["kept"], 1.0)]
+        if each["in_part"]:
+            ways.append(replace(option(each, each["kept"] // 2, 1.3), name="in part"))
+        if each.get("elsewhere"):
+            ways.append(replace(ways[0], saved=each["output"] * batch, moved=each["kept"] * batch, name="elsewhere"))
+        made.append(
+            Stage(
+                each["output"] * batch,
+                tuple(ways),
+                nograd_time=seconds(each["launch"], 0.9 * each["work"]),
+                nograd_temp=each["scratch"] * batch,
+                input_released=incoming // 2,
+                skipped_output_time=disturbed * 0.05 * each["work"] * batch,
+                name="stage",
+            )
+        )
+        incoming = each["output"] * batch
+    chain = Chain(tuple(made), 2 * batch, loss_time=seconds(1, 0.1), loss_temp=batch, output_held=True)
+    link = LINK if any(each.get("elsewhere") for each in stages) else None
+    budget = Budget(FixedMemory(parameters=50, batch=batch), chain, link=link)
+    return StepCosts(budget, before_chain_seconds=seconds(1, 0.2))
+
+
+def measured(stages: list[dict[str, int]], batches: dict[int, float]) -> dict[int, StepCosts]:
+    return {batch: costs_of(stages, batch, disturbed) for batch, disturbed in batches.items()}
+
 
 STAGE = {"launch": 5, "work": 2, "output": 3, "kept": 8, "weights": 4, "scratch": 1, "in_part": 0}
 DISTURBED = st.tuples(*[st.sampled_from([1.0, 1.0, 0.8, 1.3])] * 4)
@@ -22,14 +89,12 @@ def brute_force(curve: Curve, candidates: range) -> float:
     for batch in candidates:
         costs = interpolated(curve.measured, batch)
         assert costs is not None
-        sequence = costs.plan(curve.mem_limit, curve.slots)
-        if sequence is not None:
-            found = min(found, curve.rate.per_sample(costs.seconds_of(sequence), batch))
+        found = min(found, curve.with_optimizer(costs.seconds_within(curve.mem_limit, curve.slots), batch))
     return found
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     STAGES,
     DISTURBED,
@@ -43,7 +108,7 @@ def test_the_best_batch_is_within_two_percent_of_solving_for_every_batch(
 ):
     costs = measured(stages, dict(zip((2, 4, 13, 40), disturbed, strict=True)))
     least, most = costs_of(stages, candidates[0]).least_bytes, costs_of(stages, 40).stored_bytes
-    curve = Curve(costs, int(least + room * (most - least)), Rate(float(optimizer_seconds), effective_batch))
+    curve = Curve(costs, int(least + room * (most - least)), float(optimizer_seconds), effective_batch)
     best = curve.best(candidates)
     assert brute_force(curve, candidates) * (1 - 1e-9) <= curve.per_sample(best)
     assert curve.per_sample(best) <= brute_force(curve, candidates) * 1.02
@@ -51,7 +116,7 @@ def test_the_best_batch_is_within_two_percent_of_solving_for_every_batch(
 
 def test_few_batches_of_many_are_solved_for():
     stages = [STAGE] * 5
-    curve = Curve(measured(stages, {2: 1.0, 4: 1.0, 3000: 1.0}), costs_of(stages, 2000).stored_bytes, Rate(500.0))
+    curve = Curve(measured(stages, {2: 1.0, 4: 1.0, 3000: 1.0}), costs_of(stages, 2000).stored_bytes, 500.0)
     best = curve.best(range(1, 3001))
     around = min(map(curve.per_sample, range(best - 40, best + 40)))
     assert len(curve.planned) < 60 + 80
@@ -61,14 +126,14 @@ def test_few_batches_of_many_are_solved_for():
 def test_the_optimizer_step_makes_larger_batches_pay_and_accumulation_takes_that_away():
     stages = [{**STAGE, "launch": 0}] * 4
     costs, limit = measured(stages, {2: 1.0, 4: 1.0, 64: 1.0}), costs_of(stages, 20).stored_bytes
-    assert Curve(costs, limit, Rate(1000.0)).best(range(1, 25)) > 20
+    assert Curve(costs, limit, 1000.0).best(range(1, 25)) > 20
     # Once in 480 samples, whatever the batch: nothing is gained by recomputing for a larger one.
-    assert Curve(costs, limit, Rate(1000.0, 480)).best(range(1, 25)) <= 20
+    assert Curve(costs, limit, 1000.0, 480).best(range(1, 25)) <= 20
 
 
 def test_the_curve_has_the_measured_batches_and_tells_where_everything_can_be_stored():
     stages = [STAGE] * 4
-    curve = Curve(measured(stages, {2: 1.0, 4: 1.0, 64: 1.0}), costs_of(stages, 20).stored_bytes, Rate(10.0))
+    curve = Curve(measured(stages, {2: 1.0, 4: 1.0, 64: 1.0}), costs_of(stages, 20).stored_bytes, 10.0)
     points = {point.batch: point for point in curve.points(range(1, 100), 30, {20, 21})}
     assert {1, 2, 4, 20, 21, 30} <= points.keys()
     assert max(points) == 30
@@ -107,3 +172,84 @@ def test_affine_costs_come_out_as_they_are(batch):
     inside = 2 <= batch <= 40
     assert found.stored_seconds == pytest.approx(expected.stored_seconds) or not inside
     assert found.stored_seconds >= expected.stored_seconds * (0.5 if batch < 2 else 1 - 1e-9)
+
+
+LINES = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), min_size=1, max_size=4)
+"""A step needs the largest of sums, each with a constant part and one per sample."""
+
+
+def convex(lines: list[tuple[int, int]], batch: int) -> int:
+    return max(fixed + each * batch for fixed, each in lines)
+
+
+def find(candidates: Sequence[int], needs: list[int], limit: int) -> tuple[Largest | None, list[int]]:
+    """The result of `largest` if a batch needs `needs[batch]` bytes, and the batches that it measured."""
+    asked: list[int] = []
+
+    def measure(batch: int) -> int:
+        asked.append(batch)
+        return needs[batch]
+
+    return largest(candidates, measure, {2: needs[2], 4: needs[4]}, limit), asked
+
+
+@given(LINES, st.integers(1, 3000), st.sampled_from([range(1, 65), range(8, 65, 8), [1, 2, 3, 4, 6, 12, 24, 48]]))
+def test_it_is_what_trying_every_batch_finds(lines, limit, candidates):
+    needs = [convex(lines, batch) for batch in range(65)]
+    fitting = [batch for batch in candidates if needs[batch] <= limit]
+    found, asked = find(candidates, needs, limit)
+    if not fitting:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.batch, found.needs) == (max(fitting), needs[max(fitting)])
+    larger = [batch for batch in candidates if batch > max(fitting)]
+    if larger:
+        assert found.beyond == larger[0]
+        assert limit < found.beyond_bytes <= needs[larger[0]]
+    else:
+        assert found.beyond is None
+    assert len(asked) <= 12
+
+
+@given(st.lists(st.integers(0, 40), min_size=65, max_size=65), st.integers(40, 1500))
+def test_bytes_that_only_grow_are_followed_to_a_batch_that_fits_and_whose_next_was_seen_not_to(steps, limit):
+    needs = [sum(steps[: batch + 1]) for batch in range(65)]
+    found, _ = find(range(1, 65), needs, limit)
+    if found is None:
+        return
+    assert needs[found.batch] <= limit
+    if found.beyond_measured:
+        assert needs[found.batch + 1] > limit
+
+
+def test_a_law_without_a_bend_is_measured_where_it_leads_and_nowhere_else():
+    found, asked = find(range(1, 1000), [100 + 7 * batch for batch in range(1000)], 100 + 7 * 14)
+    assert (found, asked) == (Largest(14, 198, 15, 205), [14])
+    assert find([8, 16], [100 * batch for batch in range(20)], 799) == (None, []), "none fits by the law"
+
+
+def test_batches_grow_step_by_step_so_that_a_bend_shows_while_there_is_room():
+    needs = [10 * batch for batch in range(100)] + [1000 * batch for batch in range(100, 1000)]
+    found, asked = find(range(1, 1000), needs, 5000)
+    assert found is not None
+    assert found.batch == 99
+    assert max(asked) <= 256
+    assert found.beyond_measured
+
+
+def test_a_prediction_within_the_rounding_of_an_allocator_is_measured():
+    def measure(batch: int) -> int:
+        return -(-(1000 * batch) // 512) * 512
+
+    found = largest(range(1, 100), measure, {batch: measure(batch) for batch in (2, 4)}, 10_240, slack=2048)
+    assert found is not None
+    assert (found.batch, found.beyond_measured) == (10, True)
+
+
+@pytest.mark.parametrize("limit", [35, 45, 55, 65, 89])
+def test_measured_batches_that_are_no_candidates_do_not_end_the_search(limit):
+    needs = [10 * batch for batch in range(65)]
+    found, _ = find(range(3, 65, 3), needs, limit)
+    assert found is not None
+    assert found.batch == limit // 30 * 3

@@ -1,9 +1,7 @@
-"""Steps of a model of `fully_shard`, the same for real processes and for those that are not there."""
+"""Steps of a model of `fully_shard`, in real processes and in simulated ones."""
 
 from __future__ import annotations
 
-import copy
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,8 @@ from rotor_profiling.memory import Phase
 from rotor_py import Checkpointable, InfeasibleError, Plan
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.fake_tensors import FakeCopies
-from rotor_py.estimation.predicted_device import PredictedDevice
-from rotor_py.estimation.simulated_step import SimulatedStep
-from rotor_py.estimation.simulated_target import Communication, shard_parameters, world_of
+from rotor_py.estimation.simulated_step import Communication, SimulatedStep
+from rotor_py.estimation.simulated_target import PredictedDevice, shard_parameters, world_of
 from rotor_py.plan.observers import watched_steps
 from rotor_solver import store_all
 from tests.distributed import fsdp_models
@@ -47,10 +44,10 @@ class Block(nn.Module):
 class Blocks(nn.Module):
     """A transformer without attention: blocks in a list, and layers around them."""
 
-    def __init__(self, count: int = 4) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.last = nn.Linear(WIDTH, 512)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -111,25 +108,21 @@ def sharded(model: nn.Module, over: DeviceMesh, precision: torch.dtype | None) -
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan that was made without memory: its sequence, what it promises, and a step that follows it.
+    """A plan made on fake tensors: its sequence, its promise, and the peaks of the phases of its step.
 
-    Peaks are of its phases, beyond what is `present` when it begins.
+    Peaks are beyond what is `present` before the step. `communication` is that of the step, `bound` that of any step.
     """
 
     sequence: str
     promised: int
     present: int
     peaks: dict[str, int]
+    communication: int
+    bound: int
 
 
-def planned_step(
-    kind: str,
-    count: int,
-    precision: torch.dtype | None,
-    share: float,
-    path: Path,
-) -> PlannedStep:
-    """In a world of `count` that is not there: a plan, saved at `path`, so far from the least to storing everything."""
+def planned_step(kind: str, count: int, precision: torch.dtype | None, share: float, path: Path) -> PlannedStep:
+    """A plan for `count` simulated processes, saved at `path`, so far from the least to storing everything."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with using(ON_THE_CPU), world_of(count) as over, mode:
         plain, value = CASES[kind]()
@@ -139,6 +132,7 @@ def planned_step(
             model, mem_limit="1GB", loss=loss, optimizer=optimizer, fresh_grads=True, cache=False, watch=False
         )
         network.measure(value)
+        bound = network.budget.fixed.communication
         step = SimulatedStep(network, value, loss, optimizer, fresh_grads=True)
         communication = Communication(find_device("h100"))
         communication.find_room(step)
@@ -154,15 +148,12 @@ def planned_step(
         network.save_plan(path)
         fixed = network.budget.fixed
         found = peaks(plain_step(network, value))
-        return PlannedStep(str(sequence), network.budget.peak_bytes(sequence), fixed.total - fixed.communication, found)
+        promised, present = network.budget.peak_bytes(sequence), fixed.total - fixed.communication
+        return PlannedStep(str(sequence), promised, present, found, fixed.communication, bound)
 
 
 def real_peaks(
-    rank: int,
-    kind: str,
-    precision: torch.dtype | None,
-    path: Path,
-    enough: dict[str, int] | None = None,
+    rank: int, kind: str, precision: torch.dtype | None, path: Path, enough: dict[str, int] | None = None
 ) -> dict[str, int]:
     """In one of several processes: peaks of a step by the plan at `path`, each the least of several.
 
@@ -171,8 +162,7 @@ def real_peaks(
     plain, value = CASES[kind]()
     model = sharded(plain, mesh(), precision)
     model = Checkpointable(model, plan=path, loss=loss, fresh_grads=True, watch=False)
-    # The profiler misses a free if a thread of the backend is the last to let go of what was sent, which on a busy
-    # machine happens in every other step.
+    # The profiler misses a free if a thread of the backend is the last to release what was sent.
     least = peaks(plain_step(model, value))
     for _ in range(19):
         # Phases but for a few numbers, the largest of them as it is.
@@ -183,35 +173,22 @@ def real_peaks(
     return least
 
 
-def followed_prediction(
-    rank: int, kind: str, path: Path, rows: list[list[int]], seen: list[int]
-) -> tuple[list[int], list[str], bool]:
+def first_measured(rank: int, kind: str, path: Path, rows: list[list[int]], seen: list[int]) -> int | None:
     """In one of several processes, steps by a predicted plan, each on so many samples (by rank).
 
-    Each rank's first step is `seen` to take so much: on the CPU, a watch sees nothing of several processes. Returns the
-    steps before which it was measured, the warnings, and whether gradients were those of plain training.
+    Each rank's steps are `seen` to take so much: on the CPU, a watch sees nothing of several processes. Returns the
+    number of the step before which the model was measured, or None.
     """
-    logs, counts = _Messages(), []
-    logging.getLogger("rotor_py").addHandler(logs)
-    torch.manual_seed(0)
     plain, value = CASES[kind]()
-    twin = sharded(copy.deepcopy(plain), mesh(), None)
     model = Checkpointable(sharded(plain, mesh(), None), plan=path, loss=loss, fresh_grads=True)
     predicted = Plan.load(path).costs.measurement
-    equal = True
     for number, samples in enumerate(rows):
-        batch = {name: each[: samples[rank]] for name, each in value.items()}
-        for network in (model, twin):
-            network.zero_grad()
-            with patch.object(watched_steps, "watch_step", lambda *_: _Seen(seen[rank])):
-                loss(network(**batch)).backward()
-        equal &= all(
-            torch.equal(one.grad.to_local(), other.grad.to_local())
-            for one, other in zip(model.parameters(), twin.parameters(), strict=True)
-        )
-        if model.inspection_values != predicted and not counts:
-            counts.append(number)
-    return counts, logs.told, equal
+        model.zero_grad()
+        with patch.object(watched_steps, "watch_step", lambda *_: _Seen(seen[rank])):
+            loss(model(**{name: each[: samples[rank]] for name, each in value.items()})).backward()
+        if model.inspection_values != predicted:
+            return number
+    return None
 
 
 class _Seen:
@@ -225,14 +202,3 @@ class _Seen:
 
     def stop(self) -> dict[str, Phase]:
         return {name: Phase(0, 0 if name.startswith("loss") else self._peak, 0) for name in self._names}
-
-
-class _Messages(logging.Handler):
-    """What is logged, as text."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.told: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.told.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""Autocast casts on tensors without memory what it casts on CUDA."""
+"""Autocast on fake tensors casts as on CUDA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
 
 def test_the_lists_are_those_that_this_torch_has_for_cuda() -> None:
-    """Of each operator, that it is in a list; of which one, where the header of PyTorch is installed."""
     known = {*LOWER_PRECISION, *FLOAT32, *FLOAT32_RESULT, *FLOAT32_NORM, *WIDEST, *REFUSED}
     here = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     # Named tensors and LSTMs of cuDNN, which torch 2.11 lists as well, are not planned.
@@ -58,17 +57,14 @@ CASES: list[tuple[str, Callable[[], torch.Tensor], torch.dtype]] = [
     ("softmax", lambda: numbers().softmax(-1), WHOLE),
     ("a dtype that is asked for", lambda: functional.softmax(numbers(), -1, dtype=torch.float16), torch.float16),
     ("layer norm", lambda: functional.layer_norm(numbers(), (4,)), WHOLE),
-    ("group norm", lambda: functional.group_norm(numbers(2, 4, 3), 2), WHOLE),
     ("power", lambda: numbers() ** 2, WHOLE),
     ("sum", lambda: numbers().sum(), WHOLE),
-    ("sum of a dimension", lambda: numbers().sum(0), WHOLE),
     ("sum of whole numbers", lambda: numbers(dtype=torch.int32).sum(), torch.int64),
     ("norm", lambda: numbers().norm(), WHOLE),
     ("norm of a dimension", lambda: torch.norm(numbers(), 2, 1), WHOLE),
     ("loss", lambda: functional.mse_loss(numbers(), numbers()), WHOLE),
     ("cross entropy", lambda: functional.cross_entropy(numbers(), numbers(dtype=torch.float16).softmax(-1)), WHOLE),
     ("product", lambda: numbers(dtype=WHOLE) @ numbers(dtype=WHOLE), HALF),
-    ("product with a vector", lambda: numbers(dtype=WHOLE) @ numbers(4, dtype=WHOLE), HALF),
     ("einsum", lambda: torch.einsum("ij,kj->ik", numbers(dtype=WHOLE), numbers(dtype=WHOLE)), HALF),
     ("product of 64 bits", lambda: numbers(dtype=torch.float64) @ numbers(dtype=torch.float64), torch.float64),
     ("padded convolution", lambda: functional.conv1d(numbers(1, 4, 8), numbers(4, 4, 3), padding="same"), HALF),
@@ -76,7 +72,6 @@ CASES: list[tuple[str, Callable[[], torch.Tensor], torch.dtype]] = [
     ("mixed, of one kind", lambda: torch.dot(numbers(4), numbers(4)), HALF),
     ("mean, which is in no list", lambda: numbers().mean(), HALF),
     ("pooling, which the CPU alone casts", lambda: functional.avg_pool3d(numbers(1, 1, 2, 2, 2), 2), HALF),
-    ("concatenation", lambda: torch.cat([numbers(), numbers()]), HALF),
 ]
 
 
@@ -109,19 +104,15 @@ class Block(nn.Module):
         self.norm, self.wide, self.narrow = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        query, key, each = self.wide(self.norm(value)).unflatten(-1, (3, 1, 64)).unbind(-3)
-        query, key, each = (part.transpose(1, 2) for part in (query, key, each))
+        query, key, each = self.wide(self.norm(value)).unflatten(-1, (3, 1, 64)).permute(2, 0, 3, 1, 4)
         made = functional.scaled_dot_product_attention(query, key, each).transpose(1, 2).flatten(2)
         return value + self.narrow(made)
-
-
-def blocks() -> nn.Module:
-    return nn.Sequential(*(Block() for _ in range(3)))
 
 
 def test_stages_keep_what_is_cast() -> None:
     """Counted by hand for one block: rows of 64 numbers, in bytes for each row, and weights."""
     rows = 2 * 256
+    blocks = nn.Sequential(Block(), Block())
     report = estimate(blocks, torch.empty(2, 256, 64), "a100-80", loss=torch.mean, autocast=HALF)
     whole, half = 4 * 64 * rows, 2 * 64 * rows
     statistics = 2 * 4 * rows  # of the norm, a mean and a deviation

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,18 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import StageCost
 from rotor_profiling.backends import using
-from rotor_py import Checkpointable, models, store_all
+from rotor_py import Checkpointable, store_all
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
-from rotor_py.estimation.predicted_device import PredictedDevice
+from rotor_py.estimation.simulated_target import PredictedDevice
 from tests.capture.steps import measured_step
 from tests.execute.zoo import convolutions, dropouts, moving_buffers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
 EXACT = ("activation_bytes", "saved_bytes", "input_released_bytes", "output_released_bytes")
-"""What a stage holds. What kernels need beside it while they run, tensors without memory do not show."""
 A_MICROSECOND = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
 
 
@@ -49,7 +43,6 @@ def both(
 
 
 def assert_alike(real: Checkpointable, predicted: Checkpointable, trifle: int = 0) -> None:
-    """`trifle` bytes may differ: numbers that operators wrap as tensors, and single values that they save."""
     assert predicted.inspection_values.names == real.inspection_values.names
     for name in EXACT:
         found, expected = (
@@ -61,12 +54,8 @@ def assert_alike(real: Checkpointable, predicted: Checkpointable, trifle: int = 
     assert predicted.inspection_values.carried == real.inspection_values.carried
     assert predicted.inspection_values.snapshot_bytes == real.inspection_values.snapshot_bytes
     for stage in predicted.inspection_values.stages:
-        assert_in_microseconds(stage)
-
-
-def assert_in_microseconds(stage: StageCost) -> None:
-    assert stage.forward_seconds >= 0
-    assert round(stage.forward_seconds * 1e6, 6) % 1 == pytest.approx(0)
+        assert stage.forward_seconds >= 0
+        assert round(stage.forward_seconds * 1e6, 6) % 1 == pytest.approx(0)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +64,8 @@ def assert_in_microseconds(stage: StageCost) -> None:
         (convolutions, lambda: torch.randn(4, 3, 8, 8)),
         (dropouts, lambda: torch.randn(8, 7)),
         (moving_buffers, lambda: torch.randn(8, 6)),
-        pytest.param(models.resnet18, lambda: torch.randn(4, 3, 32, 32), marks=pytest.mark.slow),
     ],
-    ids=["convolutions", "dropouts", "buffers", "ResNet-18"],
+    ids=["convolutions", "dropouts", "buffers"],
 )
 def test_what_stages_hold_is_what_is_measured(make: Callable[[], nn.Module], sample: Callable[[], Any]) -> None:
     assert_alike(*both(make, sample))
@@ -88,17 +76,13 @@ def unpadded(inputs: dict[str, Any]) -> dict[str, Any]:
     return {key: torch.ones_like(value) if "mask" in key else value for key, value in inputs.items()}
 
 
-TRIFLES = {"GPT-2": 200, "Swin": 64, "T5": 16, "Whisper": 16}
+TRIFLES = {"Swin": 64}
 """A stage of these saves single numbers that operators wrap, which no dispatch shows."""
-OTHERS = ("GPT-2", "T5", "Swin", "Mixtral", "Whisper", "BERT", "ResNet", "ViT", "ConvNeXt")
 
 
 @cache
 def both_of(name: str) -> tuple[Checkpointable, Checkpointable]:
-    """A model of the ecosystem, for all tests that look at it.
-
-    Ways are numbered as they are left: by clocks, the real stage might be left with others than the predicted one.
-    """
+    """A model of the ecosystem, measured and predicted with the same ways, whatever clocks say."""
     import ecosystem
 
     _, inputs, loss = ecosystem.MODELS[name]()
@@ -108,35 +92,25 @@ def both_of(name: str) -> tuple[Checkpointable, Checkpointable]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Llama", "U-Net", *OTHERS])
+@pytest.mark.parametrize("name", ["Llama", "Swin"])
 def test_captured_models_hold_what_is_measured(name: str) -> None:
     pytest.importorskip("transformers")
     assert_alike(*both_of(name), TRIFLES.get(name, 0))
 
 
-def peaks(real: Checkpointable, predicted: Checkpointable, inputs: dict[str, Any], loss: Any) -> list[tuple[int, int]]:
-    """The peaks of plans made without memory: predicted, and of a step that really follows them."""
-    found = []
-    optimizer = torch.optim.AdamW(real.parameters())
-    stored = predicted.budget.peak_bytes(store_all(predicted.chain))
-    least = predicted.budget.least_bytes()
-    for limit in (stored, (least + stored) // 2, least):
-        predicted.compute_sequence(limit)
-        real.sequence = predicted.sequence
-        for _ in range(2):  # the first step makes the optimizer's state
-            optimizer.zero_grad()
-            measured, _ = measured_step(real, optimizer, inputs, loss)
-        found.append((predicted.budget.peak_bytes(predicted.sequence), measured))
-    return found
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "within"), [("Llama", 0.01), ("U-Net", 0.10)])
-def test_steps_by_plans_made_without_memory_take_what_was_predicted(name: str, within: float) -> None:
+def test_steps_by_plans_made_without_memory_take_what_was_predicted() -> None:
     pytest.importorskip("transformers")
     import ecosystem
 
-    _, inputs, loss = ecosystem.MODELS[name]()
-    for expected, found in peaks(*both_of(name), unpadded(inputs), loss):
-        assert found == pytest.approx(expected, rel=within)
+    _, inputs, loss = ecosystem.MODELS["Llama"]()
+    real, predicted = both_of("Llama")
+    optimizer = torch.optim.AdamW(real.parameters())
+    stored, least = predicted.budget.peak_bytes(store_all(predicted.chain)), predicted.budget.least_bytes()
+    for limit in (stored, (least + stored) // 2, least):
+        real.sequence = predicted.compute_sequence(limit)
+        for _ in range(2):  # the first step makes the optimizer's state
+            optimizer.zero_grad()
+            measured, _ = measured_step(real, optimizer, unpadded(inputs), loss)
+        assert measured == pytest.approx(predicted.budget.peak_bytes(predicted.sequence), rel=0.01)

@@ -46,15 +46,14 @@ def test_every_cell_of_the_table_has_a_source_that_is_written_out() -> None:
     assert all(len(find_device(name).sources) == 9 for name in device_names())
 
 
-@pytest.mark.parametrize("name", device_names())
-def test_rates_are_dense_and_in_their_order(name: str) -> None:
-    device = find_device(name)
-    rates = device.rates
-    assert rates.fp16 >= rates.tf32 >= rates.fp32
-    # What one byte of bandwidth can feed: a table that counts sparsity, or takes the wrong memory, leaves this range.
-    assert 70 <= rates.fp16 / device.bandwidth <= 450
-    assert device.link_bandwidth >= device.pcie_bandwidth
-    assert device.memory_bytes > device.usable_bytes > 0
+def test_rates_are_dense_and_in_their_order() -> None:
+    for device in map(find_device, device_names()):
+        rates = device.rates
+        assert rates.fp16 >= rates.tf32 >= rates.fp32, device.name
+        # Per byte of bandwidth: a table that counts sparsity, or takes the wrong memory, leaves this range.
+        assert 70 <= rates.fp16 / device.bandwidth <= 450, device.name
+        assert device.link_bandwidth >= device.pcie_bandwidth, device.name
+        assert device.memory_bytes > device.usable_bytes > 0, device.name
 
 
 def test_numbers_that_public_tables_have_wrong() -> None:
@@ -62,12 +61,9 @@ def test_numbers_that_public_tables_have_wrong() -> None:
     assert h100.rates.bf16 == pytest.approx(1979e12 / 2, rel=1e-3)  # the data sheet's is with sparsity
     assert l4.bandwidth == 300e9  # torch/_inductor/analysis/device_info.py has the H100's
     assert (h200.rates, h200.bandwidth) == (h100.rates, 4.8e12)
-    rates = find_device("a100-80").rates
-    assert (rates.of(torch.bfloat16), rates.of(torch.float32), rates.of(torch.float32, tf32=True)) == (
-        312e12,
-        19.5e12,
-        156e12,
-    )
+    rate = find_device("a100-80").rates.of
+    found = rate(torch.bfloat16), rate(torch.float32), rate(torch.float32, tf32=True)
+    assert found == (312e12, 19.5e12, 156e12)
 
 
 def test_names_are_found_however_people_write_them_and_families_are_asked_back() -> None:

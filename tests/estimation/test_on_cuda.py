@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import gc
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from gpu_parts.device_like import device_like
 from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, estimate
 from rotor_py.data_sheet import Device, workspace_bytes
 from rotor_py.measure.device import total_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-from gpu_parts.device_like import device_like
-
 from tests.estimation.shared import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rotor_profiling.backends import using
 from rotor_py import Checkpointable, Plan, PlanMismatchError
 from rotor_py.estimation.fake_tensors import FakeCopies
-from rotor_py.estimation.predicted_device import PredictedDevice
+from rotor_py.estimation.simulated_target import PredictedDevice
 from tests.checkpointable.steps import Tower, between, blocks, images, said_in, same_gradients, square, step_peak
 from tests.execute.training import assert_same, steps
 from tests.fields import logged, raises

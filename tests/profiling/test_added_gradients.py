@@ -17,7 +17,7 @@ from rotor_profiling import memory_meter
 from rotor_profiling.backends import using
 from rotor_profiling.memory import Phase
 from rotor_py.estimation.fake_tensors import DeviceFakeMode
-from rotor_py.estimation.predicted_device import PredictedDevice
+from rotor_py.estimation.simulated_target import PredictedDevice
 from tests.profiling.costs import CPU
 
 SIDE = 64

@@ -14,7 +14,7 @@ from rotor_profiling import RandomState, measure_loss, memory_meter, optimizer_c
 from rotor_profiling.backends import Storages, prediction, stopwatch, using
 from rotor_profiling.memory import Phase
 from rotor_profiling.storage import equal
-from rotor_py.estimation.predicted_device import PredictedDevice
+from rotor_py.estimation.simulated_target import PredictedDevice
 from tests.profiling.costs import CPU
 
 
