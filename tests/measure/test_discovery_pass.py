@@ -1,4 +1,4 @@
-"""What the first walks take: as few runs of a stage as show what they look for; and what stays aside meanwhile."""
+"""First runs of stages: what they refuse, and what stays aside meanwhile."""
 
 from __future__ import annotations
 
@@ -12,35 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from rotor_py.measure.cut import cut_layers
-from rotor_py.measure.discovery_pass import DiscoveryPass, WalkedChain
-from rotor_py.measure.fixed_memory import NONE_STEPPED
 from rotor_py.measure.planning_lock import freeze_gc
 from tests.fields import raises
-
-CPU = torch.device("cpu")
-
-
-class Counting(nn.Linear):
-    """Says of every run whether it has a graph."""
-
-    runs: list[bool]
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        type(self).runs.append(torch.is_grad_enabled())
-        return super().forward(value)
-
-
-def test_a_stage_is_looked_at_in_one_run_with_a_graph_and_one_without() -> None:
-    Counting.runs = runs = []
-    value = torch.randn(3, 4)
-    cut = cut_layers([("a", Counting(4, 4))], value, CPU)
-    runs.clear()
-    survey = DiscoveryPass(WalkedChain(cut, value, CPU, (), None, True, (), None), NONE_STEPPED)
-    survey.walk()
-    assert runs == [True, False]
-    survey.walk()
-    assert runs == [True, False, True]
 
 
 @pytest.fixture

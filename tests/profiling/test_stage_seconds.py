@@ -119,6 +119,12 @@ def test_a_stage_is_timed_in_training_and_as_a_node_with_the_gradients_of_traini
     assert layer.weight.grad is None
 
 
+def test_a_stage_that_overwrites_its_input_runs_as_a_node_too() -> None:
+    value = torch.randn(4, requires_grad=True)
+    single_stage_node(StageRunner(nn.ReLU(inplace=True), "relu"))(value * 1).sum().backward()
+    assert value.grad is not None
+
+
 class Transposing(nn.Linear):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return super().forward(value.t().contiguous())
