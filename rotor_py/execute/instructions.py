@@ -13,7 +13,7 @@ from typing import Any
 
 from rotor_profiling.storage import wait_for
 from rotor_py.errors import InvalidValueError
-from rotor_py.stage.protocol import RunThrough, offers_of
+from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import (
     Backward,
@@ -198,41 +198,34 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
 NamedStage = tuple[str, Callable[..., Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class JoinedRun:
-    """Several stages as one function. All stages share the last `shared` values of its input."""
-
-    function: RunThrough
-    names: list[str]
-    shared: int
-    last: bool
-    """whether its output is the chain's output"""
-
-    def __call__(self, values: list[Any], context: tuple[Any, ...]) -> tuple[Any, ...]:
-        carried = 0 if context else self.shared
-        shared = values[len(values) - carried :]
-        values += context
-        made = self.function(values, self.names.__getitem__)
-        wait_for(made)  # as `StageRunner` does: sent tensors stay in memory until the wait
-        return made if self.last or not carried else (*made, *shared)
+JoinedRun = Callable[[list[Any], tuple[Any, ...]], tuple[Any, ...]]
+"""Runs several stages as one, on the values in a list, which is emptied, and the context of the forward."""
 
 
 def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
+    """Return a function that runs the stages as one; None if they cannot."""
     parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
         return None
-    return JoinedRun(run, [name for _, name in parts], parts[0][0].shared, parts[-1][0].last)
+    names, shared, last = [name for _, name in parts], parts[0][0].shared, parts[-1][0].last
+
+    def joined(values: list[Any], context: tuple[Any, ...]) -> tuple[Any, ...]:
+        carried = 0 if context else shared  # all stages share the last values of the input
+        handed_on = values[len(values) - carried :]
+        values += context
+        made = run(values, names.__getitem__)
+        wait_for(made)  # as `StageRunner` does: sent tensors stay in memory until the wait
+        return made if last or not carried else (*made, *handed_on)
+
+    return joined
 
 
 _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Runners:
-    """Runners of `stages`, made on demand by `make`, with the storage `options` of stages not stored whole.
-
-    Consecutive stages that are stored whole run as one function and need none.
-    """
+    """Runners of `stages`, made on demand by `make`: stages that run as one need none. `options` of the stored ones."""
 
     def __init__(
         self,

@@ -119,8 +119,7 @@ def run(
 ) -> Any:
     """Run a chain forward in the caller's graph, and recompute its regions in the backward.
 
-    `items` come from `regions`, for as many stages as there are runners. `options` are the storage options of stages
-    that are not stored whole. All stages share `context`.
+    `items` come from `regions`, `options` are the storage options of stages not stored whole; all share `context`.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
     stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]

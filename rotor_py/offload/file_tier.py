@@ -262,8 +262,7 @@ class Extent:
 class FileSpace:
     """Free ranges of a file by start; `end` is the end of the last range ever taken.
 
-    Steps take and give back the same sizes in the same order, so first fit repeats the placement, and the file does not
-    grow from step to step.
+    First fit: steps of the same sizes in the same order have the same ranges, so the file does not grow.
     """
 
     end: int = 0

@@ -174,9 +174,7 @@ class _Tried:
 # floating tensors of 0 and 1/(1 - p). Other tensors may be packable by chance in one step and are saved unchanged.
 #
 # The result of ReLU and the input of leaky ReLU shrink to sign bits where no other node needs the numbers: before
-# dropout and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows saves the same
-# tensor and needs them. Keeping only nonzeros, as Gist does, takes bytes that depend on the batch, so no plan can
-# promise it.
+# dropout and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows needs them.
 
 
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)

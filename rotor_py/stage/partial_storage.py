@@ -83,7 +83,8 @@ class PartialSaving:
         self._kept: dict[int, Callable[[], Any]] = {}
         """functions that return kept values unchanged"""
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
-        self._early: dict[int, list[_Early]] = {}
+        self._early: dict[int, list[tuple[ref[_Saved], _View, torch.dtype, StorageWeakRef]]] = {}
+        """tensors saved before `keep` or `drop` was called for their memory, whose address must not be reused"""
         self._to_drop = len(recipe.needs)
         self._handing_over = innermost_run.get()
         self._hooks: Any = None
@@ -115,10 +116,10 @@ class PartialSaving:
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
         # Some operators save their result before they return it.
-        for each in self._early.pop(storage._cdata, ()):
-            saved = each.saved()
-            if saved is not None and each.dtype == value.dtype:
-                saved.content = self._dropped(number), each.view
+        for early, view, dtype, _ in self._early.pop(storage._cdata, ()):
+            saved = early()
+            if saved is not None and dtype == value.dtype:
+                saved.content = self._dropped(number), view
         self._to_drop -= 1
         self._end_if_complete()
 
@@ -132,7 +133,7 @@ class PartialSaving:
         else:
             saved.content = SavedAsItIs(tensor) if self._keeper is None else self._keeper.save(tensor)
             if found is None:
-                early = _Early(ref(saved), view, tensor.dtype, StorageWeakRef(storage))
+                early = ref(saved), view, tensor.dtype, StorageWeakRef(storage)
                 self._early.setdefault(storage._cdata, []).append(early)
         if self._handing_over is not None:
             self._handing_over.hand_over(saved, tensor)
@@ -230,14 +231,3 @@ class _Saved:
             )
         dropped, view = content
         return dropped.value().as_strided(*view)
-
-
-@dataclass(frozen=True, slots=True)
-class _Early:
-    """A tensor saved before `keep` or `drop` was called for its memory."""
-
-    saved: ref[_Saved]
-    view: _View
-    dtype: torch.dtype
-    memory: StorageWeakRef
-    """keeps the address from being reused, since a keeper saves a tensor without its memory"""

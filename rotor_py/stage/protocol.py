@@ -21,11 +21,8 @@ Run = Callable[[Any], Any]
 """Runs a stage: maps its input to its output."""
 
 RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
-"""Runs several stages as one, in the surrounding graph.
-
-Called with the input of the first in a list, which it empties, and a function that names a stage by its index, for
-errors. Returns the output of the last, without the values that the stages share.
-"""
+"""Runs several stages as one: called with the input of the first in a list, which it empties, and a function that names
+a stage by its index, for errors. Returns the output of the last, without the values that the stages share."""
 
 Wrap = Callable[[nn.Module], nn.Module]
 """Replaces a piece of a stage."""
@@ -73,10 +70,7 @@ class StageOffers:
         return None
 
     def forward_skipping_output(self) -> Run | None:
-        """Return how to run the stage right before its backward, without its output; None if that saves nothing.
-
-        The result has the graph, shapes and types of the usual output, but not its values.
-        """
+        """Return how to run the stage right before its backward, without output values; None if that saves nothing."""
         return None
 
     ways_are_code = False
@@ -84,10 +78,7 @@ class StageOffers:
     way in which it is stored, also those that store nothing."""
 
     def ways(self) -> tuple[str, ...]:
-        """Return the names of the partial storage modes. Each keeps less than those before it.
-
-        A name is the text after "stored" in a report. Plan files contain it, so it must not change.
-        """
+        """Return the names of the partial storage modes, as `Keeper.name`. Each keeps less than those before it."""
         return ()
 
     def ways_for(self, value: Any) -> tuple[str, ...]:

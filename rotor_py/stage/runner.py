@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -107,7 +107,6 @@ def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
 # `attach_first` with a graph of its own); a recomputation without a graph (`again`) or with one of its own (`attach`).
 
 
-T = TypeVar("T")
 Context = tuple[Any, ...]
 
 
@@ -286,11 +285,11 @@ class StageRunner:
     def _attach(
         self,
         during: During,
-        around: AbstractContextManager[T],
+        around: AbstractContextManager[Any],
         value: Any,
         context: Context,
         skip_output: bool = False,
-    ) -> tuple[AttachedStage, Any, T]:
+    ) -> tuple[AttachedStage, Any, Any]:
         slots = parameter_slots(self.function)
         # Not the parameters themselves: their hooks would fire here, and again when the outer engine has the gradient.
         aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
