@@ -7,8 +7,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -138,23 +136,6 @@ def test_there_is_never_a_file_to_see(tmp_path: Path) -> None:
     for thread in set(threading.enumerate()) - others:
         thread.join(timeout=60)  # it is told to end, and nobody waits for it
         assert not thread.is_alive()
-
-
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch\n"
-        "from rotor_py.offload.file_tier import FileTier\n"
-        f"tier = FileTier({str(tmp_path)!r})\n"
-        "moved = tier.move_out(torch.zeros(10**7, dtype=torch.uint8).untyped_storage())\n"
-        "moved.wait_out()\n"
-        "print('moved', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"moved\n"
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_is_refused_and_nothing_is_broken(
