@@ -80,13 +80,7 @@ def best_level(
     assert planned.budget is not None
     limit = limit_bytes(mem_limit, planned.device)
     step = TrainingStep(
-        planned.model,
-        batch,
-        loss or _sum,
-        optimizer,
-        planned.device,
-        fresh_grads=fresh_grads,
-        steps_optimizer=False,
+        planned.model, batch, loss or _sum, optimizer, planned.device, fresh_grads, steps_optimizer=False
     )
     found = {level: ByHand(level=level).sequence(model, planned.budget, None) for level in LEVELS}
     peaks = {level: planned.budget.peak_bytes(sequence) for level, sequence in found.items()}
@@ -99,9 +93,10 @@ def best_level(
         if chosen.measured_peak_bytes <= limit:
             optimal = _measure_cost(planned, planned.compute_sequence(limit), step)
             return LevelChoice(level, limit, chosen, optimal, tuple(peaks.values()))
-    least = min(peaks.values())
+    lowest = min(peaks, key=peaks.__getitem__)
+    least = peaks[lowest]
     raise InfeasibleError(
-        f"no level fits: the least, level {min(peaks, key=lambda level: peaks[level])}, needs {format_bytes(least)} "
+        f"no level fits: the least, level {lowest}, needs {format_bytes(least)} "
         f"({least} bytes) for a step; the limit is {format_bytes(limit)} ({limit} bytes). The optimal plan needs "
         f"{format_bytes(planned.budget.least_bytes())} at least: leave the level out.",
         min_bytes=least,

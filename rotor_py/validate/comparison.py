@@ -46,25 +46,21 @@ def one_way_each(measurement: Measurement, slots: int, link: Link | None = None)
 
     Empty without other modes. A single mode, which the best plan uses already, gets no row.
     """
-    own = {name for names in measurement.way_names for name in names if not name.endswith(_KEEPERS)}
-    families = {"in part": own, **{name: {name} for name in _KEEPERS}}
     known = {name for names in measurement.way_names for name in names}
-    present = {family: names for family, names in families.items() if names & known}
+    families = {"in part": {name for name in known if not name.endswith(_KEEPERS)}}
+    families |= {name: {name} & known for name in _KEEPERS}
+    present = {f"optimal, {family}": names for family, names in families.items() if names}
     if not known:
         return {}
-    named = {"optimal, whole": set[str](), **{f"optimal, {family}": names for family, names in present.items()}}
-    if len(present) == 1 and known == next(iter(present.values())):
-        del named[f"optimal, {next(iter(present))}"]
-    return {
-        name: OneWay(name, _positions(measurement, ways), slots, link if ELSEWHERE.name in ways else None)
-        for name, ways in named.items()
-    }
-
-
-def _positions(measurement: Measurement, ways: set[str]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        (0, *(option for option, name in enumerate(names, 1) if name in ways)) for names in measurement.way_names
-    )
+    if list(present.values()) == [known]:
+        present = {}
+    found: dict[str, Algorithm] = {}
+    for name, ways in {"optimal, whole": set[str](), **present}.items():
+        options = tuple(
+            (0, *(at for at, each in enumerate(names, 1) if each in ways)) for names in measurement.way_names
+        )
+        found[name] = OneWay(name, options, slots, link if ELSEWHERE.name in ways else None)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,23 +142,17 @@ def compare_at_limit(
 ) -> tuple[ComparedStrategy, ...]:
     limit = facts.mem_limit
     if limit is None:
-        raise InvalidValueError(
-            "the plan has no limit at which strategies could be compared; plan with mem_limit=", kind="no_limit"
-        )
-    others = []
+        message = "the plan has no limit at which strategies could be compared; plan with mem_limit="
+        raise InvalidValueError(message, kind="no_limit")
     known = strategies(model, facts.measurement.names, slots)
     known |= one_way_each(facts.measurement, slots, facts.budget.link)
-    for name, algorithm in _told(known, progress):
-        sequence = at_limit(facts.budget, algorithm, limit)
-        others.append(_compared(facts, limit, name, sequence))
+    others = [
+        _compared(facts, limit, name, at_limit(facts.budget, algorithm, limit))
+        for name, algorithm in _told(known, progress)
+    ]
     # Sort those that fit by time, the others by peak.
     others.sort(key=lambda each: (not each.fits, each.step_seconds if each.fits else 0.0, each.peak_bytes))
     return (_compared(facts, limit, OPTIMAL, facts.sequence), *others)
-
-
-def with_verified(compared: Iterable[ComparedStrategy], found: Iterable[Verification]) -> tuple[ComparedStrategy, ...]:
-    measured = iter(found)
-    return tuple(replace(each, verified=next(measured)) if each.fits else each for each in compared)
 
 
 def strategies(model: nn.Module, names: Iterable[str], slots: int) -> dict[str, Algorithm]:
@@ -189,7 +179,7 @@ def leanest_of_each(
 
 
 def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tuple[str, Algorithm]]:
-    """Yield the strategies, reporting each to `progress` before work on it starts."""
+    """Report each strategy to `progress` before work on it starts."""
     for done, (name, algorithm) in enumerate(found.items()):
         if progress is not None:
             progress(done, len(found), name)
@@ -198,8 +188,7 @@ def _told(found: dict[str, Algorithm], progress: Progress | None) -> Iterator[tu
 
 def at_limit(budget: Budget, algorithm: Algorithm, mem_limit: int) -> Sequence:
     """The plan of `algorithm` for a step within `mem_limit` bytes; its leanest sequence if that is too little."""
-    # A plan that recomputes needs room for a snapshot of the random state, which is only known afterwards. Try all the
-    # room first, then leave room for the snapshot.
+    # Only a plan that recomputes needs room for a snapshot of the random state: first try without.
     for room in (mem_limit - budget.fixed.total, budget.chain_limit(mem_limit)):
         try:
             sequence = algorithm.solve(budget.chain, max(0, room))

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,12 +39,6 @@ class TimedOperation:
     after: int
 
 
-class _Event(NamedTuple):
-    doing: str
-    name: str
-    begins: bool
-
-
 def measured_operations(
     step: Callable[[], object],
     sequence: Sequence,
@@ -54,9 +49,8 @@ def measured_operations(
 ) -> tuple[TimedOperation, ...]:
     """Take `step` twice, once for time and once for memory; it follows `sequence` in a chain of stages called `names`.
 
-    `present` are the tensors on the device before the step; `between` is called between the two steps. An operation
-    lasts until the next one begins, so it includes autograd's work in between. Backwards without gradient are not in
-    the result.
+    `present` are the tensors on the device before the step. An operation lasts until the next one begins, so it
+    includes autograd's work in between. Backwards without gradient are not in the result.
     """
     times: list[float] = []
 
@@ -89,11 +83,12 @@ def measured_operations(
     return tuple(operations)
 
 
-def _events(step: Callable[[], object], also: Callable[[], None]) -> list[_Event]:
-    found: list[_Event] = []
+def _events(step: Callable[[], object], also: Callable[[], None]) -> list[tuple[str, str, bool]]:
+    """The stages that a step enters and leaves: whether in forward or backward, name, and whether it enters."""
+    found: list[tuple[str, str, bool]] = []
 
     def note(doing: str, name: str, begins: bool) -> None:
-        found.append(_Event(doing, name, begins))
+        found.append((doing, name, begins))
         also()
 
     with watched(note):
@@ -101,7 +96,9 @@ def _events(step: Callable[[], object], also: Callable[[], None]) -> list[_Event
     return found
 
 
-def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Iterator[tuple[int, Operation, bool]]:
+def _begins(
+    events: list[tuple[str, str, bool]], sequence: Sequence, names: list[str]
+) -> Iterator[tuple[int, Operation, bool]]:
     """The event at which each operation begins, and whether it recomputes its stage.
 
     Forwards come in the order of the sequence, backwards from the last stage down; the loss follows the end of the last
@@ -111,15 +108,15 @@ def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Itera
     before_loss = list(sequence).index(Loss())
     backward, forward = len(names), 0
     ran: set[str] = set()
-    for at, event in enumerate(events):
-        if event.doing == BACKWARD:
+    for at, (doing, name, begins) in enumerate(events):
+        if doing == BACKWARD:
             # A stage with several output tensors reports each gradient: only the first begins its backward.
-            if event.begins and event.name in names[:backward]:
-                backward = names.index(event.name)
+            if begins and name in names[:backward]:
+                backward = names.index(name)
                 yield at, Backward(backward), False
-        elif event.begins:
-            yield at, forwards[forward], event.name in ran
-            ran.add(event.name)
+        elif begins:
+            yield at, forwards[forward], name in ran
+            ran.add(name)
             forward += 1
         elif forward == before_loss:
             yield at, Loss(), False
@@ -129,16 +126,12 @@ def _begins(events: list[_Event], sequence: Sequence, names: list[str]) -> Itera
 def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
     """Enter training mode without gradients; restore modes, gradients and the optimizer's state afterwards.
 
-    Keeps the plan even if a step exceeds the limit. Each measurement restores parameters and buffers itself: see
-    `TrainingStep`.
+    Keeps the plan even if a step exceeds the limit. `TrainingStep` restores parameters and buffers itself.
     """
     gradients = [(parameter, parameter.grad) for parameter in network.model.parameters()]
     watch, network.watch = network.watch, False
-    with (
-        in_training(network),
-        torch.enable_grad(),
-        nullcontext() if optimizer is None else optimizer_restored(optimizer),
-    ):
+    restored = nullcontext() if optimizer is None else optimizer_restored(optimizer)
+    with in_training(network), torch.enable_grad(), restored:
         # The first step would accumulate into them.
         for parameter, _ in gradients:
             parameter.grad = None
@@ -152,7 +145,6 @@ def state_restored(network: Checkpointable, optimizer: torch.optim.Optimizer | N
 
 @contextmanager
 def values_restored(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Restore the values of `tensors` afterwards."""
     # Copy to the CPU: copies on a CUDA device would count in the measured peaks.
     saved = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
     try:
@@ -186,41 +178,28 @@ Network = Callable[..., Any]
 """The callable that a step runs: the model itself, or a plan of it with the same parameters."""
 
 
+@dataclass(slots=True)
 class TrainingStep:
-    """Forward, loss, backward and optimizer step of `model` on `sample`.
-
-    Args:
-        sample: a tensor, a tuple of positional or a dict of keyword arguments.
-        loss: a function of the output.
-        fresh_grads: free gradients between steps; otherwise they are set to zero and stay in memory.
-        forwards: add up the losses of several forwards; one backward goes through all of them.
-        steps_optimizer: whether the optimizer steps; its state counts as memory either way.
-        in_backward: some networks step in the backward, so results are the parameters after the step: no gradients
-            remain.
+    """Forward, loss, backward and optimizer step of `model` on `sample`, with the losses of several forwards added up.
 
     Each method starts from the same parameters, buffers and random state, and restores them. Gradients and the
     optimizer's state persist from one to the next, as in training: see `state_restored`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sample: Any,
-        loss: Callable[[Any], torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        *,
-        fresh_grads: bool,
-        steps_optimizer: bool = True,
-        forwards: int = 1,
-        in_backward: bool = False,
-    ) -> None:
-        self.model, self.sample, self.loss, self.optimizer = model, sample, loss, optimizer
-        self.device, self.steps_optimizer = device, steps_optimizer
-        self.fresh_grads = fresh_grads or in_backward
-        self.forwards, self.in_backward = forwards, in_backward
-        self.last_loss = float("nan")
-        """Loss of the last step of `taken`."""
+    model: nn.Module
+    sample: Any
+    loss: Callable[[Any], torch.Tensor]
+    optimizer: torch.optim.Optimizer | None
+    device: torch.device
+    fresh_grads: bool
+    """Whether gradients are freed between steps, instead of set to zero."""
+    steps_optimizer: bool = True
+    """Whether the optimizer steps; its state counts as memory either way."""
+    forwards: int = 1
+    in_backward: bool = False
+    """Whether some networks step in the backward: results are then parameters, since no gradients remain."""
+    last_loss: float = float("nan")
+    """Loss of the last step of `taken`."""
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:
@@ -234,16 +213,13 @@ class TrainingStep:
                 yield measured_peak(lambda: self._train(network), self._present(), self.device)
 
     def results(self) -> list[torch.Tensor]:
-        if self.in_backward:
-            return [*self.model.parameters(), *self.model.buffers()]
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return [*gradients, *self.model.buffers()]
+        return [*(self.model.parameters() if self.in_backward else self._gradients()), *self.model.buffers()]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
 
     def seconds(self, network: Network) -> float:
-        """Median time of forward, loss and backward.
-
-        Includes the optimizer step if some networks step in the backward. Otherwise it is the same for all plans.
-        """
+        """Median time of forward, loss and backward; with the optimizer step if some networks step in the backward."""
         times = []
         synchronize = torch.get_device_module(self.device).synchronize
         with self._same_state(), self._restored():
@@ -259,14 +235,8 @@ class TrainingStep:
     def operations(self, network: Network, sequence: Sequence, names: list[str]) -> tuple[TimedOperation, ...]:
         with self._same_state(), self._restored():
             self._clear()
-            return measured_operations(
-                lambda: self._timed(network, 1),
-                sequence,
-                names,
-                self._present(),
-                self.device,
-                between=self._clear,
-            )
+            step = partial(self._timed, network, 1)
+            return measured_operations(step, sequence, names, self._present(), self.device, between=self._clear)
 
     def _timed(self, network: Network, forwards: int | None = None) -> None:
         self._forward_backward(network, forwards)
@@ -283,9 +253,9 @@ class TrainingStep:
     def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
         held = []
         for number in range(self.forwards if forwards is None else forwards):
-            # Each forward gets its own batch, such as another view of the same images.
+            # Each forward gets its own batch, whose leaves are new ones: the caller's tensors get no gradient.
             given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
-            sample = tree_map_only(torch.Tensor, _without_history, given)
+            sample = tree_map_only(torch.Tensor, lambda each: leaves_of(each) if each.requires_grad else each, given)
             args, kwargs = arguments_of(sample, self.model)
             held.append((sample, network(*args, **kwargs)))
         loss: torch.Tensor = sum(self.loss(output) for _, output in held)  # type: ignore[assignment] # not an int
@@ -293,13 +263,11 @@ class TrainingStep:
         return held, loss
 
     def _clear(self) -> None:
-        self.model.zero_grad(set_to_none=self.fresh_grads)
+        self.model.zero_grad(set_to_none=self.fresh_grads or self.in_backward)
 
     def _present(self) -> list[torch.Tensor]:
-        entries = [] if self.optimizer is None else [list(entry.values()) for entry in self.optimizer.state.values()]
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        held = [*self.model.parameters(), *gradients, *self.model.buffers()]
-        return [*held, *tensors_in(entries), *tensors_in(self.sample)]
+        state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
+        return [*self.model.parameters(), *self._gradients(), *self.model.buffers(), *state, *tensors_in(self.sample)]
 
     def _same_state(self) -> AbstractContextManager[None]:
         """Restore the optimizer's state if parameters are compared: the next step has to begin with the same."""
@@ -316,9 +284,3 @@ class TrainingStep:
                 yield
         finally:
             state.restore()
-
-
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Make an input with a gradient a new leaf, so that the caller's tensor gets none."""
-    leaf: torch.Tensor = leaves_of(tensor) if tensor.requires_grad else tensor
-    return leaf

@@ -21,25 +21,15 @@ from rotor_solver.watching import Progress
 
 
 def measured(model: nn.Module, sample: Any, options: dict[str, Any], *, closely: bool = False) -> Checkpointable:
-    """Return `model` if it is a `Checkpointable`; else make one with `options`, measured on `sample`, `closely` if
-    asked.
-
-    Raises:
-        ValueError: the sample is missing, or a `Checkpointable` is given one or options.
-        UnsupportedModelError: the model cannot be planned.
-        InfeasibleError: no plan fits the limit among the options.
-    """
+    """Return `model` if it is a `Checkpointable`; else make one with `options`, measured on `sample`."""
     if isinstance(model, Checkpointable):
         if sample is not None or options:
-            raise InvalidValueError(
-                "a Checkpointable has been given its sample and options already; pass it alone",
-                kind="sample_given_twice",
-            )
+            message = "a Checkpointable has been given its sample and options already; pass it alone"
+            raise InvalidValueError(message, kind="sample_given_twice")
         return model
     if sample is None:
-        raise InvalidValueError(
-            "a model has to be measured on a sample: pass one as the second argument", kind="no_sample"
-        )
+        message = "a model has to be measured on a sample: pass one as the second argument"
+        raise InvalidValueError(message, kind="no_sample")
     if not closely:
         return Checkpointable(model, sample, **options)
     network = Checkpointable(model, **options)
@@ -57,19 +47,14 @@ def default_loss(output: Any) -> torch.Tensor:
         return own
     parts = [tensor.square().mean() for tensor in tensors_in(output) if tensor.requires_grad]
     if not parts:
-        raise UnsupportedModelError(
-            "the model's output does not depend on anything that needs a gradient, so there is nothing to train",
-            kind="no_gradient",
-        )
+        message = "the model's output does not depend on anything that needs a gradient, so there is nothing to train"
+        raise UnsupportedModelError(message, kind="no_gradient")
     return sum(parts[1:], parts[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Peak and time of one network's steps, and gradients and buffers after one of them.
-
-    The tensors are on the CPU, to leave the device to the next network.
-    """
+    """Peak and time of one network's steps, and gradients and buffers after one of them, on the CPU."""
 
     peak_bytes: int
     seconds: float
@@ -81,7 +66,7 @@ class Outcome:
 
 def measure_outcome(step: TrainingStep, network: Network) -> Outcome:
     with step.taken(network) as peak:
-        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]
+        results = [tensor.detach().to("cpu", copy=True) for tensor in step.results()]  # leaves the device to the next
     return Outcome(peak, step.seconds(network), results, len(list(step.model.buffers())), step.last_loss)
 
 
@@ -111,26 +96,15 @@ class Rounded:
     """
     buffer_difference: float
     """Largest absolute difference of a buffer, which only the forward changes."""
-    noise: float = 0.0
-    """Difference between two plain steps."""
-
-    def problem(self) -> str | None:
-        """The problem beyond inexact gradients, in words; None if there is none."""
-        if not math.isfinite(self.gradient_error):
-            return f"gradients of stages that are kept in {self.word} are not finite, and those of plain training are"
-        if not self.buffer_difference <= 4 * self.noise:
-            return f"buffers differ from plain training by up to {self.buffer_difference:g}, and the forward is exact"
-        return None
 
 
-def compare_rounded(found: Outcome, plain: Outcome, noise: float, word: str) -> Rounded:
-    """Compare a step of the plan with a plain one; two plain steps differ by `noise`."""
+def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
     count = len(plain.results) - plain.buffers
     exact = torch.stack([each.double().norm() for each in plain.results[:count]]).norm()
     pairs = zip(found.results[:count], plain.results[:count], strict=True)
     apart = torch.stack([(one.double() - other.double()).norm() for one, other in pairs]).norm()
     error = 0.0 if not apart else float(apart / exact)
-    return Rounded(word, error, difference(found.results[count:], plain.results[count:]), noise)
+    return Rounded(word, error, difference(found.results[count:], plain.results[count:]))
 
 
 def word_of_plan(network: Checkpointable) -> str | None:
@@ -174,11 +148,16 @@ class Verification:
         """The problem of the step for a limit of `mem_limit` bytes, in words; None if there is none."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
-        if self.rounded is not None:
-            return self.rounded.problem()
         # One measured difference is no bound on the noise, so allow four times as much. A guess: a lower factor reports
         # noise, a higher one hides small errors.
-        if self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
+        if (low := self.rounded) is not None:
+            if not math.isfinite(low.gradient_error):
+                return f"gradients of stages kept in {low.word} are not finite, and those of plain training are"
+            if not low.buffer_difference <= 4 * self.noise:
+                return (
+                    f"buffers differ from plain training by up to {low.buffer_difference:g}, and the forward is exact"
+                )
+        elif self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
             plain = "plain training" if self.eager_difference is None else "the compiled step that stores everything"
             return f"gradients or buffers differ from {plain} by up to {self.max_grad_difference:g}"
         return None
@@ -228,16 +207,9 @@ def verify(
         network = measured(model, sample, given)
     in_backward = network.step_in_backward
     optimizer = optimizer if in_backward is None else in_backward
-    step = TrainingStep(
-        network.model,
-        sample,
-        loss or default_loss,
-        optimizer,
-        network.device,
-        fresh_grads=network.fresh_grads if fresh_grads is None else fresh_grads,
-        forwards=network.forwards_in_flight,
-        in_backward=in_backward is not None,
-    )
+    freed = network.fresh_grads if fresh_grads is None else fresh_grads
+    step = TrainingStep(network.model, sample, loss or default_loss, optimizer, network.device, freed)
+    step.forwards, step.in_backward = network.forwards_in_flight, in_backward is not None
 
     def tell(done: int, name: str) -> None:
         if progress is not None:
@@ -287,7 +259,7 @@ def _compared(found: Outcome, plain: Outcome | None, noise: float, word: str | N
     if plain is None:
         return Verification(found.peak_bytes, found.seconds, None, None, None, loss=found.loss)
     compared = (difference(found.results, plain.results), plain.peak_bytes, plain.seconds, noise)
-    rounded = None if word is None else compare_rounded(found, plain, noise, word)
+    rounded = None if word is None else compare_rounded(found, plain, word)
     return Verification(found.peak_bytes, found.seconds, *compared, loss=found.loss, rounded=rounded)
 
 
