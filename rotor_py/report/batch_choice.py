@@ -76,7 +76,7 @@ class BatchChoice:
 
     def sentences(self) -> tuple[str, ...]:
         """The answer, remarks and the batches tried, in words."""
-        found = [self._answer(), self._beside()]
+        found = [self._answer(), self._others()]
         if self.effective_batch is not None:
             batches = "one batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} batches"
             found.append(f"Step the optimizer after {batches} of {self.batch}: {self.effective_batch} samples.")
@@ -88,10 +88,8 @@ class BatchChoice:
     def _answer(self) -> str:
         inside = f"inside {format_bytes(self.mem_limit)}"
         rate = f"{format_rate(self.samples_per_second)} samples a second"
-        if self.overhead == 1.0:
-            price = "with nothing recomputed"
-        else:
-            price = f"at {self.overhead - 1:+.1%} time compared with storing everything"
+        price = f"at {self.overhead - 1:+.1%} time compared with storing everything"
+        price = "with nothing recomputed" if self.overhead == 1.0 else price
         if self.aim == "best":
             real = dict(self.measured_per_second).get(self.batch)
             rate = f"{rate} predicted" + (f", {format_rate(real)} in real steps" if real is not None else "")
@@ -99,7 +97,7 @@ class BatchChoice:
         rate += " predicted" if self.predicted else ""
         return f"A batch of {self.batch} is the largest {inside}: {rate}, {price}."
 
-    def _beside(self) -> str:
+    def _others(self) -> str:
         found = []
         if self.aim == "best":
             assert self.gap is not None
@@ -122,10 +120,8 @@ class BatchChoice:
         else:
             stored = self.point(self.largest_stored).stored_per_second
             assert stored is not None
-            found.append(
-                f"Without recomputation the largest is {self.largest_stored}, with {format_rate(stored)} samples a "
-                "second."
-            )
+            rate = format_rate(stored)
+            found.append(f"Without recomputation the largest is {self.largest_stored}, with {rate} samples a second.")
         return " ".join(found)
 
     def _tried(self) -> str:

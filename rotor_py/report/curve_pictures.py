@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
 from rotor_py.report.numbers import ReportFacts
@@ -66,23 +67,11 @@ class Mark:
     letter_y: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class CurvePicture:
-    """Shapes in pixels. `width` is between the axes; `limit_x` is None if no limit is near the curve."""
+def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> SimpleNamespace | None:
+    """Shapes of `sweep` and the plan of `facts` in `room` pixels, for the template. None if there is no choice to show.
 
-    width: float
-    line: str
-    columns: tuple[Column, ...]
-    sizes: tuple[tuple[float, str], ...]
-    shares: tuple[tuple[float, str], ...]
-    plan: Mark
-    limit_x: float | None
-    marks: tuple[Mark, ...]
-    legend: tuple[tuple[str, str], ...]
-
-
-def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> CurvePicture | None:
-    """Draw `sweep` and the plan of `facts` in `room` pixels. Return None if there is no choice to show."""
+    `width` is between the axes; `limit_x` is None if no limit is near the curve.
+    """
     points = sweep.points
     if len(points) < 2:
         return None
@@ -109,7 +98,14 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Cur
     limit = facts.mem_limit
     limit_x = x(limit) if limit is not None and left <= limit <= right else None
     sizes = round_numbers(left, right, max(2, int(width / _LABEL)))
-    return CurvePicture(
+    marks, legend = [], []
+    for letter, point in sweep.lettered():
+        where = "" if inside(point) else " (outside the picture)"
+        cost = f"{format_bytes(point.mem_limit)}, {point.overhead - 1:+.1%} time"
+        legend.append((letter, f"{point.name}: {cost}{where}"))
+        if inside(point):
+            marks.append((letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}"))
+    return SimpleNamespace(
         width=width,
         line="".join(_line([(x(point.mem_limit), y(point.overhead)) for point in points], LEFT + width)),
         columns=tuple(_columns(sweep, [x(point.mem_limit) for point in points], LEFT + width)),
@@ -117,26 +113,8 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Cur
         shares=tuple((y(1 + share), f"+{share:.0%}" if share else "0%") for share in _shares(highest)),
         plan=Mark(x(plan.mem_limit), y(plan.overhead), f"this plan: {_cost(sweep, plan)}"),
         limit_x=limit_x,
-        marks=tuple(
-            _placed(
-                [
-                    (letter, x(point.mem_limit), y(point.overhead), f"{point.name}: {_cost(sweep, point)}")
-                    for letter, point in sweep.lettered()
-                    if inside(point)
-                ],
-                [(x(plan.mem_limit), y(plan.overhead))],
-                limit_x,
-                width,
-            )
-        ),
-        legend=tuple(
-            (
-                letter,
-                f"{point.name}: {format_bytes(point.mem_limit)}, {point.overhead - 1:+.1%} time"
-                f"{'' if inside(point) else ' (outside the picture)'}",
-            )
-            for letter, point in sweep.lettered()
-        ),
+        marks=tuple(_placed(marks, [(x(plan.mem_limit), y(plan.overhead))], limit_x, width)),
+        legend=legend,
     )
 
 
@@ -148,13 +126,10 @@ def _line(corners: list[tuple[float, float]], end: float) -> Iterator[str]:
 
 def _columns(sweep: Sweep, starts: list[float], right: float) -> Iterator[Column]:
     yield Column(LEFT, starts[0] - LEFT, f"no plan needs less than {format_bytes(sweep.points[0].mem_limit)}")
-    for (point, above), (start, end) in zip(pairwise((*sweep.points, None)), pairwise((*starts, right)), strict=True):
-        assert point is not None
-        if above is None:
-            limits = f"a limit of {format_bytes(point.mem_limit)} or more"
-        else:
-            limits = f"a limit from {format_bytes(point.mem_limit)} to {format_bytes(above.mem_limit)}"
-        yield Column(start, end - start, f"{limits}: {_cost(sweep, point)}")
+    sizes = [format_bytes(point.mem_limit) for point in sweep.points]
+    limits = [*(f"from {size} to {above}" for size, above in pairwise(sizes)), f"of {sizes[-1]} or more"]
+    for point, limit, (start, end) in zip(sweep.points, limits, pairwise((*starts, right)), strict=True):
+        yield Column(start, end - start, f"a limit {limit}: {_cost(sweep, point)}")
 
 
 def _cost(sweep: Sweep, point: Point) -> str:
@@ -167,8 +142,8 @@ def _cost(sweep: Sweep, point: Point) -> str:
 def _shares(highest: float) -> list[float]:
     found = [0.0]
     for share in (_FINEST, *_SHARES) if highest < math.log1p(0.1) else _SHARES:
-        place = math.log1p(share)
-        if place <= highest and HEIGHT * (place - math.log1p(found[-1])) >= _APART * highest:
+        height = math.log1p(share)
+        if height <= highest and HEIGHT * (height - math.log1p(found[-1])) >= _APART * highest:
             found.append(share)
     return found
 
@@ -176,10 +151,7 @@ def _shares(highest: float) -> list[float]:
 def _placed(
     points: list[tuple[str, float, float, str]], others: list[tuple[float, float]], wall: float | None, width: float
 ) -> Iterator[Mark]:
-    """Place each letter as near to its point as `others`, other letters and the line at `wall` allow.
-
-    Tries positions from the nearest outwards, above right first.
-    """
+    """Place each letter as near to its point as `others`, other letters and the line at `wall` allow."""
     taken = [*others, *((x, y) for _, x, y, _ in points)]
     around = product(range(-70, 71, 10), range(-65, 66, 13))
     offsets = sorted(around, key=lambda by: (by[0] - 10) ** 2 + (by[1] + 13) ** 2)
@@ -205,22 +177,11 @@ _BATCH_LABEL = 32
 """Least pixels between the centres of two batch labels."""
 
 
-@dataclass(frozen=True, slots=True)
-class BatchPicture:
-    """Shapes in pixels; `width` is between the axes. `stored` is empty if storing everything fits at most one batch."""
+def batch_picture(choice: BatchChoice, room: float = SCREEN) -> SimpleNamespace | None:
+    """Shapes of the points of a choice in `room` pixels, for the template. None for a single batch.
 
-    width: float
-    line: str
-    stored: str
-    columns: tuple[Column, ...]
-    batches: tuple[tuple[float, str], ...]
-    rates: tuple[tuple[float, str], ...]
-    measured: tuple[Mark, ...]
-    chosen: Mark
-
-
-def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | None:
-    """Draw the points of a choice in `room` pixels. Return None for a single batch."""
+    `width` is between the axes. `stored` is empty if storing everything fits at most one batch.
+    """
     points = choice.points
     if len(points) < 2:
         return None
@@ -235,14 +196,11 @@ def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | N
         return TOP + HEIGHT * (1 - rate / highest)
 
     fastest = [f"{x(point.batch):.1f} {y(point.samples_per_second):.1f}" for point in points]
-    stored = [
-        f"{x(point.batch):.1f} {y(point.stored_per_second):.1f}"
-        for point in points
-        if point.stored_per_second is not None
-    ]
+    rates = [(point.batch, point.stored_per_second) for point in points]
+    stored = [f"{x(batch):.1f} {y(rate):.1f}" for batch, rate in rates if rate is not None]
     borders = [LEFT, *((x(one.batch) + x(other.batch)) / 2 for one, other in pairwise(points)), LEFT + width]
     chosen = choice.point(choice.batch)
-    return BatchPicture(
+    return SimpleNamespace(
         width=width,
         line="M" + "L".join(fastest),
         stored="M" + "L".join(stored) if len(stored) > 1 else "",
@@ -250,7 +208,7 @@ def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | N
             Column(begin, end - begin, _words(point))
             for point, (begin, end) in zip(points, pairwise(borders), strict=True)
         ),
-        batches=tuple((x(batch), str(batch)) for batch in _apart(_powers(points[0].batch, points[-1].batch), x)),
+        batches=tuple(_apart([(x(point.batch), str(point.batch)) for point in points])),
         rates=tuple((y(rate), format_rate(rate) if rate else "0") for rate in round_numbers(0, highest, 6)),
         measured=tuple(
             Mark(x(point.batch), y(point.samples_per_second), _words(point)) for point in points if point.measured
@@ -259,24 +217,15 @@ def batch_picture(choice: BatchChoice, room: float = SCREEN) -> BatchPicture | N
     )
 
 
-def _powers(least: int, most: int) -> list[int]:
-    """Powers of two in a range, and its ends unless one is close."""
-    powers = [2**at for at in range(most.bit_length()) if least <= 2**at <= most]
-    ends = [end for end in (least, most) if all(abs(math.log2(end / power)) > 0.3 for power in powers)]
-    return sorted({*powers, *ends})
-
-
-def _apart(batches: list[int], x: Callable[[float], float]) -> list[int]:
-    kept = batches[-1:]
-    for batch in reversed(batches[:-1]):
-        if x(kept[-1]) - x(batch) >= _BATCH_LABEL:
-            kept.append(batch)
+def _apart(labels: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    kept = labels[-1:]
+    for label in reversed(labels[:-1]):
+        if kept[-1][0] - label[0] >= _BATCH_LABEL:
+            kept.append(label)
     return kept[::-1]
 
 
 def _words(point: BatchPoint) -> str:
-    stored = "does not fit" if point.stored_per_second is None else f"{format_rate(point.stored_per_second)}"
-    return (
-        f"batch {point.batch}: {format_rate(point.samples_per_second)} samples a second, storing everything {stored}"
-        + ("" if point.measured else " (predicted)")
-    )
+    stored = "does not fit" if point.stored_per_second is None else format_rate(point.stored_per_second)
+    rate, known = format_rate(point.samples_per_second), "" if point.measured else " (predicted)"
+    return f"batch {point.batch}: {rate} samples a second, storing everything {stored}{known}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from rotor_py.data_sheet import Devices, Reservation
 from rotor_py.measure.budget import Budget, peak_of
@@ -32,10 +33,7 @@ NOISY = 0.10
 
 
 def kept_kind(stage: Stage, option: int) -> str:
-    """The kind of storage of a stage's option.
-
-    A partial option that also packs or rounds counts as packed or rounded, which matters more to the user.
-    """
+    """The kind of storage of a stage's option; one that is partial and also packs or rounds counts as the latter."""
     way = stage.options[option]
     if way.moved:
         return "elsewhere"
@@ -130,8 +128,7 @@ class ReportFacts:
 
     def quality(self) -> list[tuple[str, str]]:
         """Distance from the optimum, if bounded, and the spread of noisy measured times, by name."""
-        gap, spread = self.gap, self.measurement.spread
-        found = []
+        gap, spread, found = self.gap, self.measurement.spread, []
         if gap is not None:  # at 5e-5, two digits would show nothing
             found.append(("from the optimum", "0 %" if gap < 5e-5 else f"at most {gap:.2%}"))
         if spread >= NOISY:
@@ -145,15 +142,14 @@ class ReportFacts:
 
     def by_forwards(self) -> dict[str, Sequence]:
         """Sequences of forwards in flight by label: `forward 1`, `forwards 2 to 4`."""
-        sequences = self.sequence.of_forwards(self.budget.forwards)
         if not self.sequence.beside:
             return {"sequence": self.sequence}
-        starts = [at for at, each in enumerate(sequences) if at == 0 or each.operations != sequences[at - 1].operations]
-        ends = [*starts[1:], len(sequences)]
-        return {
-            f"forward {begin + 1}" if end - begin == 1 else f"forwards {begin + 1} to {end}": sequences[begin]
-            for begin, end in zip(starts, ends, strict=True)
-        }
+        found, end = {}, 0
+        for _, group in groupby(self.sequence.of_forwards(self.budget.forwards), key=lambda each: each.operations):
+            first, *others = group
+            begin, end = end + 1, end + 1 + len(others)
+            found[f"forwards {begin} to {end}" if others else f"forward {begin}"] = first
+        return found
 
     def kinds(self) -> list[str]:
         """Kind of storage of each stage from its forward on, a key of `numbers.WORDS`; empty for nothing."""
@@ -200,23 +196,19 @@ class ReportFacts:
         else:
             begin = f"{self.title} fits" if self.fits else f"{self.title} does not fit"
             limit = f"in {format_bytes(self.mem_limit)}"
-        plain = self.store_all_bytes
-        if self.overhead == 1.0 and self.peak_bytes == plain:
-            price = "nothing has to be recomputed."
-        else:
-            price = (
-                f"{self.overhead - 1:+.1%} time compared with storing everything, which needs {format_bytes(plain)}."
-            )
-        return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}"
+        price, plain = "nothing has to be recomputed", self.store_all_bytes
+        if self.overhead != 1.0 or self.peak_bytes != plain:
+            price = f"{self.overhead - 1:+.1%} time compared with storing everything, which needs {format_bytes(plain)}"
+        return begin, f" {limit} on {self.device}: predicted peak {format_bytes(self.peak_bytes)}, {price}."
 
     def peak_reason(self) -> str | None:
-        """Position of the peak in one sentence; None if it is in forward or backward."""
+        """Position of the peak; None if it is in forward or backward."""
         running = self.budget.beside_chain(self.sequence) + peak_of(self.chain, self.shown)
         if self.peak_bytes <= running:
             return None
         stepping = self.peak_bytes == self.budget.optimizer_peak_bytes
         return (
-            f"The peak is {'in the optimizer step' if stepping else 'in the layers before the chain'}: "
+            f"The peak is in the {'optimizer step' if stepping else 'layers before the chain'}: "
             f"{format_bytes(self.peak_bytes)} there, {format_bytes(running)} in forward and backward. No other plan "
             "needs less there."
         )
@@ -226,12 +218,8 @@ class ReportFacts:
         compiled = None
         if self.compiled is not None:
             number, stages = len(tuple(self.compiled)), len(self.chain)
-            compiled = f"{number} of {stages} stages run compiled."
-            if not number:
-                compiled = (
-                    f"None of {stages} stages runs compiled: none can be, which the log tells, or plain ones are as "
-                    "fast."
-                )
+            why = "" if number else ": none can be, which the log tells, or plain ones are as fast"
+            compiled = f"{number or 'None'} of {stages} stages {'run' if number else 'runs'} compiled{why}."
         chosen = () if self.batches is None else self.batches.sentences()
         freed = f"{self.budget.gradients_freed()}." if self.budget.freed_gradients else None
         words = self.budget.moved_in_words(self.sequence)
@@ -239,18 +227,18 @@ class ReportFacts:
         warning = None if self.reserved is None else self.reserved.warning(self.peak_bytes)
         others = (warning, self.peak_reason(), moved, freed, self.which_forward(), compiled, self.rounded())
         basis = () if self.basis is None else self.basis.sentences()
-        return (*chosen, *(each for each in others if each is not None), *basis)
+        return (*chosen, *filter(None, others), *basis)
 
     def rounded(self) -> str | None:
-        """The low-precision stages of the plan in one sentence; None if all are exact."""
+        """The low-precision stages of the plan; None if none was asked for."""
         asked = self.measurement.fewer_bits
         if asked is None:
             return None
-        stages = len(rounded_stages(self.chain, self.sequence))
-        if not stages:
+        number = len(rounded_stages(self.chain, self.sequence))
+        if not number:
             return f"No stage is kept in {asked}: the plan is exact."
         return (
-            f"{stages} of {len(self.chain)} stages {'is' if stages == 1 else 'are'} kept in {asked} for the backward: "
+            f"{number} of {len(self.chain)} stages {'is' if number == 1 else 'are'} kept in {asked} for the backward: "
             "the forward is exact, and gradients differ from those of plain training."
         )
 
@@ -267,10 +255,8 @@ class ReportFacts:
         """Peak and reservation of a followed step, by name; empty if none was followed."""
         if self.reserved is None:
             return []
-        return [
-            ("a step (predicted)", format_bytes(self.reserved.step_bytes)),
-            ("reserved (predicted)", format_bytes(self.reserved.reserved_bytes)),
-        ]
+        sizes = {"a step": self.reserved.step_bytes, "reserved": self.reserved.reserved_bytes}
+        return [(f"{name} (predicted)", format_bytes(size)) for name, size in sizes.items()]
 
     def times(self) -> list[tuple[str, str]]:
         """Predicted times of a planned and a plain step, by name.
@@ -302,9 +288,7 @@ NAME = "optimizer step"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Memory of the optimizer step in bytes. `fixed` includes the optimizer's state, and gradients if they are kept;
-    `scratch` is temporary.
-    """
+    """Memory of the optimizer step in bytes. `fixed` includes the optimizer's state, and gradients if they are kept."""
 
     fixed: int
     input: int
@@ -324,26 +308,16 @@ def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
     # A training loop holds the whole output to the end of its step, tensors without gradient included.
     output = budget.forwards * (measurement.stages[-1].activation_bytes + measurement.held_bytes)
     given = budget.forwards * measurement.input_bytes
-    return OptimizerStep(
-        fixed=budget.fixed.total,
-        input=given,
-        output=output,
-        gradients=budget.stepping_bytes - given - output,
-        scratch=budget.step_bytes,
-    )
+    gradients = budget.stepping_bytes - given - output
+    return OptimizerStep(budget.fixed.total, given, output, gradients, scratch=budget.step_bytes)
 
 
-SECONDS = ("forward", "backward")
-BYTES = ("output", "kept", "scratch")
-HEADINGS = (*SECONDS, *BYTES)
+HEADINGS = ("forward", "backward", "output", "kept", "scratch")
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """A stage: `seconds` and `bytes` in the order of the headings `SECONDS` and `BYTES`, and its action.
-
-    `kind` is the kind of its saved tensors, a key of `numbers.WORDS`.
-    """
+    """A stage: `seconds` and `bytes` in the order of `HEADINGS`, its action, and the `kind` of its saved tensors."""
 
     name: str
     seconds: tuple[float, float]
@@ -356,15 +330,7 @@ def stage_rows(facts: ReportFacts) -> Iterator[StageRow]:
     measured = facts.measurement
     actions, kinds = facts.actions(), facts.kinds()
     for name, cost, action, kind in zip(measured.names, measured.stages, actions, kinds, strict=True):
-        yield StageRow(
-            name=name,
-            seconds=(cost.forward_seconds, cost.backward_seconds),
-            bytes=(
-                cost.activation_bytes,
-                cost.saved_bytes,
-                # A plan may run the stage in any of these ways, so the table shows the largest.
-                max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes),
-            ),
-            action=action,
-            kind=kind,
-        )
+        # A plan may run the stage in any of these ways, so the table shows the largest.
+        scratch = max(cost.forward_temp_bytes, cost.backward_temp_bytes, cost.nograd_temp_bytes)
+        seconds = cost.forward_seconds, cost.backward_seconds
+        yield StageRow(name, seconds, (cost.activation_bytes, cost.saved_bytes, scratch), action, kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import RLock, Timer
@@ -16,35 +16,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-class TimeLeft:
-    """Estimate the seconds left from the pace so far.
-
-    Restarts when the name or total changes, or when fewer parts are done than before.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._what: Hashable = None
-        self._first = self._done = 0
-        self._begin = 0.0
-
-    def update(self, name: str, done: int, total: int) -> float | None:
-        """Return the seconds left when `done` of `total` parts are done; None until one part is finished."""
-        now = self._clock()
-        if self._what != (name, total) or done < self._done:
-            self._what, self._first, self._begin = (name, total), done, now
-        self._done = done
-        if done <= self._first:
-            return None
-        # Count from the first report, which need not have been zero.
-        return (now - self._begin) * (total - done) / (done - self._first)
-
-
-def in_words(seconds: float | None) -> str:
-    """`about 12 s left`; an empty text if unknown."""
-    if seconds is None:
-        return ""
-    # Two digits at most: more would look exact.
+def in_words(seconds: float) -> str:
+    """`about 12 s left`, with two digits at most: more would look exact."""
     for most, divisor, unit in ((99.5, 1, "s"), (99.5 * 60, 60, "min")):
         if seconds < most:
             return f"about {max(1, round(seconds / divisor))} {unit} left"
@@ -62,10 +35,7 @@ _BAR = 16
 
 @contextmanager
 def activities(*, quiet: bool = False) -> Iterator[Activities]:
-    """Show a line on stderr after a moment of work in the block, and clear it at the end.
-
-    Shows nothing if stderr is not a terminal, or with `quiet`.
-    """
+    """Show a line on stderr after a moment of work in the block, unless `quiet` or piped; clear it at the end."""
     found = Activities(shown=not quiet and sys.stderr.isatty())
     try:
         yield found
@@ -86,9 +56,10 @@ class Activities:
     def __init__(self, shown: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self.shown = shown
         self._clock = clock
-        self._left = TimeLeft(clock)
         self._begin = self._drawn = 0.0
         self._line = ("", "", 0, 0)
+        self._first, self._since = 0, 0.0
+        """Parts done, and the time, when the current kind of work was first reported."""
         self._bar: Bar | None = None
         self._timer: Timer | None = None
         self._lock = RLock()  # the timer draws in its own thread
@@ -110,8 +81,9 @@ class Activities:
         with self._lock:
             if not self.shown:
                 return
-            left, now = in_words(self._left.update(verb, done, total)), self._clock()
-            other = (verb, total) != (self._line[0], self._line[3])
+            now, other = self._clock(), (verb, total) != (self._line[0], self._line[3])
+            if other or done < self._line[2]:
+                self._first, self._since = done, now
             self._line = (verb, name, done, total)
             if self._timer is None:
                 self._begin = now
@@ -121,7 +93,8 @@ class Activities:
                 self._timer.start()
             if now - self._begin >= PATIENCE_SECONDS and (other or now - self._drawn >= _REDRAWN_SECONDS):
                 self._drawn = now
-                self._draw(left)
+                pace = (now - self._since) / (done - self._first) if done > self._first else None
+                self._draw("" if pace is None else in_words(pace * (total - done)))
 
     def _draw(self, left: str = "") -> None:
         with self._lock:

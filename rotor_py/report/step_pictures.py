@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 from rotor_py.report.curve_pictures import SCREEN, Column, round_numbers
 from rotor_py.report.numbers import NAME, WORDS, OptimizerStep, ReportFacts, kept_kind, optimizer_step
@@ -31,22 +32,11 @@ class Layer:
     outline: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPicture:
-    """Shapes in pixels. `limit_y` is None without a limit, or if it is far above the peak."""
+def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.inf) -> SimpleNamespace:
+    """Shapes in pixels, for the template: a column per operation, and one for the optimizer step if there is one.
 
-    width: float
-    height: int
-    layers: tuple[Layer, ...]
-    columns: tuple[Column, ...]
-    ticks: tuple[tuple[float, str], ...]
-    limit_y: float | None
-
-
-def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.inf) -> MemoryPicture:
-    """Draw one column per operation, and one for the optimizer step if there is one.
-
-    Columns share `room` pixels; if they are too many, the picture may grow to `most` pixels.
+    Columns share `room` pixels; if they are too many, the picture may grow to `most` pixels. `limit_y` is None without
+    a limit, or if it is far above the peak.
 
     Without the topmost layer, a column adds up to the simulated memory after its operation; with it, to the memory
     during the operation.
@@ -74,7 +64,7 @@ def memory_picture(facts: ReportFacts, room: float = SCREEN, most: float = math.
         outline = " ".join(_outline([y(size) for size in below], [y(size) for size in above], step))
         layers.append(replace(layer, outline=outline))
         below = above
-    return MemoryPicture(
+    return SimpleNamespace(
         width=LEFT + step * len(sentences) + RIGHT,
         height=HEIGHT + TOP + 8,
         layers=tuple(layer for layer in layers if layer.outline),
@@ -147,10 +137,7 @@ _CELL, _LABEL = 18, 24
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Memory held from row `first` to row `last`. The operation of `last` frees it unless it `stays`.
-
-    `kind` is a key of `numbers.WORDS`: "kept" for all that a stage's backward needs, "input" for a checkpoint.
-    """
+    """Memory held from row `first` to row `last`, whose operation frees it unless it `stays`; `kind` as in `WORDS`."""
 
     stage: int
     kind: str
@@ -181,25 +168,12 @@ class Ran:
     title: str
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulePicture:
-    """Shapes in cells of `cell` by `ROW` pixels. `numbers` are the labelled stages; the last is the loss.
+def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamespace:
+    """Operations of the plan and lifetimes of saved tensors, in cells of `cell` by `ROW` pixels, for the template.
 
-    Copies, if any, have two lanes of `LANE` pixels at the right. `kinds` describes the kinds of storage in use.
+    `numbers` are the labelled stages; the last is the loss. Copies, if any, have two lanes of `LANE` pixels at the
+    right. `kinds` describes the kinds of storage in use.
     """
-
-    cell: float
-    numbers: tuple[tuple[int, str], ...]
-    kept: tuple[Kept, ...]
-    kinds: dict[str, str]
-    copied: tuple[Copied, ...]
-    ran: tuple[Ran, ...]
-    width: float
-    height: int
-
-
-def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePicture:
-    """Draw each operation of the plan and the lifetime of saved tensors, in `room` pixels."""
     found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
     length, copied = len(facts.chain), tuple(copies(facts, found))
@@ -207,25 +181,19 @@ def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SchedulePict
     cell = min(_CELL, (room - LEFT - right) / (length + 1))
     every = max(5, 5 * math.ceil(_LABEL / (5 * cell)))
     numbers = [(stage, str(stage)) for stage in range(0, length, every) if (length - stage) * cell >= _LABEL / 2]
-    ran = (
-        Ran(
-            length if isinstance(moment.operation, Loss) else moment.operation.stage,
-            row,
-            kind(moment),
-            str(moment.operation),
-            sentence(moment, names, beside),
-        )
-        for row, moment in enumerate(found)
-    )
+    ran = []
+    for row, moment in enumerate(found):
+        column = length if isinstance(moment.operation, Loss) else moment.operation.stage
+        ran.append(Ran(column, row, kind(moment), str(moment.operation), sentence(moment, names, beside)))
     moves = facts.shown.moves
     kept = tuple(life for stage, name in enumerate(names) for life in lives(facts.chain, found, stage, name, moves))
-    return SchedulePicture(
+    return SimpleNamespace(
         cell=cell,
         numbers=(*numbers, (length, "L")),
         kept=kept,
         kinds={each: words for each, words in WORDS.items() if any(life.kind == each for life in kept)},
         copied=copied,
-        ran=tuple(ran),
+        ran=ran,
         width=LEFT + cell * (length + 1) + right,
         height=TOP + ROW * len(found) + 8,
     )
@@ -262,7 +230,6 @@ def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[Copied]:
 
     for each in transfers(facts.chain, facts.shown, facts.budget.link):
         way = "out" if each.out else "back"
-        title = (
-            f"copy {way} of {names[each.stage]}: {format_bytes(each.moved)} in {format_seconds(each.end - each.begin)}"
-        )
+        cost = f"{format_bytes(each.moved)} in {format_seconds(each.end - each.begin)}"
+        title = f"copy {way} of {names[each.stage]}: {cost}"
         yield Copied(0 if each.out else 1, row(each.begin), row(each.end), title)
