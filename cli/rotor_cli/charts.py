@@ -5,11 +5,10 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,11 +20,22 @@ from rotor_py.units import format_bytes
 _HEIGHT, _WIDEST = 14, 100
 
 
-def curve(sweep: Sweep, title: str, overhead: float | None = None) -> RenderableType:
+def curve(sweep: Sweep, title: str, width: int, overhead: float | None = None) -> RenderableType:
     """The sentence about `overhead` more time (10 % by default), the chart and its legend."""
-    parts: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
-    if len(sweep.points) > 1:
-        parts += ["", _Drawing(partial(_limit_chart, sweep))]
+    points = sweep.points
+    shown: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
+    if len(points) > 1:
+        lines = chart(
+            [(point.mem_limit, point.overhead - 1) for point in points],
+            [(letter, point.mem_limit, point.overhead - 1) for letter, point in sweep.lettered()],
+            width=min(width, _WIDEST),
+            height=_HEIGHT,
+            top=format_share(points[0].overhead - 1),
+            ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
+        )
+        outside = any(arrow in line for line in lines for arrow in ARROWS)
+        arrows = "; arrows: further out than the chart" if outside else ""
+        shown += ["", *_drawn(f"more time, by the limit of the whole step{arrows}", lines)]
     legend = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     legend.add_column("")
     legend.add_column("at its least", overflow="fold")
@@ -33,7 +43,7 @@ def curve(sweep: Sweep, title: str, overhead: float | None = None) -> Renderable
     legend.add_column("overhead", justify="right", no_wrap=True)
     for letter, point in sweep.lettered():
         legend.add_row(letter, point.name, format_bytes(point.mem_limit), f"{point.overhead - 1:+.1%}")
-    return Group(*parts, "", legend)
+    return Group(*shown, "", legend)
 
 
 def plot(sweep: Sweep, path: str | Path, title: str) -> None:
@@ -44,29 +54,8 @@ def plot(sweep: Sweep, path: str | Path, title: str) -> None:
     draw(path, limits, overheads, points=points, title=title)
 
 
-def _limit_chart(sweep: Sweep, width: int) -> tuple[str, list[str]]:
-    points = sweep.points
-    lines = chart(
-        [(point.mem_limit, point.overhead - 1) for point in points],
-        [(letter, point.mem_limit, point.overhead - 1) for letter, point in sweep.lettered()],
-        width=width,
-        height=_HEIGHT,
-        top=format_share(points[0].overhead - 1),
-        ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
-    )
-    outside = any(arrow in line for line in lines for arrow in ARROWS)
-    arrows = "; arrows: further out than the chart" if outside else ""
-    return f"more time, by the limit of the whole step{arrows}", lines
-
-
-class _Drawing:
-    def __init__(self, draw: Callable[[int], tuple[str, list[str]]]) -> None:
-        self.draw = draw
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        caption, lines = self.draw(min(options.max_width, _WIDEST))
-        yield Text(caption, style="dim")
-        yield Text("\n".join(lines), no_wrap=True)
+def _drawn(caption: str, lines: list[str]) -> tuple[Text, Text]:
+    return Text(caption, style="dim"), Text("\n".join(lines), no_wrap=True)
 
 
 LINE, FILL = "●", "·"
@@ -143,10 +132,10 @@ _BATCH_HEIGHT = 12
 PLANNED, STORED, CHOSEN = "●", "○", "◆"
 
 
-def batches(choice: BatchChoice) -> RenderableType:
+def batches(choice: BatchChoice, width: int) -> RenderableType:
     """The points of a choice over the logarithm of the batch."""
     caption = f"samples a second by the batch: {PLANNED} by the fastest plan, {STORED} storing everything, "
-    return _Drawing(lambda width: (f"{caption}{CHOSEN} this batch", batch_chart(choice, width)))
+    return Group(*_drawn(f"{caption}{CHOSEN} this batch", batch_chart(choice, min(width, _WIDEST))))
 
 
 def batch_chart(choice: BatchChoice, width: int) -> list[str]:
@@ -154,15 +143,13 @@ def batch_chart(choice: BatchChoice, width: int) -> list[str]:
     first, last = math.log(points[0].batch), math.log(points[-1].batch)
     highest = max(max(point.samples_per_second, point.stored_per_second or 0.0) for point in points)
     cells = [[" "] * columns for _ in range(_BATCH_HEIGHT)]
-
-    def mark(batch: int, rate: float, sign: str) -> None:
+    # The last marks cover the first: where storing everything fits, nothing has to be recomputed.
+    marks = [
+        *((point.batch, point.samples_per_second, PLANNED) for point in points),
+        *((point.batch, point.stored_per_second, STORED) for point in points if point.stored_per_second is not None),
+        (choice.batch, choice.samples_per_second, CHOSEN),
+    ]
+    for batch, rate, sign in marks:
         share = (math.log(batch) - first) / (last - first) if last > first else 0.0
         cells[_BATCH_HEIGHT - 1 - round(rate / highest * (_BATCH_HEIGHT - 1))][round(share * (columns - 1))] = sign
-
-    for point in points:
-        mark(point.batch, point.samples_per_second, PLANNED)
-    for point in points:  # drawn last, over the others: nothing has to be recomputed there
-        if point.stored_per_second is not None:
-            mark(point.batch, point.stored_per_second, STORED)
-    mark(choice.batch, choice.samples_per_second, CHOSEN)
     return _with_axes(cells, (format_rate(highest), "0"), (str(points[0].batch), str(points[-1].batch)))

@@ -29,7 +29,7 @@ class Failure(click.ClickException):
 
 
 def usage(kind: str, name: str, message: str, **numbers: int | float | str) -> Failure:
-    """The failure for wrong use of the command, or for an unusable model file."""
+    """Wrong use of the command, or an unusable model file."""
     return Failure(message, USAGE, kind=kind, name=name, **numbers)
 
 
@@ -38,7 +38,6 @@ def failed(error: BaseException, exit_code: int = USAGE) -> Failure:
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of an error; its class name by default."""
     return getattr(error, "kind", type(error).__name__)
 
 
@@ -52,31 +51,20 @@ def about_option(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def model_code(file: str) -> Iterator[None]:
-    """Run user code. Its errors become a Failure with their own traceback, from the user's file on."""
-    try:
-        yield
-    except (Failure, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # a file may call sys.exit(), which would end the command silently
-        raise raised_by("the model", error, file) from error
-
-
-@contextmanager
-def explained(file: str) -> Iterator[None]:
-    """Distinguish errors of user code from our own errors about the model."""
+def user_code(file: str) -> Iterator[None]:
+    """Tell errors of user code, shown with their own traceback from `file` on, from our own errors about the model."""
     from rotor_profiling import UnknownOptimizerError, UnusableLossError  # they import torch, and --help does not
     from rotor_py import InfeasibleError, UnsupportedModelError
 
     try:
         yield
-    except Failure:
+    except (Failure, KeyboardInterrupt):
         raise
     except InfeasibleError as error:
         raise failed(error, INFEASIBLE) from error
     except (UnsupportedModelError, UnusableLossError, UnknownOptimizerError) as error:
         raise failed(error) from error
-    except Exception as error:
+    except BaseException as error:  # a file may call sys.exit(), which would end the command silently
         raise raised_by("the model", error, file) from error
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from rotor_cli.failure import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
 from rotor_cli.request import Request, batch_of
@@ -59,33 +59,25 @@ class CommandWithAliases(click.Command):
         script: tuple[str, ...] | None = None
         if "--" in args:
             args, script = args[: args.index("--")], tuple(args[args.index("--") + 1 :])
-        following = args[args.index("--compile") + 1 :][:1] if "--compile" in args else []
-        if following and following[0] in _COMPILE_MODES:
-            records = following[0] in _COMPILE_MODES[1:3]
-            why = " (this one records CUDA graphs, which no plan can follow)" if records else ""
+        if any(one == "--compile" and other in _COMPILE_MODES for one, other in pairwise(args)):
             raise click.UsageError(
-                f"--compile takes no mode{why}, and plans for Inductor's defaults; for another mode, give "
-                'Checkpointable compile="max-autotune-no-cudagraphs" in your code.',
+                "--compile takes no mode, and plans for Inductor's defaults; for another mode, but none that records "
+                'CUDA graphs, give Checkpointable compile="max-autotune-no-cudagraphs" in your code.',
                 ctx=ctx,
             )
         try:
             rest = super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-").replace("_", "-")
-            meant = next((option for option, others in _OPTION_ALIASES.items() if name in others), None)
-            if meant is None:
-                raise
-            message = f"No such option {error.option_name!r}. Did you mean {meant!r}?"
-            raise click.NoSuchOption(error.option_name, message, ctx=error.ctx) from None
+            for option, others in _OPTION_ALIASES.items():
+                if name in others:
+                    error.possibilities = [option]  # type: ignore[misc] # Final
+            raise
         ctx.params["script_arguments"] = script
         return rest
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
-
-
-def _files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(incomplete, type="file")]
 
 
 def _calibrate(context: click.Context, option: click.Parameter, device: str | None) -> None:
@@ -99,7 +91,7 @@ def _calibrate(context: click.Context, option: click.Parameter, device: str | No
 
 
 _flag = partial(click.option, is_flag=True)
-_file = partial(click.option, metavar="FILE", shell_complete=_files)
+_file = partial(click.option, metavar="FILE", type=click.Path())
 _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 
 
@@ -108,7 +100,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     epilog=_EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.argument("model", shell_complete=_files)
+@click.argument("model", type=click.Path())
 @click.option(
     "--mem-limit", metavar="LIMIT", help="Peak of the whole step: 4GB, 512MiB, 80%. [default: 90% of what is free]"
 )
@@ -250,8 +242,7 @@ def main(traceback: bool, **options: Any) -> None:
     except Exception as error:
         if traceback:
             raise
-        name = type(error).__name__
-        message = f"unexpected error: {name}: {error} (--traceback shows where)"
-        raise Failure(message, UNEXPECTED, kind="unexpected", name=name) from error
+        message = f"unexpected error: {type(error).__name__}: {error} (--traceback shows where)"
+        raise Failure(message, UNEXPECTED, kind="unexpected", name=type(error).__name__) from error
     if (problem := facts.problem()) is not None:
         raise Failure(problem, DIFFERENT, kind="verify_differs")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_cli.failure import model_code, usage
+from rotor_cli.failure import usage, user_code
 from rotor_cli.model_file_errors import REQUIRED_SAMPLE, no_module, required_model, split_target, unusable
-from rotor_cli.option_values import configuration, dtype_called, optimizer_called, tensor_factory
 from rotor_cli.request import Request
-from rotor_cli.target_device import LocalTarget
+from rotor_cli.target_device import Target, dtype_called
 from rotor_profiling import tensors_in
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_py.plan.step_spec import arguments_of
@@ -30,13 +31,17 @@ DEFAULT_BATCH = 8
 _LENGTH = 128
 """Sequence length of a sample text. A guess: the user sets --input for another."""
 
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for-loop": {"foreach": False, "fused": False},
+    "momentum": {"momentum": 0.9},
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Contents of a model file; `sample` is on the model's device already. `file` is where errors are reported.
-
-    `sample_of` makes a sample of a given batch size, on the device as well.
-    """
+    """Contents of a model file; `sample`, and those that `sample_of` makes of a batch size, are on its device."""
 
     file: str
     name: str
@@ -47,11 +52,8 @@ class ModelFile:
     optimizer: torch.optim.Optimizer | None
 
 
-def load(request: Request, target: LocalTarget) -> ModelFile:
-    """Read `file.py`, `file.py:name` or `package.module:name`, and move model and sample to `target`.
-
-    Raises Failure if the file cannot be read or its contents cannot be used.
-    """
+def load(request: Request, target: Target) -> ModelFile:
+    """Read `file.py`, `file.py:name` or `package.module:name`, and move model and sample to `target`."""
     batch = request.batch_size
     location, name = split_target(request.model)
     dtype = None if request.dtype is None else dtype_called(request.dtype, "--dtype")
@@ -70,7 +72,7 @@ def load(request: Request, target: LocalTarget) -> ModelFile:
         message = f"--config is for a class of models of transformers, and {request.model} is none"
         raise usage("not_transformers", "--config", message)
     model: Any = found
-    with model_code(file), target.making():
+    with user_code(file), target.making():
         if of_transformers:
             model = model(model.config_class(**settings))
         elif callable(model) and not isinstance(model, nn.Module):
@@ -89,7 +91,7 @@ def load(request: Request, target: LocalTarget) -> ModelFile:
         elif given is None:
             raise unusable(file, vars(module), REQUIRED_SAMPLE)
         else:
-            with model_code(file):
+            with user_code(file):
                 sample = _made_by(given, batch)
         scaled = batches_of(None if shape else given, sample, model)
         sample = sample if batch is None else with_batch(sample, batch)
@@ -103,17 +105,17 @@ def load(request: Request, target: LocalTarget) -> ModelFile:
         return target.sample(made, model)
 
     def sample_of(batch: int) -> Any:
-        with model_code(file):
+        with user_code(file):
             with target.making():
                 made = scaled(batch)
             return moved(made)
 
-    with model_code(file):
+    with user_code(file):
         model = target.model(model if dtype is None else model.to(dtype), module).train()
         sample = moved(sample)
     make, optimizer = named_optimizer or make_optimizer, None
     if make is not None:
-        with model_code(file), target.measuring():
+        with user_code(file), target.measuring():
             optimizer = make(model.parameters()) if callable(make) else make
         if not isinstance(optimizer, torch.optim.Optimizer):
             message = (
@@ -133,7 +135,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
             found = None
         if found is None:
             raise no_module(location)
-        with model_code(found.origin or location):
+        with user_code(found.origin or location):
             return importlib.import_module(location), found.origin or location
     path = Path(location)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -144,7 +146,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
     # like an imported module (torch.py) must not replace it.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
-    with model_code(str(path)):
+    with user_code(str(path)):
         spec.loader.exec_module(module)
     return module, str(path)
 
@@ -171,11 +173,7 @@ def with_batch(sample: Any, batch: int) -> Any:
 
 
 def batches_of(given: Any, made: Any, model: nn.Module) -> Callable[[int], Any]:
-    """A function of the batch size that makes a sample.
-
-    Returns `given` if it is such a function. Otherwise scales the first dimension of every tensor of `made`; raises
-    Failure, when called, if these differ.
-    """
+    """`given` if it is a function of the batch size; otherwise one that scales the first dimension of `made`."""
     if callable(given) and not isinstance(given, torch.Tensor) and inspect.signature(given).parameters:
         return given  # type: ignore[no-any-return] # of the model file
 
@@ -209,3 +207,59 @@ def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tenso
         words = name == "input_ids" and "Classification" not in type(model).__name__
         sample["labels"] = sample[name].clone() if words else torch.zeros(len(given), dtype=torch.int64)
     return sample
+
+
+def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
+    """Make random tensors of a shape such as `32,3,224,224`, or integer zeros, as for `8,128:int64`."""
+    sizes, _, kind = shape.partition(":")
+    dtype = getattr(torch, kind or "float32", None)
+    try:
+        dimensions = [int(size) for size in sizes.split(",")]
+    except ValueError:
+        dimensions = [0]
+    if min(dimensions) < 1 or not isinstance(dtype, torch.dtype):
+        message = f"--input {shape!r} is not a shape; write for example 32,3,224,224 or 8,128:int64"
+        raise usage("no_shape", "--input", message)
+    make = torch.randn if dtype.is_floating_point or dtype.is_complex else torch.zeros
+    return partial(make, dimensions, dtype=dtype)
+
+
+def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """A factory of the `torch.optim` optimizer with this lowercase name and variant, such as `adamw-fused`."""
+    known: dict[str, Any] = {
+        name.lower(): each
+        for name, each in vars(torch.optim).items()
+        if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and each is not torch.optim.Optimizer
+    }
+    base, _, variant = text.lower().partition("-")
+    if base not in known:
+        near = " or ".join(get_close_matches(base, known, n=3) or ["adamw", "sgd", "adafactor"])
+        message = f"--optimizer {text!r} is none of torch.optim; did you mean {near}?"
+        raise usage("bad_value", "--optimizer", message)
+    if not variant:
+        return partial(known[base])
+    takes = inspect.signature(known[base]).parameters.keys()
+    variants = {key: options for key, options in _VARIANTS.items() if options.keys() <= takes}
+    if variant not in variants:
+        there = ", ".join((base, *(f"{base}-{key}" for key in variants)))
+        message = f"--optimizer {text!r}: there is no such variant; there is {there}"
+        raise usage("bad_value", "--optimizer", message)
+    return partial(known[base], **variants[variant])
+
+
+def configuration(text: str | None) -> dict[str, Any]:
+    """Settings from JSON text, or a file of it. Raises Failure if it is neither."""
+    example, wrong = "'{\"n_layer\": 8}'", partial(usage, "bad_value", "--config")
+    if text is None:
+        return {}
+    try:
+        if not text.lstrip().startswith("{"):
+            if not Path(text).is_file():
+                raise wrong(f"--config {text!r} is neither JSON, such as {example}, nor a file of it")
+            text = Path(text).read_text(encoding="utf-8")
+        settings = json.loads(text)
+    except ValueError as error:
+        raise wrong(f"--config is not JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise wrong(f"--config is {type(settings).__name__}; it has to be an object, such as {example}")
+    return settings

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import symtable
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -99,31 +100,22 @@ def defined_names(path: str) -> tuple[str, ...] | None:
     """Names that importing the file may define, in order; None if its text does not tell."""
     try:
         tree = ast.parse(Path(path).read_bytes())
+        dynamic = _is_dynamic(tree)
+        symbols = symtable.symtable(ast.unparse(_Imported().visit(tree)), path, "exec").get_symbols()
     except (SyntaxError, ValueError):  # reported when the file is imported
         return None
-    found = tuple(dict.fromkeys(name for statement in tree.body for name in _defined(statement)))
-    return None if {"*", "__getattr__"} & {*found} or _is_dynamic(tree) else found
+    if dynamic or any(each.get_name() == "locals" and each.is_referenced() for each in symbols):
+        return None
+    return tuple(each.get_name() for each in symbols if each.is_assigned() or each.is_imported())
 
 
-def _defined(node: ast.AST) -> Iterator[str]:
-    """Names that this node binds in the module; `*` for some that are not written."""
-    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
-    match node:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-            return
-        case ast.If(test=test, orelse=orelse) if _is_main_guard(test):
-            children = orelse
-        case ast.alias(name=name, asname=other):
-            yield (other or name).partition(".")[0]
-        case ast.Name(id=name, ctx=ast.Store()) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-            yield name
-        case ast.MatchMapping(rest=str(name)):
-            yield name
-        case ast.Name(id="locals"):
-            yield "*"
-    for child in children:
-        yield from _defined(child)
+class _Imported(ast.NodeTransformer):
+    """Drops what importing the file skips."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if _is_main_guard(node.test):
+            node.body = [ast.Pass()]
+        return self.generic_visit(node)
 
 
 def _is_main_guard(test: ast.expr) -> bool:
@@ -139,6 +131,8 @@ def _is_main_guard(test: ast.expr) -> bool:
 def _is_dynamic(tree: ast.Module) -> bool:
     return any(
         isinstance(each, ast.Global)
+        or (isinstance(each, ast.alias) and each.name == "*")
+        or (isinstance(each, ast.FunctionDef) and each.name == "__getattr__")
         or (isinstance(each, ast.Name) and each.id in _DYNAMIC)
         or (isinstance(each, ast.Attribute) and ast.unparse(each) == "sys.modules")
         for each in ast.walk(tree)

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rotor_cli.failure import INFEASIBLE, Failure, explained, kind_of, usage
+from rotor_cli.failure import INFEASIBLE, Failure, kind_of, usage, user_code
 from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
-from rotor_cli.target_device import LocalTarget, device_of, limit_on
+from rotor_cli.target_device import Target, device_of, limit_on
 from rotor_cli.text_report import console
 from rotor_cli.write_outputs import SCHEMA
 from rotor_profiling import bytes_like, optimizer_cost, tensors_in
@@ -26,44 +25,28 @@ from rotor_py.report.terminal import Prose
 from rotor_py.units import format_bytes, format_seconds, limit_text
 from rotor_py.validate.verification import default_loss
 from rotor_solver import Chain, InfeasibleError, PipelinePlan, plan_pipeline, watched
-from rotor_solver.pipeline import EqualCuts, Part, equal_cuts
+from rotor_solver.pipeline import EqualCuts, equal_cuts
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineFacts:
-    """A pipeline plan of the model `title`, and the cost of equal cuts under every policy, fastest first.
-
-    `names` are the model's stages. `stored_seconds` is the time of a microbatch through all of them with everything
-    stored.
-    """
-
     title: str
     device: str
     plan: PipelinePlan
-    equal: tuple[EqualCuts, ...]
+    best_equal: EqualCuts | None
+    """The fastest policy on equal cuts that fits."""
     names: tuple[str, ...]
     stored_seconds: float
-
-    @property
-    def best_equal(self) -> EqualCuts | None:
-        """The fastest policy on equal cuts that fits; None if none does."""
-        return next((each for each in self.equal if each.plan.fits), None)
+    """Time of a microbatch through all stages with everything stored."""
 
     @property
     def ratio(self) -> float | None:
-        best = self.best_equal
-        if best is None or not self.plan.timeline.makespan:
-            return None
-        return best.plan.timeline.makespan / self.plan.timeline.makespan
-
-    def recomputed(self, part: Part) -> float:
-        """Extra time of a microbatch in a part, relative to storing everything."""
-        stored = _stored_seconds(part.chain)
-        return part.microbatch.seconds / stored - 1 if stored else 0.0
+        seconds = self.plan.timeline.makespan
+        return self.best_equal.plan.timeline.makespan / seconds if self.best_equal is not None and seconds else None
 
 
 def run(request: Request) -> None:
-    """Plan the pipeline, then write and print the result. Raises Failure if that is impossible."""
+    """Plan the pipeline, then write and print the result."""
     facts = _facts(request)
     text = json.dumps(pipeline_json(facts), indent=1)
     if request.json_file == "-":
@@ -71,7 +54,11 @@ def run(request: Request) -> None:
         return
     if request.json_file is not None:
         Path(request.json_file).write_text(text + "\n", encoding="utf-8")
-    console().print(render_pipeline(facts))
+    out = console()
+    out.print(Prose(_verdict(facts)), "", Prose(_compared(facts)), "", _parts(facts), "", sep="\n")
+    for part in facts.plan.parts:
+        name = f"rank {part.rank}, from stage {part.begin}" if part.begin else f"rank {part.rank}"
+        out.print(Prose(Text.assemble((f"{name}  ", "bold"), str(part.sequence))))
 
 
 def _facts(request: Request) -> PipelineFacts:
@@ -85,13 +72,14 @@ def _facts(request: Request) -> PipelineFacts:
             raise usage("wrong_length", "--mem-limit", message, got=len(texts), needs=ranks)
         limits = tuple(limit_on(device, each) for each in texts) * (ranks // len(texts))
         shown.doing("loading")(0, 0, request.model)
-        found = load(request, LocalTarget(device))
+        found = load(request, Target(device))
         network, costs = _measure(found, request, shown)
         with watched(shown.doing("solving")):
             plan = _plan(costs, ranks, limits, request)
     equal = equal_cuts(costs.chain, plan, fixed=costs.fixed, boundaries=costs.boundaries, buffers=True)
+    best = next((each for each in equal if each.plan.fits), None)
     stored = _stored_seconds(costs.chain)
-    return PipelineFacts(found.name, str(network.device), plan, equal, tuple(network.names), stored)
+    return PipelineFacts(found.name, str(network.device), plan, best, tuple(network.names), stored)
 
 
 def _stored_seconds(chain: Chain) -> float:
@@ -99,7 +87,7 @@ def _stored_seconds(chain: Chain) -> float:
 
 
 def _measure(found: ModelFile, request: Request, shown: Activities) -> tuple[Checkpointable, PipelineCosts]:
-    with explained(found.file):
+    with user_code(found.file):
         network = Checkpointable(
             found.model,
             mem_slots=request.slots,
@@ -140,33 +128,24 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         divided = "the way in which the limits are divided among the parts of a rank needs"
         needs = divided if request.schedule == "interleaved" else "it needs at least"
         least, limit = error.min_bytes, error.mem_limit
-        raise Failure(
-            f"the model does not fit on {ranks} ranks, wherever it is cut: "
-            f"{needs} "
-            f"{format_bytes(least)} ({least} bytes) on a rank whose limit is {format_bytes(limit)} ({limit} bytes). "
-            f"Try smaller microbatches, more ranks, or a limit of {limit_text(least)}.",
-            INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit,
-        ) from error  # fmt: skip
+        message = (
+            f"the model does not fit on {ranks} ranks, wherever it is cut: {needs} {format_bytes(least)} ({least} "
+            f"bytes) on a rank whose limit is {format_bytes(limit)} ({limit} bytes). Try smaller microbatches, more "
+            f"ranks, or a limit of {limit_text(least)}."
+        )
+        raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
     except ValueError as error:
         raise usage(kind_of(error), "--pipeline", f"--pipeline: {error}") from error
     for rank, limit in enumerate(limits):
         stages = [stage for part in plan.parts_of(rank) for stage in range(part.begin, part.end)]
         stepping = sum(costs.fixed[stage] + costs.stepping[stage] for stage in stages)
         if stepping > limit:
-            raise Failure(
+            message = (
                 f"the optimizer's step on rank {rank} needs {format_bytes(stepping)} ({stepping} bytes); the limit is "
-                f"{format_bytes(limit)} ({limit} bytes). Try more ranks, or a limit of {limit_text(stepping)}.",
-                INFEASIBLE, kind="optimizer_too_large", min_bytes=stepping, mem_limit=limit,
-            )  # fmt: skip
+                f"{format_bytes(limit)} ({limit} bytes). Try more ranks, or a limit of {limit_text(stepping)}."
+            )
+            raise Failure(message, INFEASIBLE, kind="optimizer_too_large", min_bytes=stepping, mem_limit=limit)
     return plan
-
-
-def render_pipeline(facts: PipelineFacts) -> RenderableType:
-    sequences = []
-    for part in facts.plan.parts:
-        where = f"rank {part.rank}, from stage {part.begin}" if part.begin else f"rank {part.rank}"
-        sequences.append(Prose(Text.assemble((f"{where}  ", "bold"), str(part.sequence))))
-    return Group(Prose(_verdict(facts)), "", Prose(_compared(facts)), "", _parts(facts), "", *sequences)
 
 
 def _verdict(facts: PipelineFacts) -> Text:
@@ -175,38 +154,23 @@ def _verdict(facts: PipelineFacts) -> Text:
     share = plan.slowest_seconds * schedule.ranks / facts.stored_seconds - 1 if facts.stored_seconds else 0.0
     limits = sorted({*plan.limits})
     within = " or ".join(format_bytes(limit) for limit in limits) if len(limits) < 3 else "their limits"
-    text = Text(f"{facts.title} fits on {schedule.ranks} ranks", style="bold")
-    text.append(
+    return Text.assemble(
+        (f"{facts.title} fits on {schedule.ranks} ranks", "bold"),
         f" in {within} each on {facts.device}, {schedule.microbatches} microbatches like the sample in the schedule "
         f"{schedule.name}: "
         f"the slowest rank takes {format_seconds(plan.slowest_seconds)} for a microbatch, {share:+.1%} compared with "
         f"an equal part of storing everything. A step takes {format_seconds(line.makespan)}, of which ranks wait "
         f"{line.bubble:.1%}.",
-        style="not bold",
     )
-    return text
 
 
 def _compared(facts: PipelineFacts) -> Text:
-    text = Text("equal cuts  ", style="bold")
     best = facts.best_equal
     if best is None:
-        over = [
-            [peak - limit for peak, limit in zip(each.plan.timeline.peaks, each.plan.limits, strict=True)]
-            for each in facts.equal
-        ]
-        excess, least = min(zip(over, facts.equal, strict=True), key=lambda pair: max(pair[0]))
-        rank = excess.index(max(excess))
-        return text.append(
-            f"no policy that is the same for all ranks fits: the one that needs least ({least.policy}) takes "
-            f"{format_bytes(least.plan.timeline.peaks[rank])} on rank {rank}",
-            style="not bold",
-        )
-    return text.append(
-        f"the fastest policy that fits ({best.policy}, on all ranks) takes "
-        f"{format_seconds(best.plan.timeline.makespan)} for a step, {facts.ratio or 1.0:.2f} times as long",
-        style="not bold",
-    )
+        return Text.assemble(("equal cuts  ", "bold"), "no policy that is the same for all ranks fits")
+    seconds = format_seconds(best.plan.timeline.makespan)
+    said = f"the fastest policy that fits ({best.policy}, on all ranks) takes {seconds} for a step"
+    return Text.assemble(("equal cuts  ", "bold"), f"{said}, {facts.ratio or 1.0:.2f} times as long")
 
 
 def _parts(facts: PipelineFacts) -> Table:
@@ -215,6 +179,7 @@ def _parts(facts: PipelineFacts) -> Table:
         table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=heading != "stages")
     for part in facts.plan.parts:
         one, first, last = part.microbatch, facts.names[part.begin], facts.names[part.end - 1]
+        stored = _stored_seconds(part.chain)
         several = part.end - part.begin > 1
         table.add_row(
             str(part.rank),
@@ -224,15 +189,14 @@ def _parts(facts: PipelineFacts) -> Table:
             format_bytes(part.fixed_bytes),
             format_bytes(one.kept_bytes),
             format_seconds(one.seconds),
-            f"{facts.recomputed(part):+.1%}",
+            f"{one.seconds / stored - 1 if stored else 0.0:+.1%}",
         )
     return table
 
 
 def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
     """JSON output in seconds and bytes, as the keys say. Sequences number the stages of a part from 0."""
-    plan = facts.plan
-    best = facts.best_equal
+    plan, best = facts.plan, facts.best_equal
     return {
         "schema": SCHEMA,
         "device": facts.device,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from rotor_cli.facts import Facts, Taken
-from rotor_cli.failure import INFEASIBLE, about_option, explained, failed, usage
+from rotor_cli.failure import INFEASIBLE, about_option, failed, usage, user_code
 from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
-from rotor_cli.target_device import LocalTarget, limit_on, target_of
+from rotor_cli.target_device import Target, limit_on, target_of
 from rotor_cli.text_report import console
 from rotor_py import Checkpointable, InfeasibleError, PlannedBatch, verify
 from rotor_py.batch_size.choose import choose_among
@@ -24,17 +24,14 @@ from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.report import sweep_of
-from rotor_py.report.terminal import StageTable
-from rotor_py.validate.comparison import compare_at_limit, leanest_of_each, with_verified
+from rotor_py.report.terminal import stage_table
+from rotor_py.validate.comparison import compare_at_limit, leanest_of_each
 from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all, watched
 
 
 def plan(request: Request) -> Facts:
-    """Compute all requested facts, with a progress line on a terminal.
-
-    Raises Failure, with the exit code from the command's help.
-    """
+    """Compute all requested facts, with a progress line on a terminal."""
     with activities(quiet=request.quiet) as shown:
         target = target_of(request)
         # Parse before the model is loaded, which may take long, to report typos at once.
@@ -54,7 +51,7 @@ def plan(request: Request) -> Facts:
             with target.measuring():
                 refuse_offload(request)
                 # Enter again, so that operations that a model must not do here are explained.
-                with explained(found.file), target.measuring():
+                with user_code(found.file), target.measuring():
                     if request.batch_aim is None:
                         network = _measured_network(found, limit, request, shown, target)
                     else:
@@ -72,17 +69,13 @@ def facts_of(
     request: Request,
     shown: Activities,
     *,
+    target: Target,
     chosen: BatchChoice | None = None,
     taken: Taken | None = None,
-    target: LocalTarget | None = None,
 ) -> Facts:
-    """Compute all requested facts about `network`, measured on the sample of `found`.
-
-    `chosen` describes the choice of the batch, `taken` the observations of a script, and `target` the device, if it is
-    not the model's. Raises Failure as `plan` does.
-    """
+    """Compute all requested facts about `network`, measured on the sample of `found`."""
     facts = replace(_stored(found, network, request), batches=chosen, taken=taken)
-    simulated = None if target is None else target.simulated
+    simulated = target.simulated
     if simulated is not None:
         recurrent = recurrent_layers(network.model, simulated.devices.each)
         facts = replace(facts, device=simulated.devices.name, predicted_for=simulated.devices, recurrent=recurrent)
@@ -93,19 +86,19 @@ def facts_of(
     if request.limited:
         with watched(shown.doing("solving")):
             facts = _plan(facts, network, limit, request)
-        if target is not None and simulated is not None:
+        if simulated is not None:
             shown.doing("following")(0, 0, "a step by the plan")
-            with explained(found.file), target.measuring():
+            with user_code(found.file), target.measuring():
                 facts = _reserve(facts, network, found, request, target)
     if request.plan_file is not None:
-        with region(None if target is None else target.autocast):  # the plan file records the autocast of planning
+        with region(target.autocast):  # the plan file records the autocast of planning
             network.save_plan(request.plan_file)
     if request.compare:
         compared = compare_at_limit(facts, network.model, request.slots, shown.doing("comparing"))
         facts = replace(facts, compared=compared)
     if not request.verify:
         return facts
-    with explained(found.file):
+    with user_code(found.file):
         results = verify(
             network,
             found.sample,
@@ -115,10 +108,12 @@ def facts_of(
             operations=request.trace_file is not None,
             progress=shown.doing("verifying:"),
         )
-    return replace(facts, verified=results[0], compared=with_verified(facts.compared, results))
+    measured = iter(results)
+    compared = tuple(replace(each, verified=next(measured)) if each.fits else each for each in facts.compared)
+    return replace(facts, verified=results[0], compared=compared)
 
 
-def _step(network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> SimulatedStep:
+def _step(network: Checkpointable, found: ModelFile, request: Request, target: Target) -> SimulatedStep:
     loss = found.loss or default_loss
     return SimulatedStep(network, found.sample, loss, found.optimizer, request.fresh_grads, target.autocast)
 
@@ -165,7 +160,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
     except InfeasibleError as error:
         if not request.quiet:
             # Stage costs show where to cut. Not on stdout, where a script expects a plan.
-            console(stderr=True).print(StageTable(facts, costs_alone=True), "", sep="\n")
+            console(stderr=True).print(stage_table(facts, costs_alone=True), "", sep="\n")
         raise failed(error, INFEASIBLE) from error
     # The limit decides which stages are compiled, and so the costs.
     assert network.budget is not None
@@ -175,7 +170,7 @@ def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Req
     return replace(found, mem_limit=limit, sequence=sequence, compiled=compiled)
 
 
-def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: LocalTarget) -> Facts:
+def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: Request, target: Target) -> Facts:
     """Add the allocator's reservation; without a user limit, lower the limit to fit it."""
     keep_limit = request.mem_limit is not None or request.overhead is not None
     assert target.simulated is not None
@@ -186,28 +181,32 @@ def _reserve(facts: Facts, network: Checkpointable, found: ModelFile, request: R
     return replace(facts, reserved=reserved, mem_limit=limit, budget=network.budget, sequence=network.sequence)
 
 
-def _measured_network(
-    found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget
-) -> Checkpointable:
-    """The network of a model file, measured on its sample, on `target`; `limit` is in bytes.
+def solver_options(request: Request) -> dict[str, Any]:
+    """The options that a request passes on to `Checkpointable` as they are."""
+    return {
+        "mem_slots": request.slots,
+        "forwards_in_flight": request.forwards_in_flight,
+        "backward_order": request.backward_order,
+        "cache": not request.no_cache,
+        "keep": request.keep,
+        "offload": request.offload,
+    }
 
-    Raises InfeasibleError if the step is known before measuring to exceed the limit.
-    """
+
+def _measured_network(
+    found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target
+) -> Checkpointable:
+    """Measure on the sample; raise InfeasibleError if the step is known before that to exceed `limit` bytes."""
     network = Checkpointable(
         found.model,
         mem_limit=limit,
-        mem_slots=request.slots,
         loss=found.loss or default_loss,  # `verify` uses it too, so that prediction and measurement agree
         optimizer=found.optimizer,
         fresh_grads=request.fresh_grads,
-        forwards_in_flight=request.forwards_in_flight,
-        backward_order=request.backward_order,
         progress=shown.doing("measuring"),
-        cache=not request.no_cache,
         compile=request.compile,
         step_in_backward=found.optimizer if request.step_in_backward else None,
-        keep=request.keep,
-        offload=request.offload,
+        **solver_options(request),
     )
     if request.limited and request.overhead is None:
         network.refuse_what_cannot_fit(found.sample)
@@ -224,22 +223,14 @@ def refuse_offload(request: Request) -> None:
             checked_name(request.offload)
 
 
-def _choose(
-    found: ModelFile, limit: int | None, request: Request, shown: Activities, target: LocalTarget
-) -> PlannedBatch:
-    """The batch within `limit` bytes, and its planned model. Raises InfeasibleError if not even the smallest fits."""
+def _choose(found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target) -> PlannedBatch:
     aim: Aim = "max" if request.batch_aim == "max" else "best"
     options: dict[str, Any] = {
         "loss": found.loss,
         "optimizer": found.optimizer,
         "fresh_grads": request.fresh_grads,
         "progress": shown.doing("measuring"),
-        "mem_slots": request.slots,
-        "forwards_in_flight": request.forwards_in_flight,
-        "backward_order": request.backward_order,
-        "cache": not request.no_cache,
-        "keep": request.keep,
-        "offload": request.offload,
+        **solver_options(request),
     }
     if target.simulated is None:
         batches = MeasuredBatches(found.model, found.sample_of, limit, **options)

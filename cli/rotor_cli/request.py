@@ -19,14 +19,10 @@ def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
     match text:
         case None | "max" | "best":
             return text
-    try:
-        batch = int(text)
-    except ValueError:
-        message = f"--batch {text!r} is no number of samples, and neither 'max' nor 'best'"
-        raise usage("bad_value", "--batch", message) from None
-    if batch < 1:
-        raise usage("bad_value", "--batch", f"--batch is {batch}; a batch has at least one sample")
-    return batch
+    if not text.isdecimal() or not int(text):
+        message = f"--batch {text!r} is no number of samples above 0, and neither 'max' nor 'best'"
+        raise usage("bad_value", "--batch", message)
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +137,7 @@ class Request:
         if self.batch_aim is not None:
             return True
         others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
-        only_sweep = self.sweep and not any(others)
-        return not only_sweep or self.mem_limit is not None or self.max_overhead is not None
+        return not self.sweep or any(others) or self.mem_limit is not None or self.max_overhead is not None
 
     @property
     def microbatches_or_default(self) -> int:

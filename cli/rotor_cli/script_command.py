@@ -14,8 +14,9 @@ from rotor_cli.facts import Facts, Taken
 from rotor_cli.failure import INFEASIBLE, MODEL_RAISED, USAGE, Failure, failed, raised_by, usage
 from rotor_cli.model_file import ModelFile, batches_of
 from rotor_cli.model_file_errors import EXAMPLE, REQUIRED_SAMPLE, defines_not, required_model
-from rotor_cli.plan_command import facts_of, refuse_offload
+from rotor_cli.plan_command import facts_of, refuse_offload, solver_options
 from rotor_cli.request import Request
+from rotor_cli.target_device import Target
 from rotor_py import InfeasibleError, UnsupportedModelError
 from rotor_py.integrations.first_step import FirstStep, FirstTrainingStep, NoTrainingStepError
 from rotor_py.measure.device import limit_bytes
@@ -37,11 +38,7 @@ class _Known:
 
 
 def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
-    """Run the script up to the first step of its optimizer, and deliver the plan for it.
-
-    With `--run` the script then continues by the plan to its own end. Raises Failure, with the exit code from the
-    command's help, if it takes no training step, or none that can be planned.
-    """
+    """Run the script up to the first step of its optimizer, and deliver the plan for it; with `--run`, go on by it."""
     known = _Known()
 
     def plan(step: FirstStep) -> Facts:
@@ -61,7 +58,9 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
                 own_loss=step.own_loss,
                 others=tuple(type(each).__name__ for each in step.others),
             )
-            facts = facts_of(found, step.network, limit, request, shown, taken=taken)
+            facts = facts_of(
+                found, step.network, limit, request, shown, target=Target(step.network.device), taken=taken
+            )
         deliver(facts)
         return facts
 
@@ -80,16 +79,7 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
     first = FirstTrainingStep(
         stepping,
         request.mem_limit,
-        {
-            "mem_slots": request.slots,
-            "forwards_in_flight": request.forwards_in_flight,
-            "backward_order": request.backward_order,
-            "progress": False if request.quiet else None,
-            "cache": not request.no_cache,
-            "compile": request.compile,
-            "keep": request.keep,
-            "offload": request.offload,
-        },
+        {"progress": False if request.quiet else None, "compile": request.compile, **solver_options(request)},
         limited=request.limited and request.overhead is None,
         closely=request.overhead is not None,
     )
@@ -147,8 +137,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
 def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
     """Install the `__main__` module that `run_script` fills, with the script's `sys.argv` and `sys.path`.
 
-    It stays `__main__` after the script's end, within the context: measuring calls its functions, and its child
-    processes import it by that name.
+    Within the context it stays `__main__` after the script's end: measuring and child processes find it by that name.
     """
     file = str(Path(path).resolve())
     module = ModuleType("__main__")

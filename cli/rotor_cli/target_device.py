@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import click
 import torch
 from torch import nn
 
 from rotor_cli.failure import INFEASIBLE, Failure, about_option, usage
-from rotor_cli.option_values import autocast_dtype, dtype_called
 from rotor_cli.request import HERE, Request
 from rotor_profiling import tensors_in
 from rotor_profiling.torch_compat import tree_map_only
-from rotor_py.data_sheet import UNANCHORED, Devices
+from rotor_py.data_sheet import UNANCHORED
 from rotor_py.estimation.calibration import as_toml, calibrate
 from rotor_py.estimation.device_table import devices_from_file, find_devices
 from rotor_py.estimation.simulated_target import SimulatedDevices
@@ -27,30 +26,39 @@ from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
 _DEFAULT_DEVICE = "a100-80"
-"""Device whose data sheet applies if only a memory size is given. A guess: the middle of the table; times are then off.
-"""
+"""Device whose rates apply if only a memory size is given. A guess: the middle of the table; times are then off."""
 
 
-class LocalTarget:
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    device: torch.device
     simulated: SimulatedDevices | None = None
     """The simulated devices; None if measured on this machine."""
     autocast: torch.dtype | None = None
     """Autocast dtype of steps; None if they enter a region themselves, or none."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
     def making(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return nullcontext() if self.simulated is None else self.simulated.making()
 
     def measuring(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return nullcontext() if self.simulated is None else self.simulated.measuring()
 
     def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
         """Move the model to the device, with other tensors of the model file, such as targets of a loss."""
-        return model.to(self.device)
+        if self.simulated is None:
+            return model.to(self.device)
+        for name, value in list(vars(module).items()):
+            if isinstance(value, _HOLDERS) and any(each.is_meta for each in tensors_in(value)):
+                setattr(module, name, self.simulated.fakes.value(value))
+        return self.simulated.model(model)
 
     def sample(self, sample: Any, model: nn.Module) -> Any:
+        if self.simulated is not None:
+            arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
+            return self.simulated.fakes.value(keywords or arguments)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device == self.device:
@@ -60,42 +68,17 @@ class LocalTarget:
         return tree_map_only(torch.Tensor, moved, sample)
 
 
-class SimulatedTarget(LocalTarget):
-    simulated: SimulatedDevices
-
-    def __init__(
-        self,
-        devices: Devices,
-        precision: torch.dtype | None = None,
-        autocast: torch.dtype | None = None,
-        shard: Literal["blocks", "whole"] | None = None,
-    ) -> None:
-        super().__init__(torch.device("cpu"))
-        self.autocast = autocast
-        self.simulated = SimulatedDevices(devices, shard=shard, precision=precision)
-
-    def making(self) -> AbstractContextManager[object]:
-        return self.simulated.making()
-
-    def measuring(self) -> AbstractContextManager[object]:
-        return self.simulated.measuring()
-
-    def model(self, model: nn.Module, module: ModuleType) -> nn.Module:
-        for name, value in list(vars(module).items()):
-            if isinstance(value, _HOLDERS) and any(each.is_meta for each in tensors_in(value)):
-                setattr(module, name, self.simulated.fakes.value(value))
-        return self.simulated.model(model)
-
-    def sample(self, sample: Any, model: nn.Module) -> Any:
-        arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
-        return self.simulated.fakes.value(keywords or arguments)
+def dtype_called(name: str, option: str) -> torch.dtype:
+    """The floating-point dtype `name`: `bfloat16`, `bf16`. Raises Failure for `option` otherwise."""
+    found = getattr(torch, _SHORT.get(name, name), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        message = f"{option} {name!r} is no kind of floating-point number; write bfloat16, float16 or float32"
+        raise usage("bad_value", option, message)
+    return found
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device `name` of this machine; by default CUDA's current device if there is one, else the CPU.
-
-    Raises Failure for a missing device.
-    """
+    """The device `name` of this machine; by default CUDA's current device if there is one, else the CPU."""
     if name is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     kind, _, index = name.partition(":")
@@ -108,18 +91,18 @@ def device_of(name: str | None) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
-def target_of(request: Request) -> LocalTarget:
-    """The device of the model: on this machine and measured, or simulated from the table or a file.
-
-    Raises Failure if there is no such device.
-    """
+def target_of(request: Request) -> Target:
+    """The device of the model: on this machine and measured, or simulated from the table or a file."""
     text, file = request.device, request.device_file
     if not request.simulated:
-        return LocalTarget(device_of(text))
+        return Target(device_of(text))
     with about_option("--device" if file is None else "--device-file"):
         devices = find_devices(text or _DEFAULT_DEVICE) if file is None else devices_from_file(file, text)
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
-    autocast = None if request.autocast is None else autocast_dtype(request.autocast)
+    autocast = None if request.autocast is None else dtype_called(request.autocast, "--autocast")
+    if autocast not in (None, torch.bfloat16, torch.float16):
+        message = f"--autocast {request.autocast} casts to nothing lower; write bfloat16 or float16"
+        raise usage("bad_value", "--autocast", message)
     if request.device_memory is not None:
         size = parse_bytes(request.device_memory)
         each = devices.each
@@ -128,7 +111,8 @@ def target_of(request: Request) -> LocalTarget:
             each = replace(each, name=name, efficiencies=UNANCHORED, sources=(), rates_of=each.name)
         with about_option("--device-memory"):
             devices = replace(devices, each=replace(each, memory_bytes=size))
-    return SimulatedTarget(devices, precision, autocast, request.shard)
+    simulated = SimulatedDevices(devices, shard=request.shard, precision=precision)
+    return Target(torch.device("cpu"), simulated, autocast)
 
 
 def limit_on(device: torch.device, text: str | None) -> int:

@@ -6,18 +6,14 @@ import math
 import os
 import shlex
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.measure import Measurement
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.facts import Facts
-from rotor_py.report.terminal import Prose, broken, parts
+from rotor_py.report.terminal import Prose, parts
 from rotor_py.units import format_bytes, format_seconds
 from rotor_py.validate.comparison import ComparedStrategy
-
-_ANY = 10**4
-"""Width in characters beyond any table."""
 
 
 def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
@@ -94,56 +90,28 @@ def typed(limit: int, peak: int) -> str:
     return f"{limit:_}"
 
 
-def console(width: int | None = None, *, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal; if piped, $COLUMNS or 100 columns."""
-    if width is None and not Console(stderr=stderr).is_terminal:
+    width = None
+    if not Console(stderr=stderr).is_terminal:
         columns = os.environ.get("COLUMNS", "")
         width = int(columns) if columns.isdecimal() and int(columns) else 100
     return Console(stderr=stderr, highlight=False, width=width)
 
 
-class Comparison:
-    """One row per strategy: predictions, and measurements if there are any.
-
-    A narrow terminal shows measurements in a second table.
-    """
-
-    def __init__(self, rows: tuple[ComparedStrategy, ...]) -> None:
-        self.rows = rows
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        def excess(table: Table) -> int:
-            return Measurement.get(console, options.update(max_width=_ANY), table).maximum - options.max_width
-
-        measured = tuple(row for row in self.rows if row.verified is not None)
-        whole = _table(self.rows, " ", predicted=True, measured=bool(measured))
-        if excess(whole) <= 0:
-            yield whole
-            return
-        longest = max(len(row.strategy) for row in self.rows)
-        names = longest - max(0, excess(_table(self.rows, "\n", predicted=True, measured=False)))
-        yield _table(self.rows, "\n", names, predicted=True, measured=False)
-        if measured:
-            yield ""
-            yield _table(measured, "\n", names, predicted=False, measured=True)
-
-
-def _table(
-    rows: tuple[ComparedStrategy, ...], gap: str, names: int = _ANY, *, predicted: bool, measured: bool
-) -> Table:
-    """A table with names of at most `names` characters per line, and words of headings `gap` apart."""
+def comparison(rows: tuple[ComparedStrategy, ...]) -> Table:
+    """One row per strategy: predictions, and measurements if there are any."""
+    headings = ["fits", "predicted peak", "time", "overhead"]
+    if any(row.verified is not None for row in rows):
+        headings = ["fits", "predicted\npeak", "time", "overhead", "measured\npeak", "measured\ntime"]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("strategy")
-    headings = ["fits", f"predicted{gap}peak", "time", "overhead"] if predicted else []
-    headings += [f"measured{gap}peak", f"measured{gap}time"] if measured else []
+    table.add_column("strategy", overflow="fold")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "fits" else "right", no_wrap=True)
     for row in rows:
-        cells: list[str | Text] = []
-        if predicted:
-            fits = Text("yes", style="green") if row.fits else Text("no", style="red")
-            cells += [fits, format_bytes(row.peak_bytes), format_seconds(row.step_seconds), f"{row.overhead - 1:+.1%}"]
-        if measured and (found := row.verified) is not None:
+        fits = Text("yes", style="green") if row.fits else Text("no", style="red")
+        cells = [format_bytes(row.peak_bytes), format_seconds(row.step_seconds), f"{row.overhead - 1:+.1%}"]
+        if (found := row.verified) is not None:
             cells += [format_bytes(found.measured_peak_bytes), format_seconds(found.measured_step_seconds)]
-        table.add_row("\n".join(broken(row.strategy, max(1, names))), *cells, style="" if row.fits else "dim")
+        table.add_row(row.strategy, fits, *cells, style="" if row.fits else "dim")
     return table

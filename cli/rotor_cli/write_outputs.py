@@ -1,8 +1,9 @@
-"""Write the requested files and JSON, and print the report."""
+"""Write the requested files, JSON and trace events, and print the report."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,23 +13,23 @@ import click
 from rotor_cli.charts import batches, curve, plot
 from rotor_cli.facts import Facts
 from rotor_cli.request import Request
-from rotor_cli.text_report import Comparison, console, render, usage_lines, verified
-from rotor_cli.trace import trace
+from rotor_cli.text_report import comparison, console, render, usage_lines, verified
 from rotor_py.report.batch_choice import BatchChoice
-from rotor_py.report.sweep import Point, Sweep
+from rotor_py.report.numbers import NAME, optimizer_step
+from rotor_py.report.sweep import Point, Sweep, label
 from rotor_py.stage.compression import rounded_stages
 from rotor_py.validate.comparison import ComparedStrategy
+from rotor_py.validate.steps import TimedOperation
 from rotor_py.validate.verification import Verification
+from rotor_solver import Backward, Loss
+from rotor_solver.moving import timed_moments, transfers
 
 SCHEMA = 1
 """Raised when a key is dropped or changes its meaning; new keys do not raise it."""
 
 
 def write_outputs(facts: Facts, request: Request) -> None:
-    """Write trace, page, plot and JSON to their files, and print the report, or only JSON with `--json -`.
-
-    Raises OSError if a file cannot be written.
-    """
+    """Write trace, page, plot and JSON to their files, and print the report, or only JSON with `--json -`."""
     if request.trace_file is not None:
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
@@ -47,11 +48,13 @@ def write_outputs(facts: Facts, request: Request) -> None:
     if facts.limited:
         out.print(render(facts, saved_plan=request.plan_file))
     if facts.batches is not None:
-        out.print("", batches(facts.batches), sep="\n")
+        out.print("", batches(facts.batches, out.width), sep="\n")
     if facts.compared:
-        out.print("", Comparison(facts.compared), sep="\n")
+        out.print("", comparison(facts.compared), sep="\n")
     if request.sweep and facts.sweep is not None:
-        out.print(*([""] if facts.limited else []), curve(facts.sweep, facts.title, request.overhead), sep="\n")
+        out.print(
+            *([""] if facts.limited else []), curve(facts.sweep, facts.title, out.width, request.overhead), sep="\n"
+        )
 
 
 def json_report(facts: Facts) -> dict[str, Any]:
@@ -86,7 +89,14 @@ def json_report(facts: Facts) -> dict[str, Any]:
     if facts.taken is not None:
         data["taken"] = asdict(facts.taken)
     if facts.verified is not None:
-        data["verify"] = _verify(facts.verified)
+        found = facts.verified
+        data["verify"] = {
+            **_verify(found),
+            **({} if found.rounded is None else {"gradient_error": found.rounded.gradient_error}),
+            **({} if found.eager_difference is None else {"eager_difference": found.eager_difference}),
+            "plain_peak_bytes": found.plain_peak_bytes,
+            "plain_step_seconds": found.plain_step_seconds,
+        }
     if facts.compared:
         data["compare"] = [_strategy(compared) for compared in facts.compared]
     if facts.batches is not None:
@@ -97,7 +107,7 @@ def json_report(facts: Facts) -> dict[str, Any]:
         peaks = {
             "peak_bytes": facts.peak_bytes,
             "store_all_peak_bytes": facts.store_all_bytes,
-            "min_bytes": facts.budget.least_bytes(),
+            "min_bytes": data["min_bytes"],
         }
         if facts.reserved is not None:
             peaks["step_peak_bytes"] = facts.reserved.step_bytes
@@ -113,30 +123,24 @@ def json_report(facts: Facts) -> dict[str, Any]:
     return data
 
 
+_STAGE_NUMBERS = (
+    "forward_seconds nograd_seconds backward_seconds activation_bytes saved_bytes forward_temp_bytes "
+    "nograd_temp_bytes backward_temp_bytes replay_temp_bytes"
+)
+
+
 def _stages(facts: Facts) -> list[dict[str, Any]]:
     measured, found = facts.measurement, []
-    for name, cost, ways, action in zip(
-        measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True
-    ):
+    rows = zip(measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True)
+    for name, cost, ways, action in rows:
         costs = {
             way.name: {each: getattr(way.cost, each) for each in ("forward_seconds", "backward_seconds", "saved_bytes")}
             for way in ways
         }
         # Variants of "in part" recompute less or more.
         in_part = [costs[key] for key in sorted(costs, key=lambda key: key != "in part") if key.startswith("in part")]
-        numbers = (
-            "forward_seconds", "nograd_seconds", "backward_seconds", "activation_bytes", "saved_bytes",
-            "forward_temp_bytes", "nograd_temp_bytes", "backward_temp_bytes", "replay_temp_bytes",
-        )  # fmt: skip
-        found.append(
-            {
-                "name": name,
-                **{each: getattr(cost, each) for each in numbers},
-                "in_part": next(iter(in_part), None),
-                "ways": costs,
-                "action": action,
-            }
-        )
+        numbers = {each: getattr(cost, each) for each in _STAGE_NUMBERS.split()}
+        found.append({"name": name, **numbers, "in_part": next(iter(in_part), None), "ways": costs, "action": action})
     return found
 
 
@@ -145,42 +149,24 @@ def _verify(found: Verification) -> dict[str, Any]:
         "measured_peak_bytes": found.measured_peak_bytes,
         "measured_step_seconds": found.measured_step_seconds,
         "max_grad_difference": found.max_grad_difference,
-        **({} if found.rounded is None else {"gradient_error": found.rounded.gradient_error}),
-        **({} if found.eager_difference is None else {"eager_difference": found.eager_difference}),
-        "plain_peak_bytes": found.plain_peak_bytes,
-        "plain_step_seconds": found.plain_step_seconds,
     }
 
 
 def _strategy(compared: ComparedStrategy) -> dict[str, Any]:
-    data: dict[str, Any] = {
-        "strategy": compared.strategy,
-        "fits": compared.fits,
-        "peak_bytes": compared.peak_bytes,
-        "step_seconds": compared.step_seconds,
-        "overhead": compared.overhead,
-    }
-    if compared.verified is not None:
-        data["measured_peak_bytes"] = compared.verified.measured_peak_bytes
-        data["measured_step_seconds"] = compared.verified.measured_step_seconds
-        data["max_grad_difference"] = compared.verified.max_grad_difference
-    return data
+    keys = ("strategy", "fits", "peak_bytes", "step_seconds", "overhead")
+    measured = {} if compared.verified is None else _verify(compared.verified)
+    return {**{key: getattr(compared, key) for key in keys}, **measured}
 
 
 def _batch(choice: BatchChoice) -> dict[str, Any]:
+    keys = (
+        "aim batch samples_per_second gap optimizer_seconds accumulation_steps effective_batch measured_peak_bytes "
+        "largest largest_stored"
+    )
     beyond = {"batch": choice.beyond, "needed_bytes": choice.beyond_bytes, "measured": choice.beyond_measured}
     return {
-        "aim": choice.aim,
-        "batch": choice.batch,
-        "samples_per_second": choice.samples_per_second,
-        "gap": choice.gap,
-        "optimizer_seconds": choice.optimizer_seconds,
-        "accumulation_steps": choice.accumulation_steps,
-        "effective_batch": choice.effective_batch,
-        "measured_peak_bytes": choice.measured_peak_bytes,
+        **{key: getattr(choice, key) for key in keys.split()},
         "measured_samples_per_second": {str(batch): rate for batch, rate in choice.measured_per_second},
-        "largest": choice.largest,
-        "largest_stored": choice.largest_stored,
         "beyond": None if choice.beyond is None else beyond,
         "points": [
             {
@@ -202,3 +188,116 @@ def _sweep(sweep: Sweep) -> dict[str, Any]:
         "points": [{**data(point), "activations_saved": sweep.saved(point)} for point in sweep.points],
         "strategies": [{"strategy": point.name, **data(point)} for point in sweep.strategies],
     }
+
+
+# The predicted and measured step as trace events for Perfetto and chrome://tracing.
+
+
+Event = dict[str, Any]
+PREDICTED, MEASURED = 1, 2
+FORWARD, AGAIN, BACKWARD = 11, 12, 13
+"""Thread ids other than process ids: a thread with its process's id would be called the main thread."""
+PLANNED, PLAIN = 14, 15
+OUT, BACK = 16, 17
+_TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
+_COPIES = {OUT: "copies out", BACK: "copies back"}
+OPTIMIZER = f"{NAME} (its time is not measured)"
+_SHARE = 0.03
+"""Drawn share of the optimizer step: just wide enough to be seen."""
+WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
+
+
+def trace(facts: Facts) -> dict[str, Any]:
+    """The step as JSON of the Trace Event Format: `ts` and `dur` in microseconds, memory in bytes."""
+    copies = list(_copies(facts))
+    tracks = {**_TRACKS, **_COPIES} if copies else _TRACKS
+    events = [*_heads("predicted step", PREDICTED, tracks), *_predicted(facts), *copies]
+    if facts.verified is not None:
+        whole = {PLANNED: "planned", PLAIN: "plain"} if facts.verified.plain_step_seconds else {PLANNED: "planned"}
+        tracks = {**_TRACKS, **whole} if facts.verified.operations else whole
+        events += [*_heads("measured step", MEASURED, tracks), *_measured(facts, facts.verified)]
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"model": facts.title, "device": facts.device, "sequence": str(facts.shown)},
+    }
+
+
+def _heads(process: str, pid: int, tracks: dict[int, str]) -> Iterator[Event]:
+    yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": process}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
+    for tid, name in tracks.items():
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _predicted(facts: Facts) -> Iterator[Event]:
+    beside, start = facts.budget.beside_chain(facts.sequence), facts.before_chain_seconds
+    if start:
+        yield _complete("before the chain", PREDICTED, FORWARD, 0.0, start, {})
+    found = timed_moments(facts.chain, facts.shown, facts.budget.link)
+    for moment in found:
+        during, after = beside + moment.during, beside + moment.after
+        ran = TimedOperation(moment.operation, moment.again, start + moment.begin, moment.seconds, during, after)
+        yield from _operation(PREDICTED, facts, ran, {"fixed_bytes": beside})
+    end = start + found[-1].begin + found[-1].seconds
+    step = optimizer_step(facts)
+    if step is not None:
+        sizes = {"bytes_while_it_runs": step.total, "bytes_after": step.total - step.scratch, "fixed_bytes": step.fixed}
+        yield _counter(WHILE, PREDICTED, end, step.total)
+        yield _complete(OPTIMIZER, PREDICTED, BACKWARD, end, _SHARE * (end - start), sizes)
+        end += _SHARE * (end - start)
+        yield _counter(AFTER, PREDICTED, end, step.total - step.scratch)
+    yield _counter(WHILE, PREDICTED, end, found[-1].after + beside if step is None else step.total - step.scratch)
+    yield from (_counter(LIMIT, PREDICTED, seconds, facts.mem_limit) for seconds in (0.0, end))
+
+
+def _copies(facts: Facts) -> Iterator[Event]:
+    for each in transfers(facts.chain, facts.shown, facts.budget.link):
+        name, begin = facts.measurement.names[each.stage], facts.before_chain_seconds + each.begin
+        track, sizes = OUT if each.out else BACK, {"moved_bytes": each.moved}
+        yield _complete(f"{_COPIES[track]}: {name}", PREDICTED, track, begin, each.end - each.begin, sizes)
+
+
+def _operation(pid: int, facts: Facts, ran: TimedOperation, more: dict[str, int]) -> Iterator[Event]:
+    name = label(ran.operation, facts.measurement.names) + (" (recompute)" if ran.again else "")
+    track = BACKWARD if isinstance(ran.operation, Backward | Loss) else AGAIN if ran.again else FORWARD
+    sizes = {"bytes_while_it_runs": ran.during, "bytes_after": ran.after, **more}
+    yield _complete(name, pid, track, ran.begin, ran.seconds, sizes)
+    yield _counter(WHILE, pid, ran.begin, ran.during)
+    yield _counter(AFTER, pid, ran.begin + ran.seconds, ran.after)
+
+
+def _measured(facts: Facts, found: Verification) -> Iterator[Event]:
+    if found.operations:
+        first = found.operations[0].begin
+        yield _complete("before the stages", MEASURED, FORWARD, 0.0, first, {})
+        for ran in found.operations:
+            yield from _operation(MEASURED, facts, ran, {})
+        end = found.operations[-1].begin + found.operations[-1].seconds
+        yield from (_counter(LIMIT, MEASURED, seconds, facts.mem_limit) for seconds in (0.0, end))
+    steps = (
+        ("planned", PLANNED, found.measured_step_seconds, found.measured_peak_bytes),
+        ("plain", PLAIN, found.plain_step_seconds, found.plain_peak_bytes),
+    )
+    for name, track, seconds, peak in steps:
+        if seconds is not None and peak is not None:
+            yield _complete(f"{name} step", MEASURED, track, 0.0, seconds, {"peak_bytes": peak})
+            for at in (0.0, seconds):
+                yield _counter(f"measured peak, {name}", MEASURED, at, peak)
+
+
+def _complete(name: str, pid: int, tid: int, begin: float, seconds: float, sizes: dict[str, int]) -> Event:
+    start = _microseconds(begin)
+    length = _microseconds(begin + seconds) - start
+    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start, "dur": length, "args": sizes}
+
+
+def _counter(name: str, pid: int, seconds: float, size: int) -> Event:
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": _microseconds(seconds), "args": {"bytes": size}}
+
+
+def _microseconds(seconds: float) -> float:
+    """Round to eighths, exact as binary fractions: Perfetto drops a slice that ends after the next one begins."""
+    return round(seconds * 8e6) / 8
