@@ -74,11 +74,11 @@ def test_a_tensor_of_the_file_or_of_the_command_line_is_scaled_along_its_first_d
         "def sample(batch):\n    return torch.randn(batch, 3, 32, 32)", "sample = torch.randn(4, 3, 32, 32)"
     )
     options = ("--mem-limit", "2.6MB", "--batch", "max")
-    expected, *others = (
+    expected, found = (
         report(model_file(text), *options, *more)["batch"]["batch"]
-        for text, more in ((SMALL, ()), (sample, ()), (SMALL, ("--input", "4,3,32,32")))
+        for text, more in ((sample, ()), (SMALL, ("--input", "4,3,32,32")))
     )
-    assert others == [expected, expected]
+    assert found == expected > 4
 
 
 def test_inputs_without_a_dimension_in_common_are_refused(plan, model_file):

@@ -15,26 +15,19 @@ MODEL = """
 import torch
 from torch import nn
 
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
-
-class Inner(nn.Module):
+class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.block = Block()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
     def forward(self, value):
-        return self.block(value)
+        return self.layers(value)
 
-model = nn.Sequential(*[Inner() for _ in range(5)])
+model = nn.Sequential(*[Block() for _ in range(5)])
 sample = torch.randn(256, 64)
 
 def loss(output):
     return output.square().mean()
 """
-
-
-SIZED = MODEL.replace("sample = torch.randn(256, 64)", "def sample(batch): return torch.randn(batch, 64)")
 
 
 @pytest.fixture(autouse=True)
@@ -75,17 +68,17 @@ def test_a_time_is_planned_for_with_moves_at_a_lower_limit(report, model_file, t
 
 
 def test_a_batch_is_chosen_among_plans_that_move(report, model_file, tmp_path):
-    file = model_file(SIZED)
+    file = model_file(
+        MODEL.replace("sample = torch.randn(256, 64)", "def sample(batch): return torch.randn(batch, 64)")
+    )
     least = report(file, "--mem-limit", "1GB", "--batch", 256, "--fresh-grads")
     options = (file, "--mem-limit", least["min_bytes"] + 1000, "--fresh-grads", "--batch")
     alone = report(*options, "max")
-    moving, best = (report(*options, aim, "--offload", f"file:{tmp_path}") for aim in ("max", "best"))
+    moving = report(*options, "max", "--offload", f"file:{tmp_path}")
     assert moving["batch"]["batch"] == alone["batch"]["batch"] >= 256
     assert moving["plan"]["moved_bytes"] > 0
     assert moving["plan"]["overhead"] < alone["plan"]["overhead"]
-    assert "moved_bytes" in best["plan"]  # whether any move is up to clocks: a batch with room for all may be faster
-    for found in (moving, best):
-        assert 0 < found["batch"]["measured_peak_bytes"] <= found["mem_limit"]
+    assert 0 < moving["batch"]["measured_peak_bytes"] <= moving["mem_limit"]
 
 
 def test_moves_to_the_host_are_planned_for_a_device_that_is_not_here(report, model_file, monkeypatch):

@@ -25,6 +25,10 @@ for _ in range(2):
 """
 
 
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+
 class Captured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -32,10 +36,6 @@ class Captured(nn.Module):
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return self.layers(value)
-
-
-def layers() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
 
 
 @pytest.fixture

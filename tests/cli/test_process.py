@@ -15,52 +15,46 @@ from rotor_cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python on a module or a piece of code."""
+def python(code: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
-    options = ("-m", *map(str, arguments)) if len(arguments) > 1 else ("-c", str(arguments[0]))
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     return subprocess.run(
-        [sys.executable, *options], capture_output=True, text=True, env=environment, cwd=cwd, timeout=240, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd, timeout=240, check=False
     )
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return python("rotor_cli", *arguments)
-
-
-def test_stdout_is_json_and_stderr_is_silent(model_file):
-    result = run(model_file(), "--mem-limit", "2600kB", "--json", "-")
+def test_stdout_is_json_stderr_is_silent_and_questions_in_python_load_neither_click_nor_a_renderer(model_file):
+    code = f"""
+import runpy, sys
+from rotor_py import Checkpointable, compare, verify
+assert not {{"click", "rich", "jinja2", "rotor_cli"}} & set(sys.modules)
+sys.argv[1:] = [{model_file()!r}, "--mem-limit", "2600kB", "--verify", "--json", "-"]
+runpy.run_module("rotor_cli", run_name="__main__")
+"""
+    result = python(code)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    assert json.loads(result.stdout)["plan"]["overhead"] > 1
+    found = json.loads(result.stdout)
+    assert found["plan"]["overhead"] > 1
+    assert found["verify"]["max_grad_difference"] == 0
 
 
-@pytest.mark.slow
-def test_verify_leaves_stderr_silent(model_file):
-    result = run(model_file(), "--mem-limit", "1GB", "--verify")
-    assert result.returncode == 0
-    assert result.stderr == ""
-    assert "verified" in result.stdout
-
-
-@pytest.mark.parametrize(("typed", "completed"), [("--mem", "plain,--mem-limit"), ("net", "file,net"), ("", "file,")])
+@pytest.mark.parametrize(("typed", "completed"), [("--mem", "plain,--mem-limit"), ("net", "file,net")])
 def test_a_shell_completes_options_and_files(typed, completed):
     asked = {"_ROTOR_PLAN_COMPLETE": "bash_complete", "COMP_WORDS": f"rotor-plan {typed}", "COMP_CWORD": "1"}
     result = python("from rotor_cli.main import main; main(prog_name='rotor-plan')", **asked)
     assert completed in result.stdout.splitlines()
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_documented_as_the_command_offers_it(shell, monkeypatch, capsys):
+def test_completion_is_documented_as_the_command_offers_it(monkeypatch, capsys):
     text = (ROOT / "docs" / "model-file.md").read_text(encoding="utf-8")
     assert 'eval "$(_ROTOR_PLAN_COMPLETE=bash_source rotor-plan)"' in text
-    assert f"{shell}_source" in text
-    monkeypatch.setenv("_ROTOR_PLAN_COMPLETE", f"{shell}_source")
-    with pytest.raises(SystemExit) as ended:
-        main(prog_name="rotor-plan")
-    assert ended.value.code == 0
-    assert "_ROTOR_PLAN_COMPLETE" in capsys.readouterr().out
+    for shell in ("bash", "zsh", "fish"):
+        assert f"{shell}_source" in text
+        monkeypatch.setenv("_ROTOR_PLAN_COMPLETE", f"{shell}_source")
+        with pytest.raises(SystemExit, match="0"):
+            main(prog_name="rotor-plan")
+        assert "_ROTOR_PLAN_COMPLETE" in capsys.readouterr().out
 
 
 def test_help_loads_neither_torch_nor_numba():
@@ -69,13 +63,6 @@ def test_help_loads_neither_torch_nor_numba():
     assert result.returncode == 0, result.stderr
     assert "Examples:" in result.stdout
     assert "rotor-plan model.py --mem-limit 4GB" in result.stdout
-
-
-def test_questions_in_python_load_neither_the_command_nor_a_renderer():
-    code = "import sys; from rotor_py import Checkpointable, compare, verify; "
-    code += "assert not {'click', 'rich', 'jinja2', 'rotor_cli'} & set(sys.modules)"
-    result = python(code)
-    assert result.returncode == 0, result.stderr
 
 
 WRONG_USE = [
@@ -107,18 +94,12 @@ for arguments in {WRONG_USE!r}:
 """
     result = python(code, cwd=Path(model_file()).parent)
     assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
     first, *others = result.stderr.split("=== ")[1:]
     assert "did you mean net.py" in first
     assert len(others) == len(WRONG_USE) - 1
     for each in others:  # click's own have three lines
         assert len(each.split("A file that works:")[0].strip().splitlines()) <= 5, each
-
-
-def test_errors_are_on_stderr_only(model_file):
-    result = run(model_file(), "--mem-limit", "4XB")
-    assert result.returncode == 2
-    assert result.stdout == ""
-    assert "rotor-plan: " in result.stderr
 
 
 def test_errors_of_a_model_that_was_measured_are_on_stderr_only(model_file, capfd):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from pathlib import Path
+import runpy
 
 import pytest
 import torch
@@ -21,20 +21,21 @@ from tests.fields import invoke
 STEPPING, INPUT = "step-in-backward", ("--input", "16,3,32,32")
 
 
-def between(report: dict, share: float = 0.5) -> int:
-    least, most = report["min_bytes"], report["store_all"]["peak_bytes"]
-    return int(least + share * (most - least))
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> tuple[dict, str]:
+    """The report for a limit that holds everything, as JSON and as text."""
+    file, found = (tmp_path_factory.mktemp("loose") / name for name in ("net.py", "found.json"))
+    file.write_text(SMALL)
+    text = invoke(file, "--mem-limit", "1GB", "--json", found).stdout
+    return json.loads(found.read_text()), text
 
 
 @pytest.fixture(scope="module")
-def loose(tmp_path_factory) -> dict:
-    """The report for a limit that holds everything."""
-    file = tmp_path_factory.mktemp("loose") / "net.py"
-    file.write_text(SMALL)
-    return json.loads(invoke(file, "--mem-limit", "1GB", "--json", "-").stdout)
+def loose(shown) -> dict:
+    return shown[0]
 
 
-def test_json_has_every_key_of_the_schema(loose):
+def test_json_has_every_key_and_everything_is_stored_where_it_fits(loose):
     assert (loose["schema"], loose["device"], loose["mem_limit"]) == (1, "cpu", 10**9)
     expected = {"schema", "device", "mem_limit", "fixed_bytes", "min_bytes", "store_all", "plan", "stages"}
     assert set(loose) == expected | {"time_spread"}
@@ -46,26 +47,40 @@ def test_json_has_every_key_of_the_schema(loose):
     expected |= {f"{way}_seconds" for way in ("forward", "nograd", "backward")}
     expected |= {f"{way}_temp_bytes" for way in ("forward", "nograd", "backward", "replay")}
     assert set(loose["stages"][0]) == expected
-
-
-def test_everything_is_stored_where_it_fits(loose):
-    assert loose["plan"]["sequence"].startswith("Fe_0, Fe_1")
     assert (loose["plan"]["overhead"], loose["plan"]["gap"]) == (1, 0)
     assert {stage["action"] for stage in loose["stages"]} == {"stored"}
     parameters, loss_and_its_gradient = 4 * ((3 * 9 + 1) * 8 + 5 * (8 * 9 + 1) * 8), 4 + 4
     assert loose["fixed_bytes"] == 3 * parameters + loss_and_its_gradient  # with gradients and momenta
 
 
-def test_a_tight_limit_is_kept_costs_time_and_is_verified(report, model_file, loose):
-    limit = between(loose)
-    found = report(model_file(), "--mem-limit", limit, "--verify")
-    assert found["plan"]["peak_bytes"] <= limit < loose["plan"]["peak_bytes"]
+def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(shown):
+    text = shown[1]
+    for words in ("net.py fits", "limit", "least", "store-all", "planned", "overhead", "stage", "5.1", "what happens"):
+        assert words in text
+    assert "sequence  Fe_0…11, L, B_11…0" in text
+    assert 'Checkpointable(model, mem_limit="1GB", loss=loss, optimizer=optimizer)' in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+
+
+def test_a_tight_limit_is_kept_costs_time_and_is_verified_and_saved(plan, model_file, loose, tmp_path, monkeypatch):
+    limit, saved = (loose["min_bytes"] + loose["store_all"]["peak_bytes"]) // 20 * 10 + 7, tmp_path / "plan.json"
+    printed = plan(model_file(), "--mem-limit", limit, "--verify", "--json", tmp_path / "found.json").stdout
+    found = json.loads((tmp_path / "found.json").read_text())
+    written = parse_bytes(ast.literal_eval(printed.partition("mem_limit=")[2].partition(", loss")[0]))
+    assert found["plan"]["peak_bytes"] <= written <= limit
+    assert limit < loose["plan"]["peak_bytes"]
     assert found["plan"]["overhead"] > 1
     assert any("recomputed" in stage["action"] for stage in found["stages"])
     Sequence.parse(found["plan"]["sequence"])
     assert found["verify"]["max_grad_difference"] == 0
     assert 0.98 * found["plan"]["peak_bytes"] <= found["verify"]["measured_peak_bytes"] <= limit
     assert found["verify"]["measured_step_seconds"] > 0
+    assert f'plan="{saved}"' in plan(model_file(), "--mem-limit", limit, "--save", saved).stdout
+    monkeypatch.setattr("rotor_py.plan.source.measure", None)
+    model = Checkpointable(runpy.run_path(model_file())["model"], plan=saved)
+    model(torch.randn(8, 3, 32, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_freed_gradients_make_room_and_stepping_in_the_backward_more(plan, report, model_file, loose):
@@ -81,50 +96,19 @@ def test_freed_gradients_make_room_and_stepping_in_the_backward_more(plan, repor
     assert "step_in_backward=optimizer" in result.stdout
 
 
-def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(plan, model_file):
-    result = plan(model_file(), "--mem-limit", "1GB")
-    assert result.exit_code == 0
-    for words in ("net.py fits", "limit", "least", "store-all", "planned", "overhead", "stage", "5.1", "what happens"):
-        assert words in result.stdout
-    assert "sequence  Fe_0…11, L, B_11…0" in result.stdout
-    assert 'Checkpointable(model, mem_limit="1GB", loss=loss, optimizer=optimizer)' in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 100
-    assert "\x1b" not in result.stdout
-
-
-def test_the_limit_in_the_three_lines_is_not_more_than_the_limit(plan, report, model_file, loose):
-    limit = between(loose) // 10 * 10 + 7
-    printed = plan(model_file(), "--mem-limit", limit).stdout
-    written = parse_bytes(ast.literal_eval(printed.partition("mem_limit=")[2].partition(", loss")[0]))
-    assert report(model_file(), "--mem-limit", limit)["plan"]["peak_bytes"] <= written <= limit
-
-
-@pytest.mark.parametrize(
-    ("limit", "peak", "written"),
-    [
+def test_limits_seconds_and_sequences_are_written_so_that_people_can_read_them():
+    for limit, peak, written in (
         (22_007_619_993, 21_900_000_000, '"22GB"'),
         (22_007_619_993, 22_005_000_000, '"22007.61MB"'),
         (22_007_619_993, 22_007_619_993, "22_007_619_993"),
-        (4_000_000_000, 4_000_000_000, '"4GB"'),
         (2_600_000, 2_500_000, '"2.6MB"'),
         (900, 900, "900"),
-    ],
-)
-def test_a_limit_is_written_so_that_people_can_read_it(limit, peak, written):
-    assert typed(limit, peak) == written
-
-
-def test_a_saved_plan_trains_without_measuring(plan, model_file, loose, tmp_path: Path, monkeypatch):
-    saved = tmp_path / "plan.json"
-    result = plan(model_file(), "--mem-limit", between(loose), "--save", saved)
-    assert result.exit_code == 0
-    assert f'plan="{saved}"' in result.stdout
-    namespace: dict = {}
-    exec(Path(model_file()).read_text(), namespace)
-    monkeypatch.setattr("rotor_py.plan.source.measure", None)
-    model = Checkpointable(namespace["model"], plan=saved)
-    model(torch.randn(8, 3, 32, 32)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    ):
+        assert typed(limit, peak) == written
+    texts = {0: "0.00 µs", 1.5e-6: "1.50 µs", 0.0421: "42.1 ms", 12: "12.0 s"}
+    assert {seconds: format_seconds(seconds) for seconds in texts} == texts
+    sequence = Sequence.parse("Fe_0, CF_1, Fn_2, Fn_3, Fn_4, Fe_5, Fe_6, L, B_6, B_5, Fe_1, Fe_3")
+    assert ", ".join(folded(sequence)) == "Fe_0, CF_1, Fn_2…4, Fe_5, Fe_6, L, B_6, B_5, Fe_1, Fe_3"
 
 
 def test_batch_and_input_replace_the_sample(report, model_file, loose):
@@ -149,18 +133,6 @@ def test_another_name_and_a_module_path_are_found(plan, model_file, tmp_path, mo
     assert plan("named_net_module:net", "--mem-limit", "1MB").exit_code == 0
 
 
-def test_runs_are_folded_and_nothing_else():
-    sequence = Sequence.parse("Fe_0, CF_1, Fn_2, Fn_3, Fn_4, Fe_5, Fe_6, L, B_6, B_5, Fe_1, Fe_3")
-    assert ", ".join(folded(sequence)) == "Fe_0, CF_1, Fn_2…4, Fe_5, Fe_6, L, B_6, B_5, Fe_1, Fe_3"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0.00 µs"), (1.5e-6, "1.50 µs"), (0.0421, "42.1 ms"), (12, "12.0 s")]
-)
-def test_seconds_have_three_digits_and_a_unit(seconds, text):
-    assert format_seconds(seconds) == text
-
-
 def test_a_loss_that_is_no_number_is_named_and_the_measured_overhead_stands_beside_the_predicted(plan, model_file):
     text = "import torch\nfrom torch import nn\nmodel = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))\n"
     text += "sample = torch.randn(4, 8)\ndef loss(output):\n    return output.sum() * {}\n"
@@ -170,10 +142,10 @@ def test_a_loss_that_is_no_number_is_named_and_the_measured_overhead_stands_besi
         assert re.search(r"[+-]\d+\.\d% over plain +\(\+0\.0% predicted\); +plain +step +\d", shown)
 
 
-def test_the_order_of_backwards_is_planned_for_and_shown(plan, report, model_file):
+def test_the_order_of_backwards_is_planned_for_and_shown(plan, model_file, tmp_path):
     arguments = ["--mem-limit", "1GB", "--forwards-in-flight", "2", "--backward-order", "reverse"]
-    found = report(model_file(), *arguments)["plan"]
+    text = "".join(plan(model_file(), *arguments, "--json", tmp_path / "found.json").stdout.split())
+    found = json.loads((tmp_path / "found.json").read_text())["plan"]
     assert (found["forwards_in_flight"], found["backward_order"]) == (2, "reverse")
     assert len(found["sequences"]) == 2
-    shown = "".join(plan(model_file(), *arguments).stdout.split())
-    assert "forwards_in_flight=2,backward_order='reverse'" in shown
+    assert "forwards_in_flight=2,backward_order='reverse'" in text

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from rotor_cli.charts import chart, curve
 from rotor_cli.facts import Facts
-from rotor_cli.text_report import console
 from rotor_py import Checkpointable
 from rotor_py.report.report import sweep_of
 from rotor_py.report.sweep import Point, Sweep, saving
@@ -31,10 +31,10 @@ POINTS = (
 HAND = Sweep(100, 1100, POINTS, (Point("sqrt", 700, 1.3, 1.3, NONE), Point("revolve", 390, 4.0, 4.0, NONE)))
 
 
-def drawn(shown: object, width: int) -> str:
-    out = console(width)
+def drawn(sweep: Sweep, width: int) -> str:
+    out = Console(width=width, highlight=False)
     with out.capture() as captured:
-        out.print(shown)
+        out.print(curve(sweep, "net.py", width))
     return captured.get()
 
 
@@ -85,7 +85,7 @@ def test_what_computing_twice_needs_more_than_it_saves_is_left_out():
     found = sweep_of(facts)
     assert [point.mem_limit for point in found.points] == [facts.store_all_bytes]
     assert "No plan needs less than storing everything" in saving(found, 0.1)
-    assert "│" not in drawn(curve(found, "net"), 60)
+    assert "│" not in drawn(found, 60)
 
 
 def test_the_sentence_says_what_more_time_saves():
@@ -98,14 +98,12 @@ def test_the_sentence_says_what_more_time_saves():
     assert saving(HAND, 2) == (
         "50 % more time saves 70 % of activation memory: a limit of 400 instead of 1.10 kB. Less is not possible."
     )
-
-
-def test_the_least_limit_for_a_time_is_the_first_that_is_fast_enough():
+    # The least limit for a time is the first that is fast enough.
     limits = {overhead: HAND.least_for(overhead).mem_limit for overhead in (0, 0.04, 0.05, 0.09, 0.1001, 0.4, 0.5, 9)}
     assert limits == {0: 1100, 0.04: 1100, 0.05: 900, 0.09: 900, 0.1001: 520, 0.4: 520, 0.5: 400, 9: 400}
 
 
-def test_a_time_is_planned_for_at_the_least_limit(report, model_file):
+def test_a_time_is_planned_for_at_the_least_limit_and_saved(report, model_file, tmp_path):
     found = report(model_file(), "--max-overhead", "60%", "--verify")
     assert 1 < found["plan"]["overhead"] <= 1.6
     assert found["mem_limit"] == found["plan"]["peak_bytes"] < found["store_all"]["peak_bytes"]
@@ -114,21 +112,11 @@ def test_a_time_is_planned_for_at_the_least_limit(report, model_file):
     assert found["verify"]["measured_peak_bytes"] <= found["mem_limit"]
     assert found["verify"]["max_grad_difference"] == 0
     assert report(model_file(), "--max-overhead", "0%")["plan"]["overhead"] == 1
-    least = report(model_file(), "--max-overhead", "1e9 %")
+    least = report(model_file(), "--max-overhead", "1e9 %", "--save", tmp_path / "plan.json")
     assert least["mem_limit"] == least["min_bytes"]
-
-
-def test_a_plan_for_a_time_is_saved_and_trains(plan, model_file, tmp_path):
-    saved = tmp_path / "plan.json"
-    result = plan(model_file(), "--max-overhead", "1000%", "--save", saved)
-    assert result.exit_code == 0
-    assert "│" not in result.stdout, "the curve was not asked for"
-    namespace: dict = {}
-    exec(Path(model_file()).read_text(), namespace)
-    model = Checkpointable(namespace["model"], plan=saved)
+    model = Checkpointable(runpy.run_path(model_file())["model"], plan=tmp_path / "plan.json")
     model(torch.randn(8, 3, 32, 32)).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert any("CF" in str(operation) for operation in model.sequence)
+    assert str(model.sequence) == least["plan"]["sequence"]
 
 
 def test_the_curve_is_shown_alone_or_below_the_plan(plan, model_file):
@@ -136,6 +124,7 @@ def test_the_curve_is_shown_alone_or_below_the_plan(plan, model_file):
     assert alone.startswith("net.py: ")
     assert "of activation memory" in alone
     assert "use it" not in alone
+    assert "│" not in plan(model_file(), "--max-overhead", "10%").stdout, "the curve was not asked for"
     both = plan(model_file(), "--sweep", "--mem-limit", "1GB", "--compare").stdout
     assert both.index("use it") < both.index("predicted peak  ") < both.index("of activation memory") < both.index("│")
 
@@ -159,8 +148,7 @@ def test_every_letter_of_the_list_is_drawn_where_strategies_coincide_and_far_out
     names = [f"strategy {number}" for number in range(26)]
     same = [Point(name, 1100, 1.0, 1.0, NONE) for name in names[:24]]
     far = [Point(names[24], 2000, 9.0, 9.0, NONE), Point(names[25], 900, 0.9, 0.9, NONE)]
-    shown = curve(replace(HAND, strategies=(*same, *far)), "net.py")
-    picture, _, listed = drawn(shown, 60).partition("└")
+    picture, _, listed = drawn(replace(HAND, strategies=(*same, *far)), 60).partition("└")
     letters = re.findall(r"^([A-Z])  strategy", listed, re.MULTILINE)
     assert len(letters) == 26
     cells = "".join(line.partition("│")[2] for line in picture.splitlines())
@@ -170,15 +158,13 @@ def test_every_letter_of_the_list_is_drawn_where_strategies_coincide_and_far_out
     assert "arrows: further out than the chart" in " ".join(picture.split())
 
 
-@pytest.mark.parametrize("width", [60, 100])
-def test_the_curve_is_as_wide_as_the_console(width):
-    lines = drawn(curve(HAND, "net.py"), width).splitlines()
-    assert max(map(len, lines)) == width
+def test_the_curve_is_as_wide_as_the_console():
+    lines = drawn(HAND, 60).splitlines()
+    assert max(map(len, lines)) == 60
     rows = [line for line in lines if "│" in line]
     assert len(rows) == 14
-    assert all(
-        any(re.match("[●AB←↑]", line[column]) for line in rows if column < len(line)) for column in range(10, width - 1)
-    )
+    for column in range(10, 59):
+        assert any(re.match("[●AB←↑]", line[column]) for line in rows if column < len(line))
     assert "←B↑" in rows[0], "revolve needs less memory and more time than any plan"
     assert {"A  sqrt", "B  revolve"} <= {"  ".join(line.split()[:2]) for line in lines}
     assert not any(re.match(r" *(%|[kMGT]B\b)", line) for line in lines), "an amount is broken"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,8 +13,9 @@ import torch
 from torch import nn
 
 from rotor_cli.facts import Facts
-from rotor_cli.trace import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
-from rotor_py import Chain, Checkpointable, Verification, simulate, store_all
+from rotor_cli.write_outputs import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
+from rotor_py import Chain, Checkpointable, Verification, simulate
+from tests.checkpointable.steps import between, square
 
 KEYS = {
     "X": {"ph", "name", "pid", "tid", "ts", "dur", "args"},
@@ -30,30 +30,20 @@ def facts() -> Facts:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)]
     frozen = nn.Embedding(10, 64).requires_grad_(False)
-    model = Checkpointable(nn.Sequential(frozen, *layers), loss=lambda output: output.square().mean())
-    model.measure(torch.randint(10, (256,)))
-    assert model.budget is not None
-    assert model.inspection_values is not None
-    least, most = model.budget.least_bytes(), model.budget.peak_bytes(store_all(model.budget.chain))
-    limit = int(least + 0.4 * (most - least))
+    model = Checkpointable(nn.Sequential(frozen, *layers), torch.randint(10, (256,)), loss=square)
+    limit = between(model, 0.4)
     sequence = model.compute_sequence(limit)
     return Facts("net", "cpu", limit, model.budget, model.inspection_values, sequence)
 
 
 def _timed(chain: Chain, seconds: float) -> Chain:
     """The same with times that have no end in binary."""
-    stages = tuple(
-        replace(
-            stage,
-            options=tuple(
-                replace(option, forward_time=seconds / (3 + at), backward_time=seconds * 0.7)
-                for at, option in enumerate(stage.options)
-            ),
-            skipped_output_time=0.0,
-        )
-        for stage in chain.stages
+    times = {"forward_time": seconds / 3, "backward_time": seconds * 0.7}
+    stages = (
+        replace(each, options=tuple(replace(one, **times) for one in each.options), skipped_output_time=0.0)
+        for each in chain.stages
     )
-    return replace(chain, stages=stages, loss_time=seconds / 7)
+    return replace(chain, stages=tuple(stages), loss_time=seconds / 7)
 
 
 def events(facts: Facts, phase: str, pid: int = PREDICTED) -> list[dict[str, Any]]:
@@ -88,24 +78,21 @@ def test_every_event_has_the_fields_of_its_phase_and_a_named_track(facts: Facts)
     assert times[0] == 0
 
 
-@pytest.mark.parametrize("whole", [int, round])
 @pytest.mark.parametrize("seconds", [1e-7, 3.3e-5, 0.7])
-def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(
-    facts: Facts, seconds: float, whole: Callable[[float], int]
-) -> None:
-    scaled = replace(facts, budget=replace(facts.budget, chain=_timed(facts.budget.chain, seconds)))
-    verified = replace(scaled, verified=Verification(1000, 0.1, 0.0, 2000, 0.3))
+def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(facts: Facts, seconds: float) -> None:
+    scaled = replace(facts, budget=replace(facts.budget, chain=_timed(facts.budget.chain, seconds)), verified=VERIFIED)
     tracks = defaultdict(list)
-    for event in json.loads(json.dumps(trace(verified)))["traceEvents"]:
+    for event in json.loads(json.dumps(trace(scaled)))["traceEvents"]:
         if event["ph"] == "X":
-            tracks[event["pid"], event["tid"]].append((whole(event["ts"] * 1000), whole(event["dur"] * 1000)))
+            tracks[event["pid"], event["tid"]].append((event["ts"] * 1000, event["dur"] * 1000))
     assert len(tracks) == 5
     for slices in tracks.values():
         for (begin, length), (after, _) in pairwise(slices):
-            assert begin + length <= after
+            for whole in (int, round):
+                assert whole(begin) + whole(length) <= whole(after)
 
 
-def test_operations_of_the_plan_follow_each_other_with_simulated_memory(facts: Facts) -> None:
+def test_operations_follow_each_other_with_simulated_memory_and_recomputations_apart(facts: Facts) -> None:
     simulated, beside = simulate(facts.chain, facts.sequence), facts.budget.beside_chain(facts.sequence)
     first, *found = events(facts, "X")
     assert first["name"] == "before the chain"
@@ -118,33 +105,25 @@ def test_operations_of_the_plan_follow_each_other_with_simulated_memory(facts: F
         assert event["ts"] == end
         end = event["ts"] + event["dur"]
     assert end == pytest.approx(facts.step_seconds * 1e6, abs=1 / 16)
-
-
-def test_recomputations_have_a_track_of_their_own_and_say_so(facts: Facts) -> None:
     ran: set[str] = set()
-    for event in events(facts, "X"):
+    for event in found:
         operation, _, rest = event["name"].partition(" ")
         kind, _, stage = operation.partition("_")
         if kind in ("B", "L"):
             assert event["tid"] == BACKWARD
-        elif operation != "before":
+        else:
             again = stage in ran
             assert event["tid"] == (AGAIN if again else FORWARD)
             assert rest == facts.measurement.names[int(stage)] + (" (recompute)" if again else "")
             ran.add(stage)
-    assert any(event["tid"] == AGAIN for event in events(facts, "X"))
-
-
-def test_counters_show_memory_at_every_operation_beside_the_limit(facts: Facts) -> None:
+    assert any(event["tid"] == AGAIN for event in found)
     counters = defaultdict(list)
     for event in events(facts, "C"):
         counters[event["name"]].append((event["ts"], event["args"]["bytes"]))
-    operations = [event for event in events(facts, "X") if event["name"] != "before the chain"]
     assert set(counters) == {WHILE, AFTER, LIMIT}
-    assert counters[WHILE][:-1] == [(event["ts"], event["args"]["bytes_while_it_runs"]) for event in operations]
-    assert [size for _, size in counters[AFTER]] == [event["args"]["bytes_after"] for event in operations]
+    assert counters[WHILE][:-1] == [(event["ts"], event["args"]["bytes_while_it_runs"]) for event in found]
+    assert [size for _, size in counters[AFTER]] == [event["args"]["bytes_after"] for event in found]
     assert {size for _, size in counters[LIMIT]} == {facts.mem_limit}
-    assert max(size for _, size in counters[WHILE]) <= facts.mem_limit
     for points in counters.values():
         assert points == sorted(points, key=lambda point: point[0])
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 SMALL = {
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 2,

@@ -34,7 +34,7 @@ def test_points_are_at_the_logarithm_of_their_batch_and_higher_where_more_sample
     assert all(TOP <= mark.y <= TOP + HEIGHT for mark in picture.measured)
     assert picture.line.count("L") == 3
     assert picture.stored.count("L") == 1
-    assert [text for _, text in picture.batches] == ["2", "4", "8", "16", "32"]
+    assert [text for _, text in picture.batches] == ["2", "4", "8", "32"]
     assert sum(column.width for column in picture.columns) == pytest.approx(WIDTH)
     said = [column.title for column in picture.columns]
     assert said[0] == "batch 2: 10.0 samples a second, storing everything 10.0"
@@ -65,9 +65,6 @@ def test_a_page_has_the_picture_and_the_sentences_if_the_batch_was_chosen(report
     assert "no step was taken" in str(replace(CHOICE, measured_peak_bytes=None)).lower()
 
 
-@pytest.mark.parametrize(
-    ("rate", "text"),
-    [(1254.0, "1,250"), (83.24, "83.2"), (8.324, "8.32"), (0.05224, "0.052"), (999.6, "1,000"), (125_400.0, "125,000")],
-)
-def test_rates_have_three_digits(rate: float, text: str) -> None:
-    assert format_rate(rate) == text
+def test_rates_have_three_digits() -> None:
+    texts = {1254.0: "1,250", 83.24: "83.2", 8.324: "8.32", 0.05224: "0.052", 999.6: "1,000", 125_400.0: "125,000"}
+    assert {rate: format_rate(rate) for rate in texts} == texts

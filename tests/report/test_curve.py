@@ -14,7 +14,7 @@ from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, RIGHT, TOP, WIDT
 from rotor_py.report.page import page
 from rotor_py.report.report import sweep_of
 from rotor_py.report.sweep import Point, Sweep, saving
-from rotor_solver import Persistent, Sequence
+from rotor_solver import Sequence
 
 NONE = Sequence([])
 STEPS = tuple(Point("", size, 1e-3 * more, more, NONE) for size, more in ((400, 8.0), (600, 2.0), (1000, 1.0)))
@@ -57,15 +57,6 @@ def test_the_plan_lies_on_the_curve_whose_columns_fill_the_width(report: Report)
     assert end == pytest.approx(LEFT + WIDTH)
     assert picture.columns[0].title.startswith("no plan needs less than ")
     assert all(re.search(r"limit .*: peak .* a step, \+.* time, ", column.title) for column in picture.columns[1:])
-
-
-def test_the_curve_is_as_fast_as_plans_for_single_limits(report: Report) -> None:
-    found = sweep_of(report)
-    least, most = found.points[0].mem_limit, found.points[-1].mem_limit
-    for limit in range(least, most, (most - least) // 20):
-        single = report.seconds_of(report.budget.solve(limit, Persistent()))
-        curve = min(point.step_seconds for point in found.points if point.mem_limit <= limit)
-        assert curve <= 1.03 * single
 
 
 def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Report, tmp_path: Path) -> None:

@@ -10,21 +10,16 @@ import pytest
 from rich.console import Console
 
 from rotor_cli.facts import Facts
-from rotor_cli.trace import BACK, OUT, PREDICTED, trace
+from rotor_cli.write_outputs import BACK, OUT, PREDICTED, trace
 from rotor_py import Report
 from rotor_py.report.curve_pictures import PHONE
 from rotor_py.report.numbers import WORDS, stage_rows
 from rotor_py.report.page import page
 from rotor_py.report.report import sweep_of
 from rotor_py.report.step_pictures import schedule_picture
-from rotor_py.report.terminal import StageTable
+from rotor_py.report.terminal import stage_table
 
 KINDS = ["part", "packed", "rounded", "elsewhere", "input", *["kept"] * 7]
-
-
-@pytest.fixture(scope="module")
-def text(mixed: Report, report: Report) -> str:
-    return page(mixed, sweep_of(report))
 
 
 def test_every_row_of_the_table_has_its_kind_beside_its_words(mixed: Report, report: Report) -> None:
@@ -39,7 +34,9 @@ def test_every_row_of_the_table_has_its_kind_beside_its_words(mixed: Report, rep
 
 def test_a_terminal_has_a_style_for_every_kind(mixed: Report) -> None:
     file = io.StringIO()
-    Console(file=file, width=100, force_terminal=True, color_system="standard", no_color=False).print(StageTable(mixed))
+    Console(file=file, width=100, force_terminal=True, color_system="standard", no_color=False).print(
+        stage_table(mixed)
+    )
     styles = [re.search(r"\x1b\[(\d+)mstored (?:in|packed|else)", line) for line in file.getvalue().splitlines()]
     assert len({found[1] for found in styles if found}) == 4
 
@@ -70,15 +67,14 @@ def test_copies_have_a_lane_each_beside_the_operations_during_which_they_run(mix
     slow = replace(mixed.budget, link=replace(mixed.budget.link, out_bytes_per_second=1e-3))
     out, back = schedule_picture(replace(mixed, budget=slow)).copied
     assert out.last == 8, "the operation that waits for it begins when it is over"
-    for picture in (schedule_picture(mixed, PHONE), schedule_picture(mixed, 120)):
-        assert picture.width <= PHONE
+    assert schedule_picture(mixed, PHONE).width <= PHONE
 
 
-def test_a_page_has_a_legend_for_what_there_is_alone(text: str, report: Report) -> None:
-    plain = page(report, sweep_of(report))
+def test_a_page_has_a_legend_for_what_there_is_alone(mixed: Report, report: Report) -> None:
+    text, plain = page(mixed, sweep_of(report)), page(report, sweep_of(report))
     for kind, words in WORDS.items():
         entry = f'<li><i class="s-{kind}"></i>in memory: {words}</li>'
-        assert (entry in text) is True
+        assert entry in text
         assert (entry in plain) is (kind in ("kept", "input"))
     for words in ("copied out", "copied back"):
         assert words in text

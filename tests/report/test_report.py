@@ -30,23 +30,19 @@ def test_the_text_begins_with_the_verdict_and_names_every_stage(model: Checkpoin
     assert all(name in text for name in model.names)
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_a_plan_beyond_the_limit_is_not_said_to_fit(report: Report) -> None:
-    assert report.fits
     over = replace(report, mem_limit=report.peak_bytes - 1)
-    assert not over.fits
+    assert (report.fits, over.fits, replace(report, mem_limit=report.peak_bytes).fits) == (True, False, True)
     assert str(over).startswith("Sequential does not fit in")
-    assert replace(report, mem_limit=report.peak_bytes).fits
 
 
 def test_a_strategy_by_hand_is_reported_without_a_limit() -> None:
-    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), every_n_layers=0)
-    model.measure(torch.randn(8, 4))
+    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4), every_n_layers=0)
     report = model.report()
     assert report.mem_limit is None
     assert report.sequence == store_all(report.chain)
     assert str(report).startswith("Sequential is planned without a limit on cpu")
+    with raises(ValueError, "not_measured"):
+        Checkpointable(nn.Sequential(nn.Linear(4, 4))).report()
 
 
 @pytest.mark.timed
@@ -69,17 +65,10 @@ def test_a_noisy_machine_is_told_of(factors: tuple[float, float], noisy: bool, m
     assert not noisy or f"times vary by {format_share(report.measurement.spread)}" in shown[0]
 
 
-def test_a_report_needs_a_measured_model() -> None:
-    with raises(ValueError, "not_measured"):
-        Checkpointable(nn.Sequential(nn.Linear(4, 4))).report()
-
-
 def test_a_notebook_shows_the_page_that_is_written_to_a_file(
     report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stopped(datetime):
-        """A minute that does not end between the two."""
-
         @classmethod
         def now(cls, tz: tzinfo | None = None) -> datetime:
             return datetime(2026, 1, 2, tzinfo=tz)

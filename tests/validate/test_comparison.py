@@ -50,7 +50,7 @@ def test_without_a_limit_there_is_nothing_to_compare_at() -> None:
 
 
 def test_what_fits_is_planned_to_fit_and_what_does_not_is_as_lean_as_it_can_be() -> None:
-    model = blocks(8)
+    model = blocks(5)
     network = Checkpointable(model, torch.randn(32, 64), loss=torch.sum)
     budget = replace(network.budget, snapshot_bytes=10_000)
     for name, algorithm in strategies(model, network.names, 500).items():
@@ -58,7 +58,7 @@ def test_what_fits_is_planned_to_fit_and_what_does_not_is_as_lean_as_it_can_be()
         assert budget.peak_bytes(at_limit(budget, algorithm, lean - 1)) == lean, name
         for limit in (lean, lean + 3000, lean + 9_999, lean + 30_000, 10**9):
             assert budget.peak_bytes(at_limit(budget, algorithm, limit)) <= limit, name
-        for limit in range(lean, lean + 60_000, 4096):
+        for limit in range(lean, lean + 40_000, 8192):
             found, room = at_limit(budget, algorithm, limit), budget.chain_limit(limit)
             with suppress(InfeasibleError):
                 slower = simulate(budget.chain, algorithm.solve(budget.chain, room)).makespan

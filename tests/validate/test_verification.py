@@ -69,14 +69,6 @@ def test_a_plan_is_verified_and_nothing_is_left_of_the_steps(steps_before: int) 
     assert not any(module.training for module in plain.modules())
 
 
-def test_an_input_with_a_gradient_is_left_without_one() -> None:
-    batch = (torch.randn(16, 32).requires_grad_(),)
-    network = Checkpointable(nn.Sequential(nn.Linear(32, 32), nn.Tanh()), batch, mem_limit="1GB", loss=square)
-    (found,) = verify(network, batch, loss=square)
-    assert found.max_grad_difference == 0
-    assert batch[0].grad is None
-
-
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,13 +107,14 @@ def test_without_a_loss_the_models_own_is_taken_or_else_the_mean_of_squares() ->
     assert found.max_grad_difference == 0
 
 
-def test_after_other_strategies_were_verified_the_plan_is_what_it_was() -> None:
+def test_other_strategies_are_verified_and_the_plan_and_an_input_with_a_gradient_are_what_they_were() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
-    sample = torch.randn(32, 64)
+    sample = torch.randn(32, 64).requires_grad_()
     network = Checkpointable(model, sample, mem_limit="1GB", loss=torch.sum)
     planned, other = network.sequence, recompute_all(network.chain)
     found = verify(network, sample, loss=torch.sum, others=[other])
     assert network.sequence is planned
+    assert sample.grad is None
     assert [each.max_grad_difference for each in found] == [0, 0]
     peaks = [network.budget.peak_bytes(sequence) for sequence in (planned, other)]
     assert [each.measured_peak_bytes for each in found] == pytest.approx(peaks, rel=0.01)
