@@ -115,7 +115,7 @@ def folded(operations: Iterable[Operation]) -> Iterator[str]:
 
     def run_of(numbered: tuple[int, Operation]) -> object:
         number, operation = numbered
-        if isinstance(operation, Loss) or getattr(operation, "option", 0):
+        if isinstance(operation, Loss) or getattr(operation, "option", 0) != 0:
             return number
         return type(operation), operation.stage + (number if isinstance(operation, Backward) else -number)
 
