@@ -38,6 +38,7 @@ def in_ways(found: Checkpointable) -> Sequence:
     return Sequence(operations)
 
 
+@pytest.mark.slow
 def test_ways_keep_less_with_the_same_bits_and_the_predicted_peak_also_from_a_file(
     budgeted: Checkpointable, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_autocast() -> None:
         assert same(results(*planned, batch()), results(*stored, batch()))
 
 
+@pytest.mark.slow
 def test_numbers_are_those_of_eager_mode_but_for_rounding() -> None:
     """With the random numbers of eager mode: generated kernels draw others."""
     found = network({"fallback_random": True}, blocks=2)

@@ -42,6 +42,7 @@ def test_who_loads_it_has_the_same_numbers(saved: tuple[Checkpointable, Path]) -
     assert again.plan() == Plan.load(path)
 
 
+@pytest.mark.slow
 def test_a_graph_compiled_as_a_whole_is_loaded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotor_py.capture.variants.slower", lambda *_: False)
     torch.manual_seed(0)

@@ -38,6 +38,7 @@ def test_the_graph_is_one_compiled_stage_inside_the_limit(free: Checkpointable) 
     assert measured(tight, batch(ROWS)) <= peak(tight) <= limit < peak(free)
 
 
+@pytest.mark.slow
 def test_it_leaves_room_for_a_loss_that_takes_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def large(output: torch.Tensor) -> torch.Tensor:
         return output.repeat(1, 8).exp().mean()
@@ -85,10 +86,10 @@ class Attempts:
 @pytest.mark.parametrize(
     ("shares", "kept"),
     [
-        ((0.99,), 0),
+        pytest.param((0.99,), 0, marks=pytest.mark.slow),
         ((0.6, 0.95), 1),  # fused more than its graph shows: a faster one fits
         ((1.04, 0.98), 1),  # with buffers of its own: one with less room fits
-        ((1.04, 1.02), None),
+        pytest.param((1.04, 1.02), None, marks=pytest.mark.slow),
     ],
 )
 def test_one_more_partition_is_compiled_at_most_with_the_room_that_the_first_one_shows(

@@ -83,10 +83,9 @@ def test_a_layer_that_gets_a_hook_is_stored_whole_and_a_warning_says_so(processe
 def test_layers_of_a_chain_are_captured_one_by_one_and_measured_without_holding_whole_parameters(
     processes: Processes,
 ) -> None:
-    assert processes.run(fsdp.stored_in_part, "layers") == [([True] * 4 + [False], 0)] * len(processes.processes)
     # No graph has the first as it stands, the second saves something else, a part of the third is sharded.
-    for offered, _ in processes.run(fsdp.stored_in_part, "odd layers"):
-        assert offered == [False, False, False, True, False]
+    for found in processes.run(fsdp.stored_in_part, "odd layers"):
+        assert found == ([False, False, False, True, False], 0)
 
 
 @pytest.mark.parametrize(

@@ -145,12 +145,14 @@ def test_all_move_the_same_exactly_and_inside_the_limit(processes: Processes, tm
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_on_one_rank_is_refused_on_all(processes: Processes, tmp_path: Path) -> None:
     (said,) = set(processes.run(refused_everywhere, str(tmp_path)))
     assert said.startswith("rank 1: a file of ")
     assert "No space left on device" in said
 
 
+@pytest.mark.slow
 def test_nothing_moves_where_one_rank_has_no_place_for_it(processes: Processes, tmp_path: Path) -> None:
     found = processes.run(moves_on_one_rank_alone, str(tmp_path))
     assert found == [[False, True]] * len(found)

@@ -38,7 +38,7 @@ def assert_same(found: list[tuple[list[str], list[str]]]) -> None:
     ("kind", "name", "whole"),
     [
         ("chain", "1F1B", False),  # one stage per rank
-        ("chain", "zero-bubble", False),  # two, and two backwards
+        pytest.param("chain", "zero-bubble", False, marks=slow),  # two, and two backwards
         ("chain", "zero-bubble", True),
         ("captured", "1F1B", False),
         pytest.param("captured", "zero-bubble", False, marks=slow),
@@ -71,7 +71,7 @@ def test_the_schedule_tells_how_many_microbatches_are_in_flight(processes: Proce
             assert said == counted
 
 
-@pytest.mark.parametrize("name", ["1F1B", "zero-bubble"])
+@pytest.mark.parametrize("name", ["1F1B", pytest.param("zero-bubble", marks=slow)])
 def test_bytes_to_send_and_receive_are_known_beforehand(processes: Processes, name: str) -> None:
     if len(processes.processes) == 1:
         pytest.skip("a single device sends nothing")

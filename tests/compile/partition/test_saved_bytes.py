@@ -27,8 +27,8 @@ class UpAndDown(nn.Sequential):
         def block(inputs: int, outputs: int) -> list[nn.Module]:
             return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
 
-        up = nn.Upsample(scale_factor=2), nn.ConvTranspose2d(32, 8, 2, stride=2)
-        super().__init__(*block(3, 16), nn.MaxPool2d(2), *block(16, 32), *up)
+        up = nn.Upsample(scale_factor=2), nn.ConvTranspose2d(16, 8, 2, stride=2)
+        super().__init__(*block(3, 16), nn.MaxPool2d(2), *up)
 
 
 class ChannelsLastNorm(nn.Module):
