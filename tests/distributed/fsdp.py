@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.utils import _to_kwargs
 
+from rotor_profiling import stage_signature
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture import fsdp_markers
-from rotor_py.distributed.sharding import ShardGroup, groups_of
+from rotor_py.distributed.sharding import ShardGroup, gathered, groups_of, sharding_of
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
 from tests.distributed.processes import device, here, kept, mesh, present_bytes
 from tests.distributed.steps import between, same_as_plain
@@ -150,6 +151,16 @@ def stored_in_part(rank: int, kind: str) -> tuple[list[bool], int]:
     whole = sum(each.shape == (4 * WIDTH, WIDTH) and each.untyped_storage().nbytes() > 4 for each in parameters)
     same_step([made(kind, "plain"), planned], **batch)
     return ["in part" in each for each in way_names(planned)], whole
+
+
+def kinds(rank: int) -> int:
+    """How many kinds of layers are measured of four blocks that are sharded alike, and a head."""
+    model, value = made("layers", "plain"), here(batches("layers", rank, 1)[0])["input"].requires_grad_()
+    found = set()
+    for layer in model:
+        with gathered(layer, sharding_of(model, mixed_precision=False)):
+            found.add(stage_signature(layer, value))
+    return len(found)
 
 
 def whole_at_once(rank: int, kind: str, every: int) -> tuple[int, int, str]:

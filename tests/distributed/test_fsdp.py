@@ -86,6 +86,7 @@ def test_layers_of_a_chain_are_captured_one_by_one_and_measured_without_holding_
     # No graph has the first as it stands, the second saves something else, a part of the third is sharded.
     for found in processes.run(fsdp.stored_in_part, "odd layers"):
         assert found == ([False, False, False, True, False], 0)
+    assert processes.run(fsdp.kinds) == [2] * len(processes.processes)
 
 
 @pytest.mark.parametrize(
