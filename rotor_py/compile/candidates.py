@@ -1,17 +1,290 @@
-"""Candidate partitions of a joint graph, from the solver's sequences and from minimum cuts."""
+"""Candidate partitions of a joint graph: as a chain of stages for the solver, and from minimum cuts."""
 
 from __future__ import annotations
 
-from collections import abc, deque
+import operator
+from collections import Counter, abc, deque
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from itertools import combinations
+from functools import cached_property
+from itertools import combinations, pairwise, takewhile
 
-from rotor_py.compile.graph_chain import Stages, chains
-from rotor_py.compile.joint_graph import JointGraph, usually_saved
-from rotor_py.compile.partition import BackwardWriter, Partition, in_time
-from rotor_py.compile.peak import GraphCosts, Weight
-from rotor_solver import Sequence, frontier
+from torch import fx
+
+from rotor_profiling.torch_compat import partitioners
+from rotor_py.compile.joint_graph import JointGraph, is_number, usually_saved
+from rotor_py.compile.operator_costs import Cost
+from rotor_py.compile.partition import BackwardWriter, GraphCosts, Partition, Weight, in_time, weigh
+from rotor_solver import Chain, Option, Sequence, Stage, frontier
+from rotor_solver.max_flow import Network
 from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
+
+_MOST_STAGES = 64
+"""Most stages: cuts are at least a 64th of all allocated bytes apart. A guess: more take longer to solve for little."""
+_SPREAD = 4
+"""Number of cuts over which a small value is live to be kept outside all stages: masks, tables of rotary embeddings."""
+_SMALL = 0.01
+"""Size of a small value, as a share of all allocated bytes. A guess: larger ones cost memory if always kept."""
+_THRESHOLDS = 6
+"""Limits of seconds per byte tried in cuts of a stage. A guess: more give more options to solve for."""
+
+
+@dataclass
+class Stages:
+    """A joint graph as a chain of stages, for the solver.
+
+    The forward is cut where little is live. A stage is the code between two cuts. Its input are the values live at the
+    first. Its options are sets of values that it may keep for its backward: all that it reads, or fewer, from which
+    operators recompute the rest. A smaller set is a minimum cut, as in `capture/graph/selective_recompute.py`: the
+    fewest bytes from which operators that are fast for their result's size recompute the rest. Each of a few thresholds
+    of "fast" gives one. A value is a node of the forward that allocates memory.
+    """
+
+    joint: JointGraph
+    costs: dict[fx.Node, Cost]
+
+    @cached_property
+    def values(self) -> list[fx.Node]:
+        joint = self.joint
+        tuples = {node.all_input_nodes[0] for node in joint.forward if node.target is operator.getitem}
+        inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
+        return [node for node in inside if joint.bytes_of(node) and node not in tuples]
+
+    @cached_property
+    def read_backward(self) -> set[fx.Node]:
+        root, values = self.joint.root, set(self.values)
+        read = {root[each] for node in self.joint.backward for each in node.all_input_nodes if each in root}
+        return (read | {root[node] for node in self.joint.gradients if node in root}) & values
+
+    @cached_property
+    def reads(self) -> dict[fx.Node, set[fx.Node]]:
+        """Per node of the forward, the values that it reads, through views, tuples and numbers."""
+        joint, values = self.joint, set(self.values)
+        found: dict[fx.Node, set[fx.Node]] = {}
+        for node in joint.forward:
+            found[node] = set()
+            for each in node.all_input_nodes:
+                found[node] |= {each} if each in values else found.get(each, set())
+        return found
+
+    @cached_property
+    def last_read(self) -> dict[fx.Node, int]:
+        found = dict(self.positions)
+        for position, node in enumerate(self.joint.forward):
+            found |= dict.fromkeys(self.reads[node], position)
+        return found
+
+    @cached_property
+    def positions(self) -> dict[fx.Node, int]:
+        return {node: position for position, node in enumerate(self.joint.forward)}
+
+    @cached_property
+    def cuts(self) -> list[int]:
+        """Positions in the forward where a stage begins; the first is 0."""
+        joint, values = self.joint, set(self.values)
+        ending = Counter[int]()
+        for value in self.values:
+            ending[self.last_read[value]] += joint.bytes_of(value)
+        live, made, lives, mades = 0, 0, [0], [0]
+        for position, node in enumerate(joint.forward):
+            size = joint.bytes_of(node) if node in values else 0
+            live, made = live + size - ending[position], made + size
+            lives.append(live)
+            mades.append(made)
+        apart = max(1, made // _MOST_STAGES)
+        found, last = [0], 0
+        for position in range(1, len(joint.forward)):
+            if joint.forward[position].target is operator.getitem or mades[position] - last < apart:
+                continue
+            # The first of the positions with least live memory within reach.
+            near = takewhile(lambda p: mades[p] - mades[position] <= apart, range(position + 1, len(lives)))  # noqa: B023
+            behind = (p for p in range(position - 1, found[-1], -1) if mades[position] - mades[p] <= apart)
+            if all(lives[position] <= lives[each] for each in (*near, *behind)):
+                found.append(position)
+                last = mades[position]
+        return found
+
+    @cached_property
+    def members(self) -> list[list[fx.Node]]:
+        bounds = [*self.cuts, len(self.joint.forward)]
+        return [self.joint.forward[a:b] for a, b in pairwise(bounds)]
+
+    @cached_property
+    def stage_of(self) -> dict[fx.Node, int]:
+        return {node: number for number, members in enumerate(self.members) for node in members}
+
+    @cached_property
+    def shared(self) -> set[fx.Node]:
+        """Values kept throughout: outputs, which the caller holds, and small ones that many stages read."""
+        joint = self.joint
+        small = _SMALL * self.bytes_of(self.values)
+        found = {joint.root[node] for node in joint.outputs if node in joint.root}
+        for value in self.values:
+            over = sum(self.positions[value] < start <= self.last_read[value] for start in self.cuts)
+            if over >= _SPREAD and joint.bytes_of(value) <= small:
+                found.add(value)
+        return found & set(self.values)
+
+    @cached_property
+    def inputs(self) -> list[list[fx.Node]]:
+        """Per cut, and for the end of the forward, the values live there and not shared."""
+        own = [value for value in self.values if value not in self.shared]
+        found = [[v for v in own if self.positions[v] < start <= self.last_read[v]] for start in self.cuts]
+        return [*found, []]
+
+    @cached_property
+    def inside(self) -> list[list[fx.Node]]:
+        values = set(self.values) - self.shared
+        return [[node for node in members if node in values] for members in self.members]
+
+    @cached_property
+    def options(self) -> list[list[tuple[int, frozenset[fx.Node]]]]:
+        """Per stage, its options: the level of recomputing, and the values that are kept."""
+        return [self._options(number) for number in range(len(self.members))]
+
+    def _options(self, number: int) -> list[tuple[int, frozenset[fx.Node]]]:
+        inside = self.inside[number]
+        targets = self.read_backward.intersection(inside)
+        found = {frozenset(targets): 0}
+        for level, (again, everywhere) in enumerate(self._cuts_everywhere, 1):
+            alone = self._cut(inside, targets, again)
+            # Values recomputed from the stage's input need it.
+            alone |= set(self.inputs[number]) & self.needed(number, alone) - self.read_backward
+            for option in (frozenset(alone), everywhere & set(inside)):
+                if self.bytes_of(option) < self.bytes_of(targets):
+                    found.setdefault(option, level)
+        return [(level, kept) for kept, level in found.items()]
+
+    @cached_property
+    def parts(self) -> list[Set[fx.Node]]:
+        """Per level, the values that all stages keep: at first all that the backward reads, then fewer and fewer."""
+        return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_everywhere))]
+
+    @cached_property
+    def _cuts_everywhere(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
+        """Values that may be recomputed anywhere, and the least to keep then, in order of fewer kept bytes."""
+        inside = [value for values in self.inside for value in values]
+        targets = self.read_backward - self.shared
+        found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed()}
+        return sorted(((again, kept) for kept, again in found.items()), key=lambda pair: -self.bytes_of(pair[1]))
+
+    def _allowed(self) -> list[Set[fx.Node]]:
+        """Sets of values that may be recomputed: those with few seconds per byte, and those that compilers fuse."""
+        joint = self.joint
+        # A node with several results is unpacked by others.
+        sources = {
+            value: value.all_input_nodes[0] if value.target is operator.getitem else value for value in self.values
+        }
+        rates = {
+            value: self.costs[sources[value]].seconds / max(1, joint.bytes_of(sources[value]))
+            for value in self.values
+            if value in joint.replayable
+        }
+        if not rates:
+            return []
+        ordered = sorted(set(rates.values()))
+        limits = sorted({ordered[(len(ordered) - 1) * step // _THRESHOLDS] for step in range(1, _THRESHOLDS + 1)})
+        found: list[Set[fx.Node]] = [{value for value, rate in rates.items() if rate <= limit} for limit in limits]
+        kinds = partitioners.get_default_op_list()
+        fused = {value for value in rates if not kinds.is_compute_intensive(sources[value])}
+        # The values that PyTorch's partitioner would keep without a budget, and with a large one.
+        kept = ({joint.root.get(node) for node in saved} for saved in usually_saved(joint))
+        return [*found, fused, *(set(rates) - each for each in kept)]
+
+    def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
+        """Return the least bytes of the values `inside` from which `targets` can be made by recomputing `again`."""
+        flow = Network("made", "read")
+        mine = set(inside)
+        for value in inside:
+            flow.add_edge((value, "made"), (value, "kept"), self.joint.bytes_of(value))
+            if value in targets:
+                flow.add_edge((value, "kept"), "read")
+            if value not in again:
+                flow.add_edge("made", (value, "made"))
+            for each in self.reads[value] & mine:
+                flow.add_edge((each, "kept"), (value, "made"))
+        behind = flow.behind_least_cut()
+        return {value for value in inside if (value, "kept") in behind and (value, "made") not in behind}
+
+    def needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
+        """Return nodes that a stage's backward reads or recomputes given `kept`, and their sources."""
+        inside, found = set(self.members[number]), set[fx.Node]()
+        pending = [value for value in self.inside[number] if value in self.read_backward]
+        while pending:
+            node = pending.pop()
+            if node in found:
+                continue
+            found.add(node)
+            if node in inside and node not in kept and node not in self.shared:
+                pending.extend(self.joint.root.get(each, each) for each in node.all_input_nodes)
+                pending.extend(node.all_input_nodes)
+        return found
+
+    def bytes_of(self, values: Iterable[fx.Node]) -> int:
+        return sum(map(self.joint.bytes_of, values))
+
+
+def chains(stages: Stages) -> dict[bool, Chain]:
+    """Return approximate costs of the stages, by whether every option that keeps anything also keeps the output."""
+    joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
+    outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
+    backward, returned = _backward(stages), set(joint.gradients)
+    gradients = [bytes_of(returned.intersection(nodes)) for nodes in backward]
+    temps = _backward_temps(stages, backward, [*map(bytes_of, outputs)], gradients)
+
+    def seconds(nodes: Iterable[fx.Node]) -> float:
+        return sum(costs[node].seconds for node in nodes)
+
+    def stage(number: int, members: list[fx.Node], always: set[fx.Node]) -> Stage:
+        forward, scratch = seconds(members), max((costs[node].scratch for node in members), default=0)
+        options = []
+        for level, kept in stages.options[number]:
+            again = stages.needed(number, kept) & (set(members) - kept - stages.shared)
+            run = forward + sum(costs[node].keeping for node in kept)
+            back = seconds(backward[number]) + seconds(again)
+            options.append(Option(run, back, bytes_of(kept | always), scratch, temps[level][number]))
+        temp = scratch + max(map(joint.bytes_of, stages.inside[number]), default=0)
+        return Stage(bytes_of(outputs[number]), tuple(options), forward, temp, gradient=gradients[number])
+
+    return {
+        keep: Chain(tuple(stage(n, each, outputs[n] if keep else set()) for n, each in enumerate(stages.members)), 0)
+        for keep in (True, False)
+    }
+
+
+def _backward(stages: Stages) -> list[list[fx.Node]]:
+    """Return each stage's nodes of the backward: up to the last one that reads a value of the stage."""
+    root, latest = stages.joint.root, 0
+    found: list[list[fx.Node]] = [[] for _ in stages.members]
+    for node in reversed(stages.joint.backward):
+        roots = (root[each] for each in node.all_input_nodes if each in root)
+        latest = max([latest, *(stages.stage_of[each] for each in roots if each in stages.stage_of)])
+        found[latest].append(node)
+    return [nodes[::-1] for nodes in found]
+
+
+def _backward_temps(
+    stages: Stages, backward: list[list[fx.Node]], outputs: list[int], gradients: list[int]
+) -> list[list[int]]:
+    """Return per level and stage the peak of its backward beyond kept values and surrounding gradients."""
+    joint, stage_of = stages.joint, {node: number for number, nodes in enumerate(backward) for node in nodes}
+    found = []
+    for kept in stages.parts:
+        partition = in_time(joint, kept)
+        curve = weigh(joint, stages.costs, partition).curve
+        most = [0] * len(stages.members)
+        number = 0
+        for run, live in zip(reversed(partition.backward), reversed(curve), strict=True):
+            number = stage_of.get(run.node, number)  # a recomputed node belongs to the next stage's backward
+            most[number] = max(most[number], live)
+        held = stages.bytes_of({*joint.primals, *joint.tangents, *stages.shared}) + sum(gradients)
+        temps = []
+        for number, inside in enumerate(stages.inside):
+            held += stages.bytes_of(kept & set(inside)) - gradients[number]
+            incoming = outputs[number - 1] if number else 0
+            temps.append(max(-incoming, most[number] - held - outputs[number] - incoming))
+        found.append(temps)
+    return found
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:

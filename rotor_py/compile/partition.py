@@ -1,12 +1,15 @@
-"""The order in which both graphs run, and their extraction from the joint graph."""
+"""Partitions of a joint graph: the order in which both graphs run, their extraction, and their peak in bytes."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
+import torch
 from torch import fx
 
 from rotor_profiling.torch_compat import (
@@ -18,6 +21,7 @@ from rotor_profiling.torch_compat import (
     raise_getitems,
 )
 from rotor_py.compile.joint_graph import JointGraph, ancestors, is_number
+from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, reduces
 
 
 @dataclass(eq=False, slots=True)
@@ -179,3 +183,217 @@ def extract(
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
+
+
+# Find the values of a compiled graph that never reach memory: one kernel makes and reads them.
+#
+# Inductor fuses consecutive operators, up to the next one that it does not compile itself: a matrix product, a
+# convolution, attention. Values between fused operators stay in registers. Instead, their sources stay in memory until
+# they have been read.
+
+
+def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
+    """Return the runs whose values stay in registers, and views of these; `ends` are kept in memory.
+
+    A reduced value is small, and counts as memory. So does a value read on both sides of an operator that Inductor does
+    not compile.
+    """
+    kinds = partitioners.get_default_op_list()
+    readers: dict[Run, list[int]] = {}
+    for position, run in enumerate(runs):
+        for each in run.reads.values():
+            if isinstance(each, Run):
+                readers.setdefault(each, []).append(position)
+    views = [kinds.is_view(run.node) for run in runs]
+    apart = [
+        not view and not kinds.is_fusible(run.node) and bool(joint.allocations[run.node])
+        for view, run in zip(views, runs, strict=True)
+    ]
+    kernel = list(accumulate(apart))
+
+    def read_at(run: Run) -> list[int] | None:
+        if run in ends:
+            return None
+        found: list[int] = []
+        for position in readers.get(run, ()):
+            further = read_at(runs[position]) if views[position] else [position]
+            if further is None:
+                return None
+            found += further
+        return found
+
+    inside: set[Run] = set()
+    for position, run in enumerate(runs):
+        if views[position]:
+            if any(each in inside for each in run.reads.values()):
+                inside.add(run)
+            continue
+        one = isinstance(run.node.meta.get("val"), torch.Tensor)
+        if not one or not kinds.is_fusible(run.node) or kinds.is_random(run.node) or reduces(run.node):
+            continue
+        found = read_at(run)
+        if found and not any(apart[each] for each in found) and kernel[min(found)] == kernel[max(found)]:
+            inside.add(run)
+    return inside
+
+
+# The peak of a partitioned graph in bytes: the memory live while each operator runs, in order.
+#
+#     held throughout   the caller's: parameters, buffers, inputs
+#     forward           values still read, returned or saved, and the running operator's scratch memory
+#     loss              saved values, outputs and their gradients, and the loss's own memory
+#     backward          saved values still to be read; outputs, which the caller holds until the step ends, and their
+#                       gradients; gradients of inputs, once made; temporaries; scratch memory
+#
+# Memory is counted by storages: views cost nothing, and keep their base. With `fused` operators, values in registers
+# cost nothing either, and a kernel overwrites inputs that it is the last to read. Inductor's fusion is known only
+# afterwards: the peak is then an estimate, for code that is measured.
+
+
+_Memory = dict[int, "_Block"]
+"""The memory behind a value: blocks, by storage of the joint graph."""
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    size: int
+    last: int = 0
+    """The position of the last run that reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """The costs of a partition: peak and saved bytes, and the seconds of all its operators and kept values."""
+
+    peak: int
+    saved: int
+    seconds: float
+    replayed_seconds: float
+    curve: tuple[int, ...] = field(default=(), repr=False)
+    """Live bytes during each run of the backward."""
+
+    def taking_longer(self, factor: float) -> Weight:
+        return replace(self, seconds=factor * self.seconds, replayed_seconds=factor * self.replayed_seconds)
+
+
+def weigh(
+    joint: JointGraph, costs: dict[fx.Node, Cost], partition: Partition, *, fused: bool = False, loss: int = 0
+) -> Weight:
+    """Simulate `partition`; `loss` are the bytes of its loss beyond its outputs and their gradients."""
+    steps: dict[fx.Node, Run] = {}
+    for node in partition.forward:
+        steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
+    caller = _blocks(joint, joint.primals)
+    ends = [steps.get(node, node) for node in (*joint.outputs, *partition.saved)]
+    forward = _live_bytes(joint, costs, list(steps.values()), ends, dict(caller), {}, fused=fused)
+
+    # Autograd's engine, or the caller of backward, holds gradients of outputs until the backward returns.
+    held = _blocks(joint, [*joint.outputs, *joint.tangents]) | caller
+    kept = {storage: block for storage, block in _blocks(joint, partition.saved).items() if storage not in held}
+    last = {run.node: run for run in partition.backward}
+    ends = [last.get(node, node) for node in joint.gradients]
+    curve = _live_bytes(joint, costs, list(partition.backward), ends, held, kept, fused=fused)
+    ran = (*partition.forward, *(run.node for run in partition.backward))
+    roots = {joint.root.get(node, node) for node in partition.saved}
+    return Weight(
+        max(*forward, curve[0] + loss, *curve),
+        sum(block.size for block in kept.values()),
+        sum(costs[node].seconds for node in ran) + sum(costs[node].keeping for node in roots if node in costs),
+        sum(costs[node].seconds for node in partition.replayed),
+        tuple(curve[1:]),
+    )
+
+
+def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
+    return {storage: _Block(size) for node in nodes for storage, size in joint.allocations[node].items()}
+
+
+def _live_bytes(
+    joint: JointGraph,
+    costs: dict[fx.Node, Cost],
+    runs: list[Run],
+    ends: list[Run | fx.Node],
+    held: _Memory,
+    incoming: _Memory,
+    *,
+    fused: bool,
+) -> list[int]:
+    """Return live bytes before and during `runs`: `held` and `ends` stay, `incoming` is freed after its last read."""
+    made: dict[Run, _Memory] = {}
+
+    def memory(value: Run | fx.Node) -> _Memory:
+        if isinstance(value, Run):
+            return made[value]
+        sizes = joint.allocations[value]
+        return {s: block for s in sizes if (block := held.get(s) or incoming.get(s)) is not None}
+
+    inside = in_registers(joint, runs, set(ends)) if fused else set()
+    new: list[list[_Block]] = []
+    read: list[list[_Block]] = []
+    for position, run in enumerate(runs):
+        behind: _Memory = {}
+        for each in run.reads.values():
+            behind |= memory(each)
+        own = behind
+        if run not in inside:
+            own = {s: behind[s] if s in behind else _Block(size) for s, size in joint.allocations[run.node].items()}
+        made[run] = own
+        new.append([block for storage, block in own.items() if storage not in behind])
+        read.append([*behind.values(), *new[-1]])
+        for block in read[-1]:
+            block.last = position
+    stay = {*held.values(), *(block for end in ends for block in memory(end).values())}
+    live = sum(block.size for block in (held | incoming).values())
+    curve = [live]
+    kinds = partitioners.get_default_op_list()  # PyTorch builds it anew at each call
+    for position, run in enumerate(runs):
+        live += sum(block.size for block in new[position])
+        ended = {block for block in read[position] if block.last == position} - stay
+        over = 0
+        if fused and kinds.is_fusible(run.node):
+            # Its results overwrite inputs after their last read.
+            free = Counter(block.size for block in ended.difference(new[position]))
+            sizes = Counter(block.size for block in new[position])
+            over = sum(size * min(count, free[size]) for size, count in sizes.items())
+        curve.append(live + costs[run.node].scratch - over)
+        live -= sum(block.size for block in ended)
+    return curve
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCosts:
+    """Operators' costs: `usual` ones, and those for a backward that recomputes a convolution.
+
+    Inductor then uses another layout for the images of all convolutions.
+    """
+
+    joint: JointGraph
+    usual: dict[fx.Node, Cost]
+    convolving_again: dict[fx.Node, Cost]
+    estimated: bool = False
+    """Whether peaks are estimates for fused code."""
+    loss: int = 0
+    """Bytes in use between forward and backward, beyond the outputs and their gradients."""
+
+    @classmethod
+    def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
+        if not fused:
+            alone = operator_costs(joint)
+            return cls(joint, alone, alone, loss=loss)
+        from rotor_profiling.torch_compat import inductor_config as config
+
+        mkldnn = torch.backends.mkldnn  # with it, Inductor chooses image layouts itself, on the CPU
+        inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
+        found = (operator_costs(joint, inductor=inductor, convolves_again=again) for again in (False, True))
+        usual, convolving_again = (fused_costs(joint, each) for each in found)
+        return cls(joint, usual, convolving_again, estimated, loss)
+
+    @property
+    def faster_again(self) -> bool:
+        """Whether some operator is faster if the backward recomputes a convolution."""
+        return any(self.convolving_again[node].seconds < cost.seconds for node, cost in self.usual.items())
+
+    def weigh(self, partition: Partition) -> Weight:
+        again = any(node.target is torch.ops.aten.convolution.default for node in partition.replayed)
+        costs = self.convolving_again if again else self.usual
+        return weigh(self.joint, costs, partition, fused=self.estimated, loss=self.loss)

@@ -23,8 +23,7 @@ from rotor_profiling.torch_compat import (
 from rotor_profiling.torch_compat import functorch_config as config
 from rotor_py.compile.candidates import by_torch, candidates, torch_partitions
 from rotor_py.compile.joint_graph import JointGraph, guard_sizes
-from rotor_py.compile.partition import Partition, extract
-from rotor_py.compile.peak import GraphCosts, Weight
+from rotor_py.compile.partition import GraphCosts, Partition, Weight, extract
 from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.measure.device import limit_bytes
 from rotor_py.units import format_bytes, limit_text

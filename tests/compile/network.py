@@ -108,7 +108,7 @@ def whole(
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotor_py.capture.variants.slower", lambda *_: False)
-        patch.setattr("rotor_py.compile.peak.fused_costs", _equally_long)
+        patch.setattr("rotor_py.compile.partition.fused_costs", _equally_long)
         found = Checkpointable(
             make(blocks), batch(ROWS), limit, compile=True, loss=loss, fresh_grads=True, granularity=2
         )

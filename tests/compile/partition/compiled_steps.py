@@ -18,7 +18,7 @@ from rotor_py import memory_budget
 from rotor_py.compile import partitioner
 from rotor_py.compile.candidates import Candidate
 from rotor_py.compile.joint_graph import JointGraph
-from rotor_py.compile.peak import GraphCosts
+from rotor_py.compile.partition import GraphCosts
 
 
 class Loss(nn.Module):

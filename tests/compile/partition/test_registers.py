@@ -11,9 +11,8 @@ from torch._inductor.utils import fresh_cache
 
 from rotor_py.compile.candidates import by_torch
 from rotor_py.compile.joint_graph import JointGraph
-from rotor_py.compile.partition import Run
+from rotor_py.compile.partition import GraphCosts, Run, in_registers
 from rotor_py.compile.partitioner import BudgetPartitioner
-from rotor_py.compile.peak import GraphCosts, in_registers
 from tests.compile.partition.compiled_steps import Block, Loss, noted_usual, take_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
