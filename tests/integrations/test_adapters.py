@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ import torch
 
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
-from tests.integrations.runs import assert_same_weights, halfway
-from tests.integrations.test_trainer import batch, examples, history, llama, trainer
+from tests.integrations.test_trainer import batch, examples, llama
 
 peft = pytest.importorskip("peft")
 
@@ -60,29 +58,6 @@ def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_no
     planned.compute_sequence(planned.budget.least_bytes())
     assert recomputes(planned.sequence) or kind == "prefix"  # cut into few stages, of which one is most
     assert_same_step(planned, plain, given)
-
-
-@pytest.mark.slow
-def test_a_trained_adapter_is_that_of_the_plain_run_and_its_file_holds_the_adapter_alone(tmp_path: Path) -> None:
-    data, saving = examples(), {"save_strategy": "steps", "save_steps": 2}
-    plain = trainer(adapted(), tmp_path / "plain", data, **saving)
-    plain.train()
-    model = adapted()
-    adamw = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
-    limit = halfway(Checkpointable(copy.deepcopy(model), batch(data), optimizer=adamw))
-    planned = trainer(Checkpointable(model, mem_limit=limit), tmp_path / "planned", data, **saving)
-    planned.train()
-    assert recomputes(planned.model.sequence)
-    assert history(planned) == history(plain)
-    assert_same_weights(planned.model, plain.model)
-    kept = tmp_path / "planned" / "checkpoint-2"
-    assert {each.name for each in kept.iterdir()} == {
-        each.name for each in (tmp_path / "plain" / "checkpoint-2").iterdir()
-    }
-    assert (kept / "adapter_model.safetensors").stat().st_size < 10_000
-    resumed = trainer(Checkpointable(adapted(), mem_limit=limit), tmp_path / "resumed", data, **saving)
-    resumed.train(resume_from_checkpoint=str(kept))
-    assert_same_weights(resumed.model, plain.model)
 
 
 @pytest.mark.slow
