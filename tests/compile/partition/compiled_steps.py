@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rotor_profiling.backends import memory_meter
-from rotor_profiling.storage import storage_bytes
+from rotor_profiling import measured_peak
 from rotor_py import memory_budget
 from rotor_py.compile import partitioner
 from rotor_py.compile.candidates import Candidate
@@ -65,16 +64,11 @@ class Step:
     """A training step: its peak in bytes, parameters, buffers and inputs included, and what it leaves."""
 
     peak: int
-    loss: torch.Tensor
-    gradients: list[torch.Tensor]
-    buffers: list[torch.Tensor]
+    numbers: list[torch.Tensor]
+    """The loss, gradients and buffers."""
 
     def equals(self, other: Step) -> bool:
-        """Bit for bit."""
-        pairs = zip(
-            (self.loss, *self.gradients, *self.buffers), (other.loss, *other.gradients, *other.buffers), strict=True
-        )
-        return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+        return len(self.numbers) == len(other.numbers) and all(map(torch.equal, self.numbers, other.numbers))
 
 
 def compiled_step(made: Callable[[], nn.Module], value: torch.Tensor, budget: int | None = None) -> Step:
@@ -93,14 +87,15 @@ def take_step(model: nn.Module, run: Any, value: torch.Tensor) -> Step:
     run(value).backward()  # compiles
     model.zero_grad()
     torch.manual_seed(1)
-    held = storage_bytes([*model.parameters(), *model.buffers(), value])
-    meter = memory_meter(torch.device("cpu"))
-    with meter:
-        meter.mark("step")
-        loss = run(value)
-        loss.backward()
+    losses: list[torch.Tensor] = []
+
+    def step() -> None:
+        losses.append(run(value))
+        losses[0].backward()
+
+    peak = measured_peak(step, [*model.parameters(), *model.buffers(), value], torch.device("cpu"))
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return Step(held + meter.phases["step"].peak, loss.detach(), gradients, [each.clone() for each in model.buffers()])
+    return Step(peak, [losses[0].detach(), *gradients, *(each.clone() for each in model.buffers())])
 
 
 @contextmanager
