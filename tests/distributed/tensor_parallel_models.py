@@ -117,7 +117,7 @@ def llama() -> nn.Module:
         vocab_size=64,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         attention_dropout=0.1,
