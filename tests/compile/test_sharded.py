@@ -11,7 +11,7 @@ from tests.compile import sharded
 from tests.distributed.processes import Processes
 
 pytestmark = pytest.mark.slow
-CASES = [("skips in parts", "plain", 0.5, True), ("skips together", "mixed, full out", 0.3, {"fallback_random": True})]
+CASES = [("skips in parts", "plain", 0.5, True), ("skips", "kept", 0.5, {"fallback_random": True})]
 """Model, options of `fully_shard`, the limit between the least and storing everything, and options of Inductor."""
 
 
