@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from rotor_profiling import measured_peak
 from rotor_py.compile.stage_code import StageCode
 from rotor_solver import store_all
 from tests.compile.network import batch, loss, middle, network, peak, results, same
