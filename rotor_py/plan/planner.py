@@ -299,7 +299,6 @@ class Planner:
         return by_plan(value, self._forwards.in_flight())
 
     def _run_planned(self, value: Any, flying: list[ForwardInFlight]) -> Any:
-        """Run a forward while those in `flying` are in flight, and observe its step."""
         plan = self.plans.in_use
         assert plan is not None
         assert plan.sequence is not None

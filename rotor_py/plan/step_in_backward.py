@@ -144,7 +144,6 @@ class Stepper:
         return before != self._has
 
     def forward_returned(self, output: Any) -> None:
-        """Make the backward through `output` of a planned forward step."""
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin)  # the hook belongs to the graph, and goes with it
@@ -217,6 +216,5 @@ class Stepper:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method for as long as its object lives."""
     found = WeakMethod(method)
     return lambda *args: None if (call := found()) is None else call(*args)

@@ -128,7 +128,6 @@ class StepPlan:
         return self.file is None and self.spec is not None and self.spec.same_step(spec)
 
     def is_replaced_by(self, other: StepPlan) -> bool:
-        """Whether `other` was measured for such steps, too, and on the same graph."""
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)
 
     def restore_effects(self) -> None:

@@ -60,7 +60,6 @@ class Forwards:
         return found
 
     def forward_returned(self, plan: StepPlan, sequence: Sequence, model: TrainedModel, output: Any) -> None:
-        """Track a forward that returned `output`, until its last backward begins or its graph is gone."""
         flying = ForwardInFlight(plan, sequence)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -200,7 +199,6 @@ class Forwards:
 
 
 def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
-    """Solve for the number of forwards in flight seen, and for the order of their backwards."""
     order = model.settings.backward_order or "any"
     if model.settings.backward_order is None and model.settings.watch is not False and plan.in_reverse >= _ENOUGH:
         order = "reverse"

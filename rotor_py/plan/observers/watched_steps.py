@@ -208,7 +208,6 @@ class WatchedSteps:
         return here + outputs + plan.budget.fixed.optimizer
 
     def forward_returned(self, output: Any) -> None:
-        """Watch the rest of the step: hooks belong to the graph of `output`, and go with it."""
         step, self._running = self._running, None
         if step is None:
             return
