@@ -21,6 +21,7 @@ from rotor_py.estimation.simulated_target import PredictedDevice
 from tests.checkpointable.steps import Tower, between, blocks, images, said_in, same_gradients, square, step_peak
 from tests.execute.training import assert_same, steps
 from tests.fields import logged, raises
+from tests.plan.test_step_plans import plans_counted
 from tests.training.loop import Mixer, chain, rows
 
 
@@ -188,14 +189,9 @@ def test_a_strategy_by_hand_is_loaded_without_a_limit(path: Path) -> None:
     same_report(loaded, saver)
     assert loaded.report().mem_limit is None
     assert Checkpointable(chain(), plan=path, mem_limit="1MB").report().mem_limit == 10**6
-
-
-def test_a_limit_given_beside_the_plan_is_the_one_reported(path: Path) -> None:
-    saver = Checkpointable(chain(), rows(), mem_limit="1GB", loss=square)
-    saver.save_plan(path)
-    loaded = Checkpointable(chain(), plan=path, mem_limit=1000)
-    assert not loaded.report().fits
-    assert str(loaded.report()).startswith("Sequential does not fit in")
+    beside = Checkpointable(chain(), plan=path, mem_limit=1000).report()
+    assert not beside.fits
+    assert str(beside).startswith("Sequential does not fit in")
 
 
 def unknown_of_adam(path: Path) -> Checkpointable:
@@ -223,27 +219,22 @@ def test_an_optimizer_that_a_loaded_plan_has_no_room_for_is_warned_of_with_numbe
     assert Checkpointable(chain(), plan=loaded.plan()).report() == loaded.report()
 
 
-def test_a_loaded_plan_can_be_planned_again_for_another_limit_without_measuring(path: Path, monkeypatch: Any) -> None:
+def test_a_loaded_plan_can_be_planned_again_for_another_limit_without_measuring(path: Path) -> None:
     saver = unknown_of_adam(path)
     loaded = Checkpointable(chain(), plan=path)
-    monkeypatch.setattr("rotor_py.plan.source.measure", None)
     limit = between(saver, 0.7)
-    loaded.compute_sequence(limit)
-    loaded.save_plan(path)
+    with plans_counted(loaded) as measured:
+        loaded.compute_sequence(limit)
+        loaded.save_plan(path)
+    assert measured == []
     assert Plan.load(path).mem_limit == limit
     again = Checkpointable(chain(), plan=path)
     assert str(again.report()) == str(loaded.report())
     assert again.sequence == saver.compute_sequence(limit)
     square(again(rows())).backward()
-
-
-def test_measuring_a_model_with_a_loaded_plan_gives_the_plan_up(path: Path) -> None:
-    unknown_of_adam(path)
-    model = Checkpointable(chain(), plan=path, mem_limit="1MB")
-    model.measure(rows(0, 128))
-    square(model(rows(0, 128))).backward()
-    assert model.plan().input["tensors"][0]["shape"] == [128, 12]
-    assert model.report().mem_limit == 10**6
+    again.measure(rows(0, 128))  # which gives the plan up
+    square(again(rows(0, 128))).backward()
+    assert again.plan().input["tensors"][0]["shape"] == [128, 12]
 
 
 ROWS = torch.randn(64, 256)
@@ -281,15 +272,8 @@ def mean_step(network: nn.Module) -> None:
     network(ROWS).mean().backward()
 
 
-def test_the_file_says_what_was_predicted_and_a_measured_one_does_not(tmp_path: Path) -> None:
-    assert predicted(tmp_path / "plan", predicted_blocks(), name="a good device").predicted_for == "a good device"
-    measured = Checkpointable(predicted_blocks(), ROWS, "800MB", loss=torch.mean)
-    measured.save_plan(tmp_path / "other")
-    assert Plan.load(tmp_path / "other").predicted_for is None
-
-
 def test_a_prediction_that_holds_is_followed(tmp_path: Path, caplog) -> None:
-    predicted(tmp_path / "plan", skips())
+    assert predicted(tmp_path / "plan", skips(), name="a good device").predicted_for == "a good device"
     network = Checkpointable(skips(), plan=tmp_path / "plan")
     for _ in range(3):
         network.zero_grad(set_to_none=False)
@@ -304,14 +288,11 @@ def test_one_that_does_not_is_measured_at_the_next_step(tmp_path: Path, caplog, 
     model = make()
     plain = copy.deepcopy(model)
     network = Checkpointable(model, plan=tmp_path / "plan")
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        for _ in range(3):
-            mean_step(network)
-            mean_step(plain)
-    told = logged(caplog, "other_than_predicted")
-    assert len(told) == 1
-    assert network.budget is not None
-    assert network.sequence is not None
+    for _ in range(3):
+        mean_step(network)
+        mean_step(plain)
+    assert len(logged(caplog, "other_than_predicted")) == 1
+    assert network.plan().predicted_for is None
     assert network.budget.peak_bytes(network.sequence) < SCRATCH
     assert network.mem_limit == 800_000_000
     assert same_gradients(network, plain)
