@@ -232,6 +232,7 @@ def test_a_loaded_plan_can_be_planned_again_for_another_limit_without_measuring(
     assert str(again.report()) == str(loaded.report())
     assert again.sequence == saver.compute_sequence(limit)
     square(again(rows())).backward()
+    again.mem_limit = "1MB"
     again.measure(rows(0, 128))  # which gives the plan up
     square(again(rows(0, 128))).backward()
     assert again.plan().input["tensors"][0]["shape"] == [128, 12]
