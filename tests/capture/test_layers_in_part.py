@@ -13,24 +13,11 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from tests.capture.steps import adamw, assert_same_gradients, compare, in_part
+from tests.capture.test_partial_saving import WIDTH, loss
+from tests.capture.test_partial_saving import NewGelu as Block
 from tests.fields import logged
 
-WIDTH = 32
 ROWS = 1024
-
-
-class Block(nn.Module):
-    """GPT-2's feed-forward layer, with the activation written out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.inner(self.norm(x))
-        y = 0.5 * y * (1.0 + torch.tanh(0.8 * (y + 0.044715 * y.pow(3.0))))
-        return x + self.dropout(self.outer(y))
 
 
 class Odd(Block):
@@ -58,10 +45,6 @@ class Noting(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.mean = x.detach().mean()
         return super().forward(x)
-
-
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
 
 
 def measured(*layers: nn.Module, rows: int = ROWS) -> tuple[Checkpointable, torch.Tensor]:
