@@ -68,16 +68,22 @@ class CapturedLayer(StageOffers):
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
             self._stages.clear()
+            cause: str | None = None
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
                 if stage is not None and not self._named:  # fixed sizes would find none either
                     return False
-                unseen = prediction() is not None and not self._sharded
-                if self._named and (unseen or self._same_bits(value, device)):
-                    return True
+                if self._named:
+                    unseen = prediction() is not None and not self._sharded
+                    cause = None if unseen else self._difference(value, device)
+                    if cause is None:
+                        return True
             except Exception as error:  # of any operator or library: the layer itself has run before, and still runs
-                self._tell_not_in_part(error)
+                cause = str(error)
+            if cause is not None:
+                why = record_fields("not_in_part", name=self._name)
+                _log.debug("layer %s is stored whole or not at all: %s", self._name, cause, extra=why)
         self._named = ()
         return False
 
@@ -112,7 +118,8 @@ class CapturedLayer(StageOffers):
             self._stages[graph] = stage
         return self._stages[graph]
 
-    def _same_bits(self, value: Any, device: torch.device) -> bool:
+    def _difference(self, value: Any, device: torch.device) -> str | None:
+        """How a step stored in part differs from one of the layer itself; None if every bit is the same."""
         expected, state, saved = self._step(self.layer, value, device)
         if sets_attributes(self.layer):  # they carry over from run to run, and may make other graphs
             run = self.forward_by(self._named[0])
@@ -128,24 +135,12 @@ class CapturedLayer(StageOffers):
             found, after, saved_then = self._step(self.forward_by(way), value, device)
             same = state == after and len(found) == len(expected)
             if len(self._stages) > known:
-                cause = "every run takes another graph"
-            elif not same or not (prediction() is not None or all(map(_same, found, expected))):
-                cause = "captured, it makes other numbers"
-            elif saved != saved_then:
-                cause = "captured, it saves something else"
-            else:
-                continue
-            self._tell_not_in_part(cause)
-            return False
-        return True
-
-    def _tell_not_in_part(self, cause: object) -> None:
-        _log.debug(
-            "layer %s is stored whole or not at all: %s",
-            self._name,
-            cause,
-            extra=record_fields("not_in_part", name=self._name),
-        )
+                return "every run takes another graph"
+            if not same or not (prediction() is not None or all(map(_same, found, expected))):
+                return "captured, it makes other numbers"
+            if saved != saved_then:
+                return "captured, it saves something else"
+        return None
 
     def _step(
         self, run: Run, value: Any, device: torch.device
