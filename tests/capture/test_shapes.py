@@ -209,18 +209,18 @@ class Asking(nn.Module):
 
 
 @pytest.mark.slow
-def test_twenty_lengths_with_a_graph_each_all_follow_the_plan(
+def test_twelve_lengths_with_a_graph_each_all_follow_the_plan(
     captured: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """TorchDynamo by itself makes eight graphs, and then runs a model as it is."""
     torch.manual_seed(0)
     planned, plain = planned_and_plain(Asking(), {"value": torch.randn(8, 40, 32)})
     with plans_counted(planned) as measured:
-        for length in range(40, 20, -1):
+        for length in range(40, 28, -1):
             assert_trains_like(planned, plain, {"value": torch.randn(8, length, 32)})
     assert not measured
-    assert len(captured) == 20
-    assert len(said(caplog)) == len(logged(caplog, "captured_again")) == 19
+    assert len(captured) == 12
+    assert len(said(caplog)) == len(logged(caplog, "captured_again")) == 11
 
 
 class Repeating(nn.Module):
