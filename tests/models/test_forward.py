@@ -196,14 +196,6 @@ def test_inception_transforms_its_input_as_torchvision_does():
     assert torch.equal(transform(image), torch.cat(expected, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "shape"),
-    [
-        ("resnet1001", 32, (2, 10)),
-        ("vgg16_bn", 224, (2, 1000)),
-        ("densenet121", 224, (2, 1000)),
-        ("inception_v3", 299, (2, 1000)),
-    ],
-)
-def test_images_of_the_papers_size_become_logits(network, name, size, shape):
-    assert network(name)(torch.empty(2, 3, size, size, device="meta")).shape == shape
+@pytest.mark.parametrize(("name", "size"), [("vgg16_bn", 224), ("densenet121", 224), ("inception_v3", 299)])
+def test_images_of_the_papers_size_become_logits(network, name, size):
+    assert network(name)(torch.empty(2, 3, size, size, device="meta")).shape == (2, 1000)
