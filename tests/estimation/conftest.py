@@ -1,7 +1,43 @@
-"""Tests of estimation import modules of benchmarks."""
+"""Shared by tests of estimation: a residual block, a record of operators, and the folder of benchmarks."""
+
+from __future__ import annotations
 
 import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.docs.pages import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+
+WIDTH = 256
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.LayerNorm(width), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.drop(self.down(nn.functional.gelu(self.up(self.norm(value)))))
+
+
+class Calls(TorchDispatchMode):
+    """Every operator that runs, with what it was given and returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[torch._ops.OpOverload, tuple[Any, ...], dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.seen.append((func, args, kwargs or {}, out))
+        return out
+
+    @property
+    def names(self) -> list[str]:
+        return [func._schema.name.removeprefix("aten::") for func, *_ in self.seen]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rotor_py import estimate
 from rotor_py.estimation.cuda_operators import Attention, cuda_operators
 from rotor_py.estimation.fake_tensors import DeviceFakeMode
-from tests.estimation.shared import Calls
+from tests.estimation.conftest import Calls
 
 H100, A100, RTX4090, V100 = (9, 0), (8, 0), (8, 9), (7, 0)
 

@@ -14,7 +14,7 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError, estimate
 from rotor_py.estimation.device_table import find_device
 from rotor_py.report import Report
-from tests.estimation.shared import Block
+from tests.estimation.conftest import Block
 from tests.fields import raises
 
 BLOCK = 512

@@ -15,7 +15,7 @@ from rotor_profiling import optimizer_cost, storage_bytes, tensors_in
 from rotor_profiling.backends import using
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, construct_on_meta
 from rotor_py.estimation.simulated_target import PredictedDevice
-from tests.estimation.shared import Calls
+from tests.estimation.conftest import Calls
 
 
 class Shared(nn.Module):

@@ -13,7 +13,7 @@ from rotor_py import Checkpointable, UnsupportedModelError, estimate
 from rotor_py.estimation.device_table import find_device
 from rotor_py.report import Report
 from rotor_py.stage.protocol import ELSEWHERE
-from tests.estimation.shared import WIDTH, Block
+from tests.estimation.conftest import WIDTH, Block
 from tests.fields import raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it

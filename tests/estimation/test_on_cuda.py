@@ -14,7 +14,7 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, estimate
 from rotor_py.data_sheet import Device, workspace_bytes
 from rotor_py.measure.device import total_bytes
-from tests.estimation.shared import Block
+from tests.estimation.conftest import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

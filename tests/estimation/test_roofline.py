@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rotor_py.data_sheet import Device, Efficiencies, Rates, workspace_bytes
 from rotor_py.estimation.device_table import find_device
 from rotor_py.estimation.roofline import bytes_of, operations_of, scratch_bytes, work_of
-from tests.estimation.shared import Calls
+from tests.estimation.conftest import Calls
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
