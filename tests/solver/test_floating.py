@@ -82,7 +82,9 @@ def test_a_checkpoint_that_is_dropped_early_saves_a_forward() -> None:
 def test_there_are_limits_in_which_only_a_floating_checkpoint_fits() -> None:
     chain = Chain.from_arrays([9, 1, 1, 1], [0] * 5, [0, 1, 3, 6, 1], [2, 4, 6, 4], [12, 0, 0, 0], [0] * 5)
     assert makespan(Floating(), chain, 18) == exhaustive_optimum(chain, 18, persistent=False) == 24
+    # CF_0, Fn_1, CF_0, Fn_2 … Fn_1 keeps a_1 without counting as a checkpoint of it: not persistent.
     assert math.isinf(makespan(Persistent(), chain, 18))
+    assert math.isinf(exhaustive_optimum(chain, 18, persistent=True))
     assert min_bytes(chain) == 19
 
 

@@ -34,14 +34,6 @@ def test_plans_are_as_fast_as_the_best_of_all_persistent_sequences(case: tuple[C
     assert solved(*case) == exhaustive_optimum(*case, persistent=True)
 
 
-def test_an_input_made_for_later_is_a_checkpoint_to_the_search_too() -> None:
-    """CF_0, Fn_1, CF_0, Fn_2 … Fn_1 would keep a_1 without counting as a checkpoint of it."""
-    chain = Chain.from_arrays([9, 1, 1, 1], [0] * 5, [0, 1, 3, 6, 1], [2, 4, 6, 4], [12, 0, 0, 0], [0] * 5)
-    assert math.isinf(exhaustive_optimum(chain, 18, persistent=True))
-    assert exhaustive_optimum(chain, 18, persistent=False) == 24
-    assert min_bytes(chain) == 19
-
-
 @settings(max_examples=60, deadline=None)
 @given(limited(rich_chains(max_stages=6)))
 def test_plans_are_as_fast_as_the_recurrence_says(case: tuple[Chain, int]) -> None:
