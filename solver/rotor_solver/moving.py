@@ -94,15 +94,8 @@ class Line(NamedTuple):
         return self.seconds + self.slope * moved
 
 
-class Priced(NamedTuple):
-    """`bound`: no sequence takes fewer seconds on the chain with this `price` for every byte."""
-
-    price: float
-    bound: float
-
-
-def lower_bound(chain: Chain, link: Link, found: Iterable[Priced]) -> tuple[float, float]:
-    """(bytes, seconds): every step within the limit of `found` takes at least `seconds`, at best with `bytes` moved."""
+def lower_bound(chain: Chain, link: Link, found: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(bytes, seconds): every step takes at least `seconds`, at best with `bytes` moved; `found` are (price, bound)."""
     out, back = 1 / link.out_bytes_per_second, 1 / link.in_bytes_per_second
     forwards = [(stage.seconds_without_graph, *(o.forward_time for o in stage.options)) for stage in chain.stages]
     least, most = (sum(map(pick, forwards)) + chain.loss_time for pick in (min, max))
@@ -179,7 +172,7 @@ class _Search:
 
     def explore(self, chain: Chain, room: int) -> None:
         """Solve `chain` for the prices near the lowest point of the bound, with `room` bytes left for copies."""
-        limit, found, known = self.limit - room, list[Priced](), list[tuple[int, float]]()
+        limit, found, known = self.limit - room, list[tuple[float, float]](), list[tuple[int, float]]()
         # A bound for a lower limit certifies nothing, nor does one for fewer moves.
         certifies = room == 0 and chain is self.chain
         program = Persistent(self.slots, THOROUGH if certifies else BRIEF)
@@ -189,7 +182,7 @@ class _Search:
         while prices:
             price = prices.pop()
             sequence = program.solve(priced(chain, price), limit)
-            found.append(Priced(price, sequence.lower_bound or 0.0))
+            found.append((price, sequence.lower_bound or 0.0))
             known.append(self.offer(sequence))
             moved, bound = lower_bound(self.chain, self.link, found)
             if certifies:
@@ -197,7 +190,7 @@ class _Search:
             if self.plan().gap <= _CLOSE:
                 return
             if not prices and len(found) < _PRICES:
-                prices += _price_between(known, moved, [each.price for each in found])
+                prices += _price_between(known, moved, [each for each, _ in found])
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
         """Keep `sequence` if it is the fastest. Return the bytes that it may move, and its seconds without copies."""

@@ -13,7 +13,6 @@ from rotor_solver import Chain, InfeasibleError, Option, Stage, min_bytes, simul
 from rotor_solver.moving import (
     Line,
     Link,
-    Priced,
     lower_bound,
     lowest_point,
     moving_only,
@@ -45,7 +44,7 @@ def test_the_bound_is_below_every_step_and_the_plan_near_the_best(
     assert plan.seconds <= best * 1.25 + 1e-9
     # The bound that a plan shows is never above its own seconds. This one might be.
     prices = [part * link.seconds_per_byte for part in (0.0, 0.1, 0.3, 0.6, 1.0)]
-    found = [Priced(price, naive_optimum(priced(chain, price), limit)) for price in prices]
+    found = [(price, naive_optimum(priced(chain, price), limit)) for price in prices]
     assert lower_bound(chain, link, found)[1] <= best * (1 + 1e-9)
 
 
@@ -55,7 +54,7 @@ def test_the_bound_is_met_where_copies_out_take_longer_than_the_forward() -> Non
     chain = Chain((moving, Stage(0, (Option(4.0, 4.0, 2),), nograd_time=0.0)), 0, loss_temp=10)
     link = Link(1.0, 64.0)
     assert exhaustive_moving_optimum(chain, 12, link) == solve_moving(chain, 12, link).seconds == 12.0
-    assert lower_bound(chain, link, [Priced(1.0, 16.0), Priced(0.5, 12.0)])[1] == pytest.approx(12.0)
+    assert lower_bound(chain, link, [(1.0, 16.0), (0.5, 12.0)])[1] == pytest.approx(12.0)
 
 
 @settings(max_examples=25, deadline=None)
