@@ -180,3 +180,5 @@ def test_what_a_plan_keeps_for_the_backward_is_in_memory_when_the_loss_runs() ->
     assert [stage.not_kept_bytes for stage in memory.stages] == [11, 22 - 20, 0]
     assert (memory.input_bytes, memory.beside_bytes) == (100, 3)
     assert memory.share_saved == 13 / 66
+    alone = plan_memory(CHAIN, Sequence.parse("CF_0, CF_1, CF_2, L, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"))
+    assert [stage.kept_bytes for stage in alone.stages] == [10, 20, 30]  # an output alone, before the loss drops it
