@@ -109,14 +109,10 @@ def test_the_plan_is_followed_with_the_numbers_of_plain_training(
     assert peak <= limit
 
 
-def test_a_model_compiled_as_a_whole_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    Checkpointable(compiled(nn.Linear(2, 2)))
-    assert logged(caplog, "compile_ignored")
-
-
-def test_keys_of_a_compiled_model_are_its_own() -> None:
+def test_a_model_compiled_as_a_whole_is_mentioned_and_keeps_its_keys(caplog: pytest.LogCaptureFixture) -> None:
     model = compiled(nn.Sequential(nn.Linear(2, 2)))
     assert list(Checkpointable(model).state_dict()) == list(model.state_dict())
+    assert logged(caplog, "compile_ignored")
 
 
 def curve(x: torch.Tensor) -> torch.Tensor:

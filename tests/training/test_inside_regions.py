@@ -124,7 +124,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> bool:
     return any("mem_limit" in record.__dict__.get("numbers", ()) for record in caplog.records)
 
 
-SHARES = [("chain", 0.4, run) for run in RUNS] + [("chain", 0.8, "region"), ("captured", 0.8, "region")]
+SHARES = [*(("chain", 0.4, run) for run in RUNS), ("captured", 0.8, "region")]
 
 
 @pytest.mark.parametrize(("kind", "share", "run"), SHARES)
