@@ -43,11 +43,9 @@ class Capacity(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {each.untyped_storage()._cdata for each in tensors_in([args, kwargs or {}])}
         made = function(*args, **(kwargs or {}))
-        new = {}
-        for tensor in tensors_in(made):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in given:
-                new[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        storages = [each.untyped_storage() for each in tensors_in(made)]
+        new = {each._cdata: (StorageWeakRef(each), each.nbytes()) for each in storages if each._cdata not in given}
+        del storages
         held = self.held
         asked = sum(size for key, (_, size) in new.items() if key not in self._live)
         if held + asked > self.size:
@@ -63,8 +61,7 @@ class AtOperators(TorchDispatchMode):
 
     def __init__(self, *at: int, error: Callable[[], BaseException] = out_of_memory) -> None:
         super().__init__()
-        self.at, self.calls, self.errors = at, 0, 0
-        self._error = error
+        self.at, self.calls, self.errors, self._error = at, 0, 0, error
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,46 +32,27 @@ def test_a_step_by_any_sequence_leaves_the_bits_of_plain_training(name: str, see
     model, sample = case.model(), case.sample()
     plain = copy.deepcopy(model)
     expected = steps(plain, plain, sample, case.autocast)
-    with case.autocast or nullcontext():
-        length = len(cut_of(copy.deepcopy(model), sample).stages)
     kinds = (any_sequence,) if len(seeds) == 1 else (persistent_sequence, any_sequence)
-    for sequence in [
-        everything_again(length),
-        *(kind(length, random.Random(seed)) for kind in kinds for seed in seeds),
-    ]:
+    drawn = [partial(kind, rng=random.Random(seed)) for kind in kinds for seed in seeds]
+    for make in (everything_again, *drawn):
         trained = copy.deepcopy(model)
         with case.autocast or nullcontext():
             found = cut_of(trained, sample)
+        sequence = make(len(found.stages))
         assert_same(steps(trained, replayed(found, sequence), sample, case.autocast), expected)
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A tensor as it was: what is written to its own memory afterwards does not show."""
-
-    values: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.nbytes
-
-    def tensor(self) -> torch.Tensor:
-        return self.values.clone()
 
 
 class PackedOrCopied:
     """A form that keeps everything: packed where that is possible."""
 
-    name, exact = "kept", True
-
-    def __init__(self) -> None:
-        self.packed = self.copied = 0
+    name, exact, packed, copied = "kept", True, 0, 0
 
     def keep(self, memory: torch.Tensor) -> Any:
         packed = Packed().keep(memory)
         self.packed += packed is not None
         self.copied += packed is None
-        return Copy(memory.clone()) if packed is None else packed
+        copy = memory.clone()  # what is written to the memory afterwards does not show
+        return packed or SimpleNamespace(nbytes=copy.nbytes, tensor=copy.clone)
 
 
 @pytest.mark.parametrize("name", [each for each in ZOO if "input" not in each])

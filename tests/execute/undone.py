@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from rotor_solver import Sequence
 from tests.checkpointable.steps import between, square
 from tests.execute.starved import AtOperators
 from tests.training.loop import differences, rows
@@ -41,9 +40,7 @@ class Moving(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(32, 32)
-        self.register_buffer("seen", torch.zeros(32))
-        self.register_buffer("replaced", torch.ones(1))
+        self.layer, self.seen, self.replaced = nn.Linear(32, 32), nn.Buffer(torch.zeros(32)), nn.Buffer(torch.ones(1))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = self.layer(value)
@@ -77,10 +74,9 @@ def assert_exact_wherever_it_runs_out(
     network: Checkpointable,
     start: nn.Module,
     train: Train = step,
-    *,
     points: int = 5,
     times: int = 1,
-    sequence: Sequence | None = None,
+    sequence: Any = None,
 ) -> None:
     """Out of memory at `points` operators all over a step, `times` in a row: everything is as in plain training."""
     limit = network.mem_limit

@@ -36,20 +36,19 @@ class Drift(nn.Module):
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()
-        self.in_place = in_place
+        self.in_place, self.weight = in_place, nn.Parameter(torch.randn(6))
         self.register_buffer("mean", torch.ones(6))
-        self.weight = nn.Parameter(torch.randn(6))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         output = value * self.weight * self.mean.clone()
         if self.training:
-            with torch.no_grad():
-                moved = 0.5 * self.mean + value.detach().mean(0)
-                if self.in_place:
-                    self.mean.copy_(moved)
-                else:
-                    self.mean = moved
+            moved = 0.5 * self.mean + value.detach().mean(0)
+            self.mean = self.mean.copy_(moved) if self.in_place else moved
         return output
+
+
+class Derived(nn.BatchNorm1d):
+    """Not one that is recognised: its statistics are buffers like any other."""
 
 
 def moving_buffers() -> nn.Sequential:
@@ -58,30 +57,22 @@ def moving_buffers() -> nn.Sequential:
         Drift(in_place=True),
         nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
         Drift(in_place=False),
-        nn.BatchNorm1d(6),
+        Derived(6),
         nn.Linear(6, 2),
     )
 
 
-class Twice(nn.Module):
-    """Uses one layer on both of its inputs; tuples in, tuples out, with a tensor that has no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 5)
+class Twice(nn.Linear):
+    """Tuples in, tuples out, with a tensor that has no gradient."""
 
     def forward(self, pair: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         left, right, mask = pair
-        return self.inner(left) * mask, right + left.sin(), mask
+        return super().forward(left) * mask, right + left.sin(), mask
 
 
-class Start(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 10)
-
+class Start(nn.Linear):
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        left, right = self.inner(value).chunk(2, dim=1)
+        left, right = super().forward(value).chunk(2, dim=1)
         return left.contiguous(), right.contiguous(), (value > 0).float()
 
 
@@ -96,7 +87,7 @@ class FromDict(nn.Linear):
 
 
 def structures() -> nn.Sequential:
-    return nn.Sequential(Start(), Twice(), Twice(), ToDict(), FromDict(5, 5), nn.Dropout(0.1))
+    return nn.Sequential(Start(5, 10), Twice(5, 5), Twice(5, 5), ToDict(), FromDict(5, 5), nn.Dropout(0.1))
 
 
 class Last(nn.Module):
