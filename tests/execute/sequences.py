@@ -36,14 +36,10 @@ def any_sequence(length: int, rng: random.Random, detours: int = 12) -> Sequence
         detours -= 1
     detours = 12
     while walk.delta > 0:
-        stage = walk.delta - 1
-        forwards = [each for each in walk.possible() if not isinstance(each, Loss | Backward)]
-        if forwards and detours > 0 and rng.random() < 0.4:
-            walk.do(rng.choice(forwards))
-        elif stage + 1 in walk.saved:
-            walk.do(walk.towards(stage, Backward(stage)))
-        else:
-            walk.do(walk.towards(stage, ForwardEnable(stage)))
+        stage, forwards = walk.delta - 1, walk.possible()
+        goal = Backward(stage) if walk.delta in walk.saved else ForwardEnable(stage)
+        wander = forwards and detours > 0 and rng.random() < 0.4
+        walk.do(rng.choice(forwards) if wander else walk.towards(stage, goal))
         detours -= 1
     return Sequence(walk.operations)
 
@@ -69,16 +65,13 @@ class _Walk:
 
         Nor is the input of a stage that has a graph: autograd would hold on to it.
         """
+        here = self.plain | self.saved
         found: list[Operation] = []
-        for i in (self.plain | self.saved) - {self.length}:
-            found.append(ForwardCheck(i))
-            if i > 0 and i + 1 not in self.saved:
-                found.append(ForwardNograd(i))
-            if i + 1 not in self.saved and i < self.delta:
-                found.append(ForwardEnable(i))
-        if not self.lost and self.length in self.plain | self.saved:
-            found.append(Loss())
-        return found
+        for i in here - {self.length}:
+            free = i + 1 not in self.saved
+            found += [ForwardCheck(i)] + [ForwardNograd(i)] * (i > 0 and free)
+            found += [ForwardEnable(i)] * (free and i < self.delta)
+        return found + [Loss()] * (not self.lost and self.length in here)
 
     def towards(self, index: int, goal: Operation) -> Operation:
         """The operation that comes nearer to having a_index, or `goal` if it is there."""
@@ -90,15 +83,13 @@ class _Walk:
         match operation:
             case ForwardEnable(stage):
                 self.saved.add(stage + 1)
-            case ForwardCheck(stage):
+            case ForwardCheck(stage) | ForwardNograd(stage):
                 self.plain.add(stage + 1)
-            case ForwardNograd(stage):
-                self.plain.add(stage + 1)
-                self.plain.discard(stage)
             case Loss():
                 self.lost = True
                 self.plain.discard(self.length)
             case Backward(stage):
                 self.saved.discard(stage + 1)
-                self.plain.discard(stage)
                 self.delta = stage
+        if isinstance(operation, ForwardNograd | Backward):
+            self.plain.discard(operation.stage)

@@ -6,7 +6,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ def tier(tmp_path: Path) -> Iterator[FileTier]:
     found.close()
 
 
-def blocks() -> list[Block]:
+def blocks(kind: Callable[[], Any] = Block) -> list[Any]:
     torch.manual_seed(0)
-    return [Block() for _ in range(LAYERS)]
+    return [kind() for _ in range(LAYERS)]
 
 
 def moves_of(length: int, wait_out: dict[int, list[int]], fetch: dict[int, list[int]]) -> Moves:
@@ -63,21 +63,20 @@ EARLY = moves_of(9, {4: [0, 1], 5: [2]}, {5: [2], 6: [1, 0]})
 MIXED = Sequence.parse("Fe_0, CF_1, Fn_2, Fe_3, L, B_3, CF_1, Fe_2, B_2, Fe_1, B_1, B_0")
 
 
-def forward(layers: list[Block], sequence: Sequence, tier: FileTier | None, value: torch.Tensor) -> torch.Tensor:
-    runners = [StageRunner(layer, f"block {number}") for number, layer in enumerate(layers)]
-    made: torch.Tensor = Tape(runners, read_sequence(len(layers), sequence), tier=tier).forward(value)
-    return made
+def moving(layers: list[Any], sequence: Sequence, moves: Moves, tier: FileTier | None) -> Callable[..., torch.Tensor]:
+    def forward(value: torch.Tensor) -> torch.Tensor:
+        runners = [StageRunner(layer, f"block {number}") for number, layer in enumerate(layers)]
+        instructions = read_sequence(len(layers), Sequence(sequence.operations, moves=moves))
+        return Tape(runners, instructions, tier=tier).forward(value)  # type: ignore[no-any-return]  # a tensor
 
-
-def with_moves(sequence: Sequence, moves: Moves) -> Sequence:
-    return Sequence(sequence.operations, moves=moves)
+    return forward
 
 
 def batch() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-def gradients_of(layers: list[Block], run: Any) -> list[torch.Tensor]:
+def gradients_of(layers: list[Any], run: Any) -> list[torch.Tensor]:
     torch.manual_seed(3)
     value = batch()
     output = run(value)
@@ -93,50 +92,45 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("sequence", "moved"),
+    ("sequence", "moves", "moved"),
     [
-        (with_moves(ALL, ONE_AT_A_TIME), 3),
-        (with_moves(ALL, EARLY), 3),
-        (with_moves(MIXED, moves_of(12, {1: [0], 5: [3]}, {5: [3], 10: [0]})), 2),
-        (with_moves(ALL, Moves.none(9)), 0),
+        (ALL, ONE_AT_A_TIME, 3),
+        (ALL, EARLY, 3),
+        (MIXED, moves_of(12, {1: [0], 5: [3]}, {5: [3], 10: [0]}), 2),
+        (ALL, Moves.none(9), 0),
     ],
 )
-def test_gradients_are_those_of_plain_training_bit_for_bit(sequence: Sequence, moved: int, tier: FileTier) -> None:
+def test_gradients_are_those_of_plain_training_bit_for_bit(
+    sequence: Sequence, moves: Moves, moved: int, tier: FileTier
+) -> None:
     layers = blocks()
     expected = gradients_of(layers, nn.Sequential(*layers))
     for _ in range(2):
         before = tier.moved_bytes
-        assert same(gradients_of(layers, lambda value: forward(layers, sequence, tier, value)), expected)
+        assert same(gradients_of(layers, moving(layers, sequence, moves, tier)), expected)
         assert tier.moved_bytes - before >= moved * 2 * ONE  # the dropout's mask too
         assert bool(tier.moved_bytes - before) == bool(moved)
     assert tier.held_bytes == 0
 
 
-def test_what_is_away_takes_no_memory(tier: FileTier) -> None:
+def test_what_is_away_takes_no_memory_and_second_derivatives_are_those_of_plain_training(tier: FileTier) -> None:
     layers, value = blocks(), batch()
-
-    def peak(run: Any) -> int:
-        return measured_peak(lambda: run(value).sum().backward(), [value], CPU)
-
-    stored = peak(nn.Sequential(*layers))
-    one = peak(lambda value: forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value))
-    early = peak(lambda value: forward(layers, with_moves(ALL, EARLY), tier, value))
+    plain = nn.Sequential(*layers)
+    one, early = (moving(layers, ALL, moves, tier) for moves in (ONE_AT_A_TIME, EARLY))
+    stored, late, least = (
+        measured_peak(lambda: run(value).sum().backward(), [value], CPU)  # noqa: B023  # called at once
+        for run in (plain, early, one)
+    )
     # Three blocks are away when the fourth one is there. If they are waited for late, all are there at the loss.
-    assert stored - one >= 3 * 2 * ONE
-    assert stored > early > one
-
-
-def test_second_derivatives_are_those_of_plain_training(tier: FileTier) -> None:
-    layers = blocks()
+    assert stored - least >= 3 * 2 * ONE
+    assert stored > late > least
 
     def second(run: Any) -> torch.Tensor:
         torch.manual_seed(3)
-        value = batch()
         (first,) = torch.autograd.grad(run(value).square().sum(), [value], create_graph=True)
         return torch.autograd.grad(first.square().sum(), [layers[0].up.weight])[0]
 
-    moved = second(lambda value: forward(layers, with_moves(ALL, ONE_AT_A_TIME), tier, value))
-    assert torch.equal(moved, second(nn.Sequential(*layers)))
+    assert torch.equal(second(one), second(plain))
 
 
 class Curious(Block):
@@ -146,23 +140,18 @@ class Curious(Block):
 
 
 def test_what_somebody_else_holds_stays(tier: FileTier) -> None:
-    torch.manual_seed(0)
-    layers: list[Block] = [Curious() for _ in range(LAYERS)]
-    expected, moving = gradients_of(layers, nn.Sequential(*layers)), with_moves(ALL, ONE_AT_A_TIME)
-    assert same(gradients_of(layers, lambda value: forward(layers, moving, tier, value)), expected)
+    layers = blocks(Curious)
+    expected = gradients_of(layers, nn.Sequential(*layers))
+    assert same(gradients_of(layers, moving(layers, ALL, ONE_AT_A_TIME, tier)), expected)
     assert tier.moved_bytes == 3 * ONE  # of two activations in a block, one is on the module as well
 
 
-class Overwrites(nn.Module):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        inside = value.exp()  # saved
-        return inside.add_(1).sin()
+TWO = Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"), moves_of(5, {1: [0]}, {4: [0]})
 
 
 def test_what_is_overwritten_after_it_was_saved_is_refused_as_in_plain_training(tier: FileTier) -> None:
-    layers: list[Any] = [Overwrites(), nn.Tanh()]
-    moving = with_moves(Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"), moves_of(5, {1: [0]}, {4: [0]}))
-    for run in (nn.Sequential(*layers), lambda value: forward(layers, moving, tier, value)):
+    layers = [lambda value: value.exp().add_(1).sin(), nn.Tanh()]
+    for run in (lambda value: layers[1](layers[0](value)), moving(layers, *TWO, tier)):
         with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             run(batch()).sum().backward()
 
@@ -177,9 +166,7 @@ def settle(tier: FileTier) -> None:
 
 
 def test_many_steps_leave_everything_as_it_was(tier: FileTier, tmp_path: Path) -> None:
-    layers = blocks()[:2]
-    value = torch.randn(32, WIDTH, requires_grad=True)
-    sequence = with_moves(Sequence.parse("Fe_0, Fe_1, L, B_1, B_0"), moves_of(5, {1: [0]}, {4: [0]}))
+    value, run = torch.randn(32, WIDTH, requires_grad=True), moving(blocks()[:2], *TWO, tier)
 
     def resources() -> tuple[Any, ...]:
         gc.collect()
@@ -189,7 +176,7 @@ def test_many_steps_leave_everything_as_it_was(tier: FileTier, tmp_path: Path) -
 
     found = []
     for _ in range(50):
-        forward(layers, sequence, tier, value).sum().backward()
+        run(value).sum().backward()
         found += [resources()] if len(found) in (0, 49) else [()]
     assert tier.moved_bytes % 50 == 0
     assert tier.held_bytes == 0
@@ -197,6 +184,5 @@ def test_many_steps_leave_everything_as_it_was(tier: FileTier, tmp_path: Path) -
 
 
 def test_a_sequence_that_moves_needs_a_tier() -> None:
-    layers = blocks()
     with raises(ValueError, "no_tier", name="offload"):
-        forward(layers, with_moves(ALL, EARLY), None, batch())
+        moving(blocks(), ALL, EARLY, None)(batch())

@@ -38,16 +38,15 @@ class Scaled(Block):
         return float(np.random.rand()) * super().forward(value)
 
 
+class Stream(torch.Generator):
+    def __deepcopy__(self, memory: dict[int, Any]) -> torch.Generator:
+        return Stream().set_state(self.get_state())
+
+
 class Noisy(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.noise = torch.Generator().manual_seed(1)
-
-    def __deepcopy__(self, memory: dict[int, Any]) -> Noisy:
-        copied = Noisy()
-        copied.load_state_dict(self.state_dict())
-        copied.noise.set_state(self.noise.get_state())
-        return copied
+        self.noise = Stream().manual_seed(1)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return super().forward(value * torch.rand(value.shape, generator=self.noise))
