@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, store_all
-from tests.checkpointable.steps import square
+from tests.checkpointable.steps import between, square
 
 F = nn.functional
 
@@ -52,9 +52,7 @@ def planned(model: nn.Module, sample: torch.Tensor | None = None, share: float =
     """`model`, planned for a limit `share` of the way from the least possible to storing all; some is recomputed."""
     whole = Checkpointable(model, loss=square)
     whole.measure(rows() if sample is None else sample)
-    assert whole.budget is not None
-    least, most = whole.budget.least_bytes(), whole.budget.peak_bytes(store_all(whole.budget.chain))
-    sequence = whole.compute_sequence(int(least + share * (most - least)))
+    sequence = whole.compute_sequence(between(whole, share))
     assert str(sequence) != str(store_all(whole.budget.chain))
     return whole
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
+from tests.checkpointable.steps import square, step_peak
+from tests.training.loop import differences, flat
 
-CPU = torch.device("cpu")
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Block(nn.Module):
     """A part of a language model, with dropout."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float = 0.1) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.dropout = nn.Dropout(0.1)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(value)))))
@@ -65,55 +65,27 @@ def vectors(count: int = 3, width: int = 96) -> list[torch.Tensor]:
     return [torch.randn(64, width) for _ in range(count)]
 
 
-def square(output: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()
-
-
 def train(
-    network: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batches: list[torch.Tensor],
-    scheduler: Any = None,
-) -> Iterator[int]:
-    """The measured peak of one step after the other, of a loop as anybody writes it."""
+    network: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor], scheduler: Any = None
+) -> list[int]:
+    """The measured peaks of the steps of a loop as anybody writes it."""
+    peaks = []
     for seed, batch in enumerate(batches):
         torch.manual_seed(seed)
-        state = tensors_in([list(entry.values()) for entry in optimizer.state.values()])
-        gradients = [each.grad for each in network.parameters() if each.grad is not None]
-        present = [*network.parameters(), *network.buffers(), *gradients, *state, batch]
-
-        def step(batch: torch.Tensor = batch) -> None:
-            output = network(batch)
-            loss = square(output)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if scheduler is not None:
-                scheduler.step()
-
-        yield measured_peak(step, present, CPU)
+        peaks.append(step_peak(network, batch, optimizer))
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return peaks
 
 
 def same_parameters(found: nn.Module, expected: nn.Module) -> bool:
-    return all(
-        torch.equal(mine, theirs) for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True)
-    )
+    return all(map(torch.equal, found.parameters(), expected.parameters()))
 
 
 def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> bool:
     """Whether the state dicts of two optimizers are equal bit for bit."""
-    mine, theirs = found.state_dict(), expected.state_dict()
-    entries = [(mine["state"][key], theirs["state"][key]) for key in theirs["state"]]
-    return (
-        mine["param_groups"] == theirs["param_groups"]
-        and mine["state"].keys() == theirs["state"].keys()
-        and all(mine.keys() == theirs.keys() for mine, theirs in entries)
-        and all(_equal(mine[name], theirs[name]) for mine, theirs in entries for name in theirs)
-    )
-
-
-def _equal(found: Any, expected: Any) -> bool:
-    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
+    return not differences(flat(found.state_dict()), flat(expected.state_dict()))
 
 
 def stepping(

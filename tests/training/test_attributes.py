@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.validate.verification import verify
-from rotor_solver import store_all
+from tests.checkpointable.steps import between, same_gradients, square
 from tests.fields import logged
 
 
@@ -47,17 +47,12 @@ class _Layer(nn.Module):
                 return y * self.total
 
 
-def _loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
 def _halfway(model: nn.Module, x: torch.Tensor, **options: Any) -> Checkpointable:
     """The model with a limit for which some of its layers are run again."""
-    measured = Checkpointable(copy.deepcopy(model), loss=_loss, fresh_grads=True, cache=False)
+    measured = Checkpointable(copy.deepcopy(model), loss=square, fresh_grads=True, cache=False)
     measured.measure(x)
-    assert measured.budget is not None
-    least, most = measured.budget.least_bytes(), measured.budget.peak_bytes(store_all(measured.budget.chain))
-    return Checkpointable(model, mem_limit=(least + most) // 2, loss=_loss, fresh_grads=True, cache=False, **options)
+    limit = between(measured, 0.5)
+    return Checkpointable(model, mem_limit=limit, loss=square, fresh_grads=True, cache=False, **options)
 
 
 def _attributes(model: nn.Module) -> list[Any]:
@@ -66,8 +61,9 @@ def _attributes(model: nn.Module) -> list[Any]:
     return [tensors, [(each.calls, each.rate, list(each.seen)) for each in layers]]
 
 
-@pytest.mark.parametrize("kind", ["count", "list", "state", "sum"])
-@pytest.mark.parametrize("options", [{}, {"on_oom": "replan"}], ids=["", "guarded"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("count", {}), ("list", {}), ("state", {}), ("sum", {}), ("state", {"on_oom": "replan"})]
+)
 def test_numbers_and_attributes_are_those_of_plain_training(kind: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(_Layer(kind) for _ in range(6)))
@@ -75,36 +71,25 @@ def test_numbers_and_attributes_are_those_of_plain_training(kind: str, options: 
     x = torch.randn(64, 16)
     planned = _halfway(model, x, **options)
     for step in range(4):
-        for each in (plain, model):
+        outputs = []
+        for each in (plain, planned):
             each.zero_grad()
-        expected = plain(x)
-        _loss(expected).backward()
-        found = planned(x)
-        _loss(found).backward()
-        assert torch.equal(found, expected), step
-        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-            assert a.grad is not None
-            assert b.grad is not None
-            assert torch.equal(a.grad, b.grad), step
+            outputs.append(each(x))
+            square(outputs[-1]).backward()
+        assert torch.equal(*outputs), step
+        assert same_gradients(model, plain), step
         assert _attributes(model) == _attributes(plain), step
-    assert planned.sequence is not None
     assert len(list(planned.sequence)) > 2 * 6 + 1  # something was run again
 
 
-def test_layers_that_count_are_of_one_kind() -> None:
-    measured = Checkpointable(nn.Sequential(*(_Layer("count") for _ in range(6))), mem_limit="1GB", loss=_loss)
-    measured.measure(torch.randn(64, 16))
-    stages = measured.report().measurement.stages
-    assert len(set(stages[1:-1])) == 1
-
-
-def test_verification_moves_no_attribute() -> None:
+def test_layers_that_count_are_of_one_kind_and_verification_moves_no_attribute() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(_Layer("count") for _ in range(4)))
-    planned = _halfway(model, torch.randn(64, 16))
-    planned(torch.randn(64, 16)).sum().backward()
+    model, x = nn.Sequential(*(_Layer("count") for _ in range(6))), torch.randn(64, 16)
+    planned = _halfway(model, x)
+    planned(x).sum().backward()
+    assert len(set(planned.report().measurement.stages[1:-1])) == 1
     before = _attributes(model)
-    (found,) = verify(planned, torch.randn(64, 16), loss=_loss)
+    (found,) = verify(planned, torch.randn(64, 16), loss=square)
     assert found.max_grad_difference == 0
     assert _attributes(model) == before
 
@@ -127,6 +112,6 @@ class _Balanced(nn.Module):
 def test_a_gradient_that_leaves_by_an_attribute_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(_Balanced(), _Balanced(), nn.utils.weight_norm(nn.Linear(16, 16)))
     with caplog.at_level(logging.WARNING, "rotor_py"):
-        Checkpointable(model, loss=_loss, cache=False).measure(torch.randn(8, 16))
+        Checkpointable(model, loss=square, cache=False).measure(torch.randn(8, 16))
     records = logged(caplog, "kept_in_attribute", attribute="balance")
     assert len(records) == 2  # one for each kind of stage: the input of the first gets no gradient

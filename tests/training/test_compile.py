@@ -13,31 +13,21 @@ from torch import nn
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_solver import store_all
+from tests.checkpointable.steps import CPU, Tower, between, square
 from tests.fields import logged
 
-CPU = torch.device("cpu")
 BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
 
 
-def layers() -> list[nn.Module]:
+def chain() -> nn.Module:
     def layer() -> nn.Module:
         return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
 
-    return [layer() for _ in range(4)]
+    return nn.Sequential(*(layer() for _ in range(4)))
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers())
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = value + layer(value)
-        return value
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {"chain": lambda: nn.Sequential(*layers()), "captured": Residual}
+def captured() -> nn.Module:
+    return Tower(32, 4, 0.1)
 
 
 def compiled(model: Any) -> Any:
@@ -45,29 +35,17 @@ def compiled(model: Any) -> Any:
 
 
 def whole(model: nn.Module, limit: int) -> nn.Module:
-    return Checkpointable(compiled(model), mem_limit=limit, loss=loss)
+    return Checkpointable(compiled(model), mem_limit=limit, loss=square)
 
 
 def around(model: nn.Module, limit: int) -> nn.Module:
-    found: nn.Module = compiled(Checkpointable(model, mem_limit=limit, loss=loss))
-    return found
+    return compiled(Checkpointable(model, mem_limit=limit, loss=square))
 
 
 def each_layer(model: nn.Module, limit: int) -> nn.Module:
     for layer in model.children():
         layer.compile(backend="aot_eager")
-    return Checkpointable(model, mem_limit=limit, loss=loss)
-
-
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
-def halfway(model: nn.Module) -> int:
-    probe = Checkpointable(copy.deepcopy(model), loss=loss)
-    probe.measure(BATCH)
-    assert probe.budget is not None
-    return (probe.budget.least_bytes() + probe.budget.peak_bytes(store_all(probe.budget.chain))) // 2
+    return Checkpointable(model, mem_limit=limit, loss=square)
 
 
 def trained(model: nn.Module) -> list[torch.Tensor]:
@@ -76,7 +54,7 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
     found = []
     for _ in range(3):
         optimizer.zero_grad()
-        value = loss(model(BATCH))
+        value = square(model(BATCH))
         value.backward()
         found += [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
@@ -84,28 +62,30 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("make", "way"),
     [
-        ("chain", whole),
-        ("chain", around),
-        ("captured", whole),
-        ("captured", around),
-        pytest.param("chain", each_layer, marks=pytest.mark.slow),
+        (chain, whole),
+        (chain, around),
+        (captured, whole),
+        (captured, around),
+        pytest.param(chain, each_layer, marks=pytest.mark.slow),
     ],
 )
 def test_the_plan_is_followed_with_the_numbers_of_plain_training(
-    kind: str, way: Callable[[nn.Module, int], nn.Module]
+    make: Callable[[], nn.Module], way: Callable[[nn.Module, int], nn.Module]
 ) -> None:
     torch.manual_seed(0)
-    model = MODELS[kind]()
-    limit = halfway(model)
+    model = make()
+    probe = Checkpointable(copy.deepcopy(model), loss=square)
+    probe.measure(BATCH)
+    limit = between(probe, 0.5)
     planned = way(copy.deepcopy(model), limit)
     found = trained(planned)
     assert all(map(torch.equal, found, trained(model)))
     inner: Any = getattr(planned, "_orig_mod", planned) if way is around else planned
     assert inner.sequence != store_all(inner.budget.chain)
     gradients = [p.grad for p in planned.parameters() if p.grad is not None]
-    peak = measured_peak(lambda: loss(planned(BATCH)).backward(), [*planned.parameters(), *gradients, BATCH], CPU)
+    peak = measured_peak(lambda: square(planned(BATCH)).backward(), [*planned.parameters(), *gradients, BATCH], CPU)
     assert peak <= limit
 
 
@@ -134,8 +114,8 @@ class Broken(nn.Module):
 def test_a_compiled_function_may_come_upon_code_that_was_captured() -> None:
     """A function with as many versions as it may have runs what TorchDynamo cached for the functions it calls."""
     batch = torch.randn(8, 16, requires_grad=True)
-    network = Checkpointable(Broken(), batch, mem_limit="1GB", loss=loss)
-    loss(network(batch)).backward()
+    network = Checkpointable(Broken(), batch, mem_limit="1GB", loss=square)
+    square(network(batch)).backward()
     with torch._dynamo.config.patch(recompile_limit=1):
         compiled = torch.compile(lambda x, factor: factor * curve(x), backend="eager", dynamic=False)
         for factor in (2.0, 3.0):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from torch import nn
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from rotor_solver import store_all
+from tests.checkpointable.steps import CPU, Tower, square
+from tests.training.loop import planned
 
-CPU = torch.device("cpu")
 F = nn.functional
+Region = Callable[[], AbstractContextManager[Any]]
+bfloat16, float16 = (partial(torch.autocast, "cpu", dtype) for dtype in (torch.bfloat16, torch.float16))
+tower = partial(Tower, 32, 5, 0.1)
 
 
 def chain() -> nn.Module:
@@ -26,22 +30,11 @@ def chain() -> nn.Module:
     return nn.Sequential(*(layer() for _ in range(5)))
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32)) for _ in range(5))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = value + F.dropout(layer(value), 0.1, self.training)
-        return value
-
-
-class Inside(Residual):
+class Inside(Tower):
     """Enters autocast by itself, for a part of its layers."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with bfloat16():
             value = super().forward(value)
         return super().forward(value.float())
 
@@ -54,7 +47,7 @@ class Entering(nn.Module):
         self.layer = layer
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with bfloat16():
             return self.layer(value).float()
 
 
@@ -75,25 +68,6 @@ class Shared(nn.Module):
         return value
 
 
-Region = Callable[[], AbstractContextManager[Any]]
-
-
-def bfloat16() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-def float16() -> torch.autocast:
-    return torch.autocast("cpu", torch.float16)
-
-
-def uncached() -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-
-
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()
-
-
 def batch(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(256, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
 
@@ -107,38 +81,20 @@ def trained(model: nn.Module, region: Region, dtype: torch.dtype, scaled: bool) 
     for step in range(4):
         optimizer.zero_grad()
         with region():
-            output = model(batch(dtype))
-            value = loss(output)
-        factor = float("inf") if scaled and step == 1 else 1.0
-        scaler.scale(value * factor).backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None, name
-            numbers[f"gradient {step} {name}"] = parameter.grad.clone()
+            value = square(model(batch(dtype)))
+        scaler.scale(value * (float("inf") if scaled and step == 1 else 1.0)).backward()
+        numbers |= {f"gradient {step} {name}": each.grad.clone() for name, each in model.named_parameters()}
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-        numbers[f"loss {step}"] = value.detach()
-        numbers[f"scale {step}"] = torch.tensor(scaler.get_scale())
-    numbers |= {name: each.clone() for name, each in model.state_dict().items()}
-    return {**numbers, "random": torch.get_rng_state()}
+        numbers |= {f"loss {step}": value.detach(), f"scale {step}": torch.tensor(scaler.get_scale())}
+    return {**numbers, **model.state_dict(), "random": torch.get_rng_state()}
 
 
 def planned_halfway(model: nn.Module, region: Region, dtype: torch.dtype) -> Checkpointable:
-    planned = Checkpointable(model, loss=loss)
     with region():
-        planned.measure(batch(dtype))
-    assert planned.budget is not None
-    least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
-    planned.compute_sequence((least + most) // 2)
-    assert planned.sequence != store_all(planned.budget.chain)
-    return planned
-
-
-def refuse_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.allclose(value, other[name], rtol=0, atol=0, equal_nan=True), name
+        return planned(model, batch(dtype), 0.5)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +104,11 @@ def refuse_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tenso
         (chain, float16, torch.float32, True),
         (chain, nullcontext, torch.bfloat16, False),
         (entering, nullcontext, torch.float32, False),
-        (Residual, bfloat16, torch.float32, False),
-        (Residual, float16, torch.float32, True),
-        (Residual, nullcontext, torch.bfloat16, False),
-        (Inside, nullcontext, torch.float32, False),
-        (Shared, uncached, torch.float32, False),
+        (tower, bfloat16, torch.float32, False),
+        (tower, float16, torch.float32, True),
+        (tower, nullcontext, torch.bfloat16, False),
+        (partial(Inside, 32, 5, 0.1), nullcontext, torch.float32, False),
+        (Shared, partial(bfloat16, cache_enabled=False), torch.float32, False),
     ],
 )
 def test_numbers_are_those_of_plain_training_inside_the_limit(
@@ -160,33 +116,34 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
 ) -> None:
     torch.manual_seed(0)
     model = make().to(dtype).train()
-    planned = planned_halfway(copy.deepcopy(model), region, dtype)
-    refuse_difference(trained(model, region, dtype, scaled), trained(planned, region, dtype, scaled))
+    network = planned_halfway(copy.deepcopy(model), region, dtype)
+    expected, found = trained(model, region, dtype, scaled), trained(network, region, dtype, scaled)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=0, equal_nan=True), name
     given = batch(dtype)
 
     def step() -> None:
         with region():
-            value = loss(planned(given))
+            value = square(network(given))
         value.backward()
 
-    present = [*planned.parameters(), *planned.buffers(), *(p.grad for p in planned.parameters()), given]
-    limit = planned.mem_limit
-    assert isinstance(limit, int)
-    assert measured_peak(step, [each for each in present if each is not None], CPU) <= limit
+    present = [*network.parameters(), *network.buffers(), *(p.grad for p in network.parameters()), given]
+    assert measured_peak(step, present, CPU) <= network.mem_limit
 
 
 def test_a_shared_weight_in_the_cache_of_autocast_gets_a_gradient_at_least_as_exact() -> None:
     """Plain training adds the uses' gradients up in the low precision of the one cached copy; stages in full."""
     torch.manual_seed(0)
     model = Shared().train()
-    planned = planned_halfway(copy.deepcopy(model), bfloat16, torch.float32)
+    network = planned_halfway(copy.deepcopy(model), bfloat16, torch.float32)
     exact = copy.deepcopy(model).double()
-    loss(exact(batch(torch.float64))).backward()
-    for each in (model, planned):
+    square(exact(batch(torch.float64))).backward()
+    for each in (model, network):
         with bfloat16():
-            value = loss(each(batch(torch.float32)))
+            value = square(each(batch(torch.float32)))
         value.backward()
     truth = exact.linear.weight.grad
-    errors = [(each.linear.weight.grad.double() - truth).norm() for each in (planned, model)]
+    errors = [(each.linear.weight.grad.double() - truth).norm() for each in (network, model)]
     assert errors[0] <= 1.1 * errors[1]
     assert errors[0] < 0.02 * truth.norm()
