@@ -14,18 +14,7 @@ from types import ModuleType
 from numba.core.dispatcher import Dispatcher
 
 import rotor_solver
-from rotor_solver import (
-    Chain,
-    Option,
-    Stage,
-    frontier,
-    jit_policy,
-    min_bytes,
-    plan_pipeline,
-    simulate,
-    solve,
-    store_all,
-)
+from rotor_solver import Chain, Option, Stage, jit_policy, min_bytes, plan_pipeline, simulate, solve, store_all
 
 
 def kernel_modules() -> list[ModuleType]:
@@ -52,7 +41,7 @@ def main() -> None:
         least, full = min_bytes(chain), simulate(chain, store_all(chain)).peak
         for share in (0.02, 0.5):
             solve(chain, int(least + share * (full - least)))
-    frontier(chain_of(3, 12))
+    rotor_solver.frontier(chain_of(3, 12))
     chain = chain_of(3, 12)
     plan_pipeline(chain, 3, simulate(chain, store_all(chain)).peak // 2, 6)
     called = [each for module in kernel_modules() for each in kernels_of(module) if each.signatures]

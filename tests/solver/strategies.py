@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from rotor_solver import Chain, Option, Stage
+from rotor_solver import Chain, Option, Stage, min_bytes, simulate, store_all
 
 TIMES = st.integers(0, 9).map(float)
 SIZES = st.integers(0, 6)
@@ -67,6 +67,14 @@ def rich_chains(draw: st.DrawFn, max_stages: int = 5) -> Chain:
         stages[early] = replace(stages[early], gradient=stages[early].gradient - size)
         stages[late] = replace(stages[late], gradient=stages[late].gradient + size)
     return Chain(tuple(stages), input_bytes, draw(TIMES), draw(SCRATCH), output_held=draw(st.booleans()))
+
+
+@st.composite
+def limited(draw: st.DrawFn, chains: st.SearchStrategy[Chain], *, below: int = 3) -> tuple[Chain, int]:
+    """A chain, and a limit from `below` the least to more than storing everything takes."""
+    chain = draw(chains)
+    least, most = min_bytes(chain), simulate(chain, store_all(chain)).peak
+    return chain, draw(st.integers(max(0, least - below), max(least, most) + 3))
 
 
 def _parts_of(time: float) -> st.SearchStrategy[float]:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-import random
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Algorithm, Chain, simulate, store_all
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
+from rotor_solver.floating import Floating
 from tests.fields import raises
 from tests.solver.naive import beside, columns_of, naive_optimum, with_graph
-from tests.solver.plans import forwards, least_limit, limited, makespan, stores_only_inputs
-from tests.solver.strategies import plain_chains, rich_chains, unit_chain
+from tests.solver.plans import forwards, least_limit, makespan, stores_only_inputs
+from tests.solver.strategies import limited, plain_chains, rich_chains, unit_chain
 
 ROWS = json.loads((Path(__file__).resolve().parents[1] / "data" / "revolve.json").read_text())["rows"]
 PLENTY = 10**6
 COUNTS = st.none() | st.integers(1, 6)
 ALGORITHMS = st.builds(Periodic, COUNTS, COUNTS) | st.just(Sqrt()) | st.builds(Revolve, COUNTS)
+HETEROGENEOUS = (GriewankHeterogeneous(), GriewankHeterogeneous(attached=True))
 BOTH = pytest.mark.parametrize("attached", [False, True], ids=["inputs", "attached"])
 
 
@@ -36,39 +39,21 @@ def fewest(steps: int, snapshots: int) -> float:
     return min(j + fewest(steps - j, snapshots - 1) + fewest(j, snapshots) for j in range(1, steps))
 
 
-def test_published_numbers_of_forwards() -> None:
+def test_forwards_are_as_many_as_published_and_as_few_as_can_be() -> None:
     for row in ROWS:
         found = forwards(Revolve(row["s"]).solve(unit_chain(row["n"]), PLENTY))
         assert found == forward_steps(row["n"], row["s"]) == row["closed_form_total"] == row["revolve_total"]
-
-
-@pytest.mark.parametrize("snapshots", [1, 2, 3, 7])
-def test_no_schedule_has_fewer_forwards(snapshots: int) -> None:
-    for steps in range(1, 30):
+    for snapshots, steps in product((1, 2, 3, 100), range(1, 30)):
         sequence = Revolve(snapshots).solve(unit_chain(steps), PLENTY)
         assert stores_only_inputs(sequence)
         assert forwards(sequence) == forward_steps(steps, snapshots) == fewest(steps, snapshots)
-
-
-def test_a_schedule_of_revolve_that_can_be_checked_by_hand() -> None:
-    text = "CF_0, Fn_1, CF_2, Fe_3, L, B_3, Fe_2, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"
-    sequence = Revolve(2).solve(unit_chain(4), 6)
-    assert str(sequence) == text
-    # a_0, a_2, a_3, and ā_4, δ_4, δ_3 at B_3
-    assert simulate(unit_chain(4), sequence).peak == 6
+    assert forward_steps(0, 3) == 0
 
 
 @pytest.mark.parametrize("snapshots", [1, 3, 8])
 def test_memory_is_the_snapshots_and_what_one_backward_needs(snapshots: int) -> None:
     assert least_limit(Revolve(snapshots), unit_chain(40)) == snapshots + 4
     assert Revolve().solve(unit_chain(40), snapshots + 4) == Revolve(snapshots).solve(unit_chain(40), PLENTY)
-
-
-def test_steps_beyond_all_snapshots_and_none() -> None:
-    assert forward_steps(0, 3) == 0
-    assert str(Revolve().solve(unit_chain(0), 2)) == "L"
-    assert str(Revolve(7).solve(unit_chain(1), 5)) == "Fe_0, L, B_0"
-    assert forwards(Revolve(100).solve(unit_chain(5), PLENTY)) == 9
 
 
 @settings(max_examples=40, deadline=None)
@@ -82,28 +67,33 @@ def test_without_a_number_it_is_the_fastest_of_all_numbers_that_fit(case: tuple[
 
 @pytest.mark.parametrize("bad", [0, -1, True, 2.0, "3"])
 def test_bad_numbers_are_refused(bad: object) -> None:
-    for name, make in (("snapshots", Revolve), ("every", Periodic), ("slots", GriewankHeterogeneous)):
-        with raises(ValueError, "not_a_count", name=name):
-            make(bad)
-    with raises(ValueError, "not_a_count", name="max_checkpoints"):
-        Periodic(max_checkpoints=bad)
-    with raises(ValueError, "not_a_count", name="snapshots"):
-        forward_steps(3, bad)
+    made = {"snapshots": [Revolve, partial(forward_steps, 3)], "slots": [GriewankHeterogeneous, Floating]}
+    made |= {"every": [Periodic], "max_checkpoints": [partial(Periodic, None)]}
+    for name, makers in made.items():
+        for make in makers:
+            with raises(ValueError, "not_a_count", name=name):
+                make(bad)
     with raises(ValueError, "not_a_bool", name="attached"):
         GriewankHeterogeneous(attached=bad if bad is not True else 1)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "text"),
+    ("algorithm", "peak", "text"),
     [
-        (Periodic(3), "CF_0, Fn_1, Fn_2, Fe_3, Fe_4, L, B_4, B_3, Fe_0, Fe_1, Fe_2, B_2, B_1, B_0"),
-        (Periodic(2, 2), "CF_0, Fn_1, Fe_2, Fe_3, Fe_4, L, B_4, B_3, B_2, Fe_0, Fe_1, B_1, B_0"),
-        (Sqrt(), "CF_0, Fn_1, Fe_2, Fe_3, Fe_4, L, B_4, B_3, B_2, Fe_0, Fe_1, B_1, B_0"),
-        (Periodic(2), "CF_0, Fn_1, CF_2, Fn_3, Fe_4, L, B_4, Fe_2, Fe_3, B_3, B_2, Fe_0, Fe_1, B_1, B_0"),
+        (Periodic(3), 6, "CF_0, Fn_1, Fn_2, Fe_3, L, B_3, Fe_0, Fe_1, Fe_2, B_2, B_1, B_0"),
+        (Periodic(1, 2), 7, "CF_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, Fe_0, B_0"),
+        (Sqrt(), 6, "CF_0, Fn_1, Fe_2, Fe_3, L, B_3, B_2, Fe_0, Fe_1, B_1, B_0"),
+        # a_0, a_2, a_3, and ā_4, δ_4, δ_3 at B_3
+        (Revolve(2), 6, "CF_0, Fn_1, CF_2, Fe_3, L, B_3, Fe_2, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"),
+        (HETEROGENEOUS[0], 7, "CF_0, CF_1, CF_2, Fe_3, L, B_3, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"),
+        # at B_3: a_0, ā_1 with a_1 inside, a_3, ā_4, δ_4, δ_3
+        (HETEROGENEOUS[1], 6, "Fe_0, CF_1, Fn_2, Fe_3, L, B_3, Fe_1, Fe_2, B_2, B_1, B_0"),
     ],
+    ids=repr,
 )
-def test_what_schedules_at_distances_look_like(algorithm: Algorithm, text: str) -> None:
-    assert str(algorithm.solve(unit_chain(5), PLENTY)) == text
+def test_schedules_that_can_be_checked_by_hand(algorithm: Algorithm, peak: int, text: str) -> None:
+    sequence = algorithm.solve(unit_chain(4), peak)
+    assert (str(sequence), simulate(unit_chain(4), sequence).peak) == (text, peak)
 
 
 @pytest.mark.parametrize("length", [1, 3, 16, 101])
@@ -116,17 +106,14 @@ def test_sqrt_runs_all_but_the_last_of_about_sqrt_segments_twice(length: int) ->
 
 
 def test_chains_of_one_stage_and_of_none() -> None:
-    heterogeneous = (GriewankHeterogeneous(), GriewankHeterogeneous(attached=True))
-    for algorithm in (Periodic(), Periodic(1), Periodic(1, 1), Sqrt(), *heterogeneous):
+    for algorithm in (Periodic(), Periodic(1), Periodic(1, 1), Sqrt(), Revolve(), Revolve(7), *HETEROGENEOUS):
         assert str(algorithm.solve(unit_chain(0), 2)) == "L"
         assert str(algorithm.solve(unit_chain(1), 4)) == "Fe_0, L, B_0"
 
 
 @settings(max_examples=40, deadline=None)
 @given(limited(rich_chains(max_stages=6)), ALGORITHMS)
-def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(
-    case: tuple[Chain, int], algorithm: Algorithm
-) -> None:
+def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(case, algorithm: Algorithm) -> None:
     least_limit(algorithm, case[0])
     assert makespan(algorithm, *case) >= naive_optimum(*case)
 
@@ -174,20 +161,13 @@ def test_schedules_are_as_fast_as_the_recurrence_says(attached: bool, case: tupl
 @BOTH
 def test_scratch_of_forwards_without_a_graph_counts_beside_gradients(attached: bool) -> None:
     """Chains in which little else decides; hypothesis seldom finds them."""
-    draw = random.Random(3)
-
-    def several(most: int, count: int) -> list[int]:
-        return [draw.randint(0, most) for _ in range(count)]
-
+    draw = np.random.default_rng(3)
     for _ in range(25):
-        length = draw.randint(3, 5)
-        activation = several(6, length + 1)
-        saved, temps = (
-            [size + draw.randint(0, 3) for size in activation[1:]],
-            (several(3, length), several(3, length + 1)),
-        )
-        scratch, times = draw.choices([0, 0, 12], k=length), (several(5, length), several(5, length + 1))
-        chain = Chain.from_arrays(*times, activation, saved, *temps, nograd_temp=scratch)
+        length = int(draw.integers(3, 6))
+        times, temps = ([draw.integers(0, most, length + more) for more in (0, 1)] for most in (6, 4))
+        sizes = draw.integers(0, 7, length + 1)
+        saved, scratch = sizes[1:] + draw.integers(0, 4, length), draw.choice([0, 0, 12], length)
+        chain = Chain.from_arrays(*times, sizes, saved, *temps, nograd_temp=scratch)
         least = least_limit(GriewankHeterogeneous(attached=attached), chain)
         for limit in range(least - 1, least + 4):
             found = makespan(GriewankHeterogeneous(attached=attached), chain, limit)
@@ -204,20 +184,8 @@ def test_sizes_in_real_bytes(attached: bool) -> None:
         assert best <= makespan(GriewankHeterogeneous(attached=attached), chain, limit) <= 1.05 * best
 
 
-@pytest.mark.parametrize("snapshots", [1, 2, 5])
-def test_where_stages_are_alike_it_is_revolve(snapshots: int) -> None:
-    for steps in (1, 2, 10, 29):
+def test_where_stages_are_alike_it_is_revolve_and_attached_it_stores_everything_that_fits() -> None:
+    for snapshots, steps in product((1, 2, 5), (1, 2, 10, 29)):
         sequence = GriewankHeterogeneous().solve(unit_chain(steps), snapshots + 4)
         assert forwards(sequence) == forward_steps(steps, snapshots)
-
-
-def test_best_schedules_that_can_be_checked_by_hand() -> None:
-    chain = unit_chain(4)
-    assert str(GriewankHeterogeneous().solve(chain, 7)) == (
-        "CF_0, CF_1, CF_2, Fe_3, L, B_3, Fe_2, B_2, Fe_1, B_1, Fe_0, B_0"
-    )
-    # at B_3: a_0, ā_1 with a_1 inside, a_3, ā_4, δ_4, δ_3
-    sequence = GriewankHeterogeneous(attached=True).solve(chain, 6)
-    assert str(sequence) == "Fe_0, CF_1, Fn_2, Fe_3, L, B_3, Fe_1, Fe_2, B_2, B_1, B_0"
-    assert simulate(chain, sequence).peak == 6
-    assert GriewankHeterogeneous(attached=True).solve(chain, 7) == store_all(chain)
+    assert HETEROGENEOUS[1].solve(unit_chain(4), 7) == store_all(unit_chain(4))

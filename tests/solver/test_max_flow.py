@@ -34,10 +34,3 @@ def test_what_is_behind_the_cut_is_what_networkx_finds(edges: list[Edge]) -> Non
         flow.add_edge(begin, end, **({} if capacity is None else {"capacity": capacity}))
     _, (_, behind) = nx.minimum_cut(flow, "source", "sink")
     assert network.behind_least_cut() == behind
-
-
-def test_of_equal_cuts_the_one_nearest_to_the_sink_is_taken() -> None:
-    network = Network("source", "sink")
-    for begin, end, capacity in (("source", "a", 3), ("a", "b", 3), ("b", "sink", 4)):
-        network.add_edge(begin, end, capacity)
-    assert network.behind_least_cut() == {"b", "sink"}

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Stage, min_bytes, simulate, solve, store_all
-from rotor_solver.moving import (
-    Line,
-    Link,
-    lower_bound,
-    lowest_point,
-    moving_only,
-    priced,
-    simulate_moves,
-    solve_moving,
-)
+from rotor_solver.moving import Link, lower_bound, moving_only, priced, simulate_moves, solve_moving
 from tests.fields import raises
 from tests.solver.moving.twins import LINKS, exhaustive_moving_optimum, moving_chains, tiny_chains
 from tests.solver.naive import naive_optimum
@@ -34,9 +24,7 @@ def a_limit(data: st.DataObject, chain: Chain) -> int:
 
 @settings(max_examples=25, deadline=None)  # all sequences with all timetables
 @given(st.data(), tiny_chains(3), LINKS)
-def test_the_bound_is_below_every_step_and_the_plan_near_the_best(
-    data: st.DataObject, chain: Chain, link: Link
-) -> None:
+def test_the_bound_is_below_every_step_and_the_plan_near_the_best(data, chain: Chain, link: Link) -> None:
     limit = a_limit(data, chain)
     plan, best = solve_moving(chain, limit, link), exhaustive_moving_optimum(chain, limit, link)
     assert plan.lower_bound <= best * (1 + 1e-9)
@@ -59,17 +47,12 @@ def test_the_bound_is_met_where_copies_out_take_longer_than_the_forward() -> Non
 
 @settings(max_examples=25, deadline=None)
 @given(st.data(), moving_chains(4), LINKS, LINKS)
-def test_what_was_planned_happens_inside_the_limit_and_is_no_slower_than_moving_nothing(
-    data: st.DataObject, chain: Chain, link: Link, real: Link
-) -> None:
+def test_what_was_planned_happens_inside_the_limit_and_is_no_slower_than_moving_none(data, chain, link, real) -> None:
     limit = a_limit(data, chain)
     plan = solve_moving(chain, limit, link)
-    found = simulate_moves(chain, plan.sequence, plan.moves, link)
-    assert found.makespan == plan.seconds
-    assert found.peak <= limit
-    assert plan.lower_bound <= plan.seconds
-    assert plan.sequence.lower_bound == plan.lower_bound
-    for other in (real, SLOW, Link(1e12, 1e12)):
+    assert simulate_moves(chain, plan.sequence, plan.moves, link).makespan == plan.seconds
+    assert plan.sequence.lower_bound == plan.lower_bound <= plan.seconds
+    for other in (link, real, SLOW, Link(1e12, 1e12)):
         assert simulate_moves(chain, plan.sequence, plan.moves, other).peak <= limit
     if limit >= min_bytes(chain):
         still = simulate(chain, solve(chain, limit)).makespan
@@ -84,35 +67,22 @@ def test_what_was_planned_happens_inside_the_limit_and_is_no_slower_than_moving_
             solve_moving(chain, least - 1, link)
 
 
-def test_moving_makes_limits_possible_that_recomputing_cannot_reach() -> None:
-    stage = Stage(1, (Option(1.0, 2.0, 10, backward_temp=1), Option(1.0, 2.0, 1, backward_temp=1, moved=9)))
-    chain = Chain((stage,) * 4, 1)
-    chain = replace(chain, stages=tuple(replace(each, nograd_temp=20) for each in chain.stages))
+def test_moving_makes_limits_possible_that_recomputing_cannot_reach_and_saves_its_time() -> None:
+    options = (Option(1.0, 2.0, 10, backward_temp=1), Option(1.0, 2.0, 1, backward_temp=1, moved=9))
+    chain, link = Chain((Stage(1, options, nograd_temp=20),) * 4, 1), Link(9.0, 9.0)
     assert min_bytes(chain) > 18
-    plan = solve_moving(chain, 18, Link(9.0, 9.0))
+    plan = solve_moving(chain, 18, link)
     assert plan.moves.stages
-    assert simulate_moves(chain, plan.sequence, plan.moves, Link(9.0, 9.0)).peak <= 18
-
-
-def test_a_fast_link_moves_for_nothing_what_would_be_computed_again() -> None:
+    assert simulate_moves(chain, plan.sequence, plan.moves, link).peak <= 18
+    # A fast link moves for nothing what would be computed again.
     stage = Stage(1, (Option(1.0, 2.0, 10), Option(1.0, 2.0, 1, moved=9)))
     chain = Chain((stage,) * 12, 1)
     stored = simulate(chain, store_all(chain))
     limit = stored.peak // 3
-    assert simulate(chain, solve(chain, limit)).makespan > 1.2 * stored.makespan
+    again = simulate(chain, solve(chain, limit)).makespan
+    assert again > 1.2 * stored.makespan
     fast, slower = (solve_moving(chain, limit, Link(rate, rate)) for rate in (9.0, 3.0))
-    assert fast.seconds == stored.makespan == fast.lower_bound
-    assert stored.makespan < slower.seconds < simulate(chain, solve(chain, limit)).makespan
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1, max_size=6))
-def test_the_lowest_point_of_lines(numbers: list[tuple[int, int]]) -> None:
-    lines = [Line(float(seconds), float(slope)) for seconds, slope in numbers] + [Line(0.0, 1.0)]
-    moved, height = lowest_point(lines)
-    assert moved >= 0
-    assert height == max(line.at(moved) for line in lines)
-    assert all(height <= max(line.at(each / 4) for line in lines) + 1e-9 for each in range(100))
+    assert fast.seconds == stored.makespan == fast.lower_bound < slower.seconds < again
 
 
 def test_a_chain_without_stages_and_limits_that_are_none() -> None:
@@ -129,11 +99,8 @@ def transformer(blocks: int) -> Chain:
 
     def stage(forward: float, again: int, ways: list[tuple[float, int, int, int, int]]) -> Stage:
         kept = [Option(forward, backward, saved, *scratch) for backward, saved, *scratch, _ in ways]
-        moving = [
-            replace(each, saved=each.saved - way[-1], moved=way[-1]) for each, way in zip(kept, ways, strict=True)
-        ]
-        options = (*kept, *(each for each in moving if each.moved))
-        return Stage(34, options, nograd_time=forward, nograd_temp=again, output_released=34)
+        moving = [Option(forward, back, saved - out, *more, moved=out) for back, saved, *more, out in ways if out]
+        return Stage(34, (*kept, *moving), nograd_time=forward, nograd_temp=again, output_released=34)
 
     # backward, saved, scratch of both runs, and what can leave
     attention = [(4.45, 253, 34, 152, 219), (4.69, 152, 0, 251, 85), (5.12, 102, 33, 337, 35), (5.81, 68, 66, 370, 0)]

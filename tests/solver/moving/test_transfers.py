@@ -26,14 +26,12 @@ def moves(out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], ope
 @settings(deadline=None, max_examples=25)
 @given(moving_chains(), LINKS)
 def test_where_nothing_moves_it_is_the_simulator_and_all_bytes_are_saved(chain: Chain, link: Link) -> None:
-    def kept(option: Option) -> Option:
-        return replace(option, saved=option.kept, moved=0)
-
-    stages = (replace(stage, options=tuple(map(kept, stage.options))) for stage in chain.stages)
+    kept = [tuple(replace(each, saved=each.kept, moved=0) for each in stage.options) for stage in chain.stages]
+    stages = (replace(stage, options=options) for stage, options in zip(chain.stages, kept, strict=True))
     stays = replace(chain, stages=tuple(stages))
-    assert (store_all(chain), recompute_all(chain)) == (store_all(stays), recompute_all(stays))
-    for sequence in (store_all(chain), recompute_all(chain)):
+    for sequence, same in ((store_all(chain), store_all(stays)), (recompute_all(chain), recompute_all(stays))):
         plain, moved = simulate(chain, sequence), simulate_moves(chain, sequence, Moves.none(len(sequence)), link)
+        assert sequence == same
         assert plain == simulate(stays, sequence)
         assert (moved.makespan, moved.peak, moved.during) == (plain.makespan, plain.peak, plain.during)
         assert moved.waiting == moved.moved == 0
@@ -63,9 +61,7 @@ def test_copies_of_one_direction_queue_and_those_of_the_other_do_not() -> None:
         ({2: (0,)}, {}, "not_fetched", 0),
     ],
 )
-def test_moves_that_break_a_rule_are_refused(
-    out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], kind: str, stage: int
-) -> None:
+def test_moves_that_break_a_rule_are_refused(out, back, kind: str, stage: int) -> None:
     with raises(ValueError, kind, stage=stage):
         simulate_moves(CHAIN, Sequence.parse(TEXT), moves(out, back), Link(1.0, 1.0))
 
@@ -76,10 +72,6 @@ def test_moves_of_another_sequence_and_links_without_a_speed_are_refused() -> No
     for rates in ((0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))):
         with raises(ValueError, "not_a_rate"):
             Link(*rates)
-
-
-EVEN_CHAIN = Chain((STAGE,) * 4, 1)
-SEQUENCE = Sequence.parse("Fe_0^1, Fe_1^1, Fe_2^1, Fe_3, L, B_3, B_2, B_1, B_0")
 
 
 def a_limit(data: st.DataObject, chain: Chain, sequence: Sequence) -> int:
@@ -93,20 +85,8 @@ def a_limit(data: st.DataObject, chain: Chain, sequence: Sequence) -> int:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.data(), moving_chains(4), LINKS, LINKS)
-def test_the_limit_holds_at_any_speed(data: st.DataObject, chain: Chain, planned: Link, real: Link) -> None:
-    sequence = data.draw(st.sampled_from(list(all_sequences(chain))[:50]))
-    limit = a_limit(data, chain, sequence)
-    moves = plan_moves(chain, sequence, planned, limit)
-    for link in (planned, real, Link(1e-9, 1e-9), Link(1e12, 1e12)):
-        assert simulate_moves(chain, sequence, moves, link).peak <= limit
-
-
-@settings(deadline=None, max_examples=25)
 @given(st.data(), tiny_chains(3), LINKS)
-def test_no_timetable_of_the_same_trips_is_faster_and_none_of_fewer_trips_as_fast(
-    data: st.DataObject, chain: Chain, link: Link
-) -> None:
+def test_no_timetable_of_the_same_trips_is_faster_and_none_of_fewer_trips_as_fast(data, chain, link) -> None:
     sequence = data.draw(st.sampled_from(list(all_sequences(chain))))
     limit = a_limit(data, chain, sequence)
     moves = plan_moves(chain, sequence, link, limit)
@@ -130,12 +110,13 @@ def test_what_was_slow_to_keep_stays_once_the_link_has_less_to_carry() -> None:
 
 
 def test_nothing_moves_where_all_fits_and_stages_far_from_the_loss_move_first() -> None:
-    link = Link(8.0, 8.0)
-    assert not plan_moves(EVEN_CHAIN, SEQUENCE, link, 43).stages
-    moves = plan_moves(EVEN_CHAIN, SEQUENCE, link, 36)
+    chain, link = Chain((STAGE,) * 4, 1), Link(8.0, 8.0)
+    sequence = Sequence.parse("Fe_0^1, Fe_1^1, Fe_2^1, Fe_3, L, B_3, B_2, B_1, B_0")
+    assert not plan_moves(chain, sequence, link, 43).stages
+    moves = plan_moves(chain, sequence, link, 36)
     assert moves.stages == {0}
     assert moves.wait_out[3] == (0,), "as late as possible: before the fourth stage makes its 10 bytes"
     assert moves.fetch[6] == (0,), "as early as possible: once the last stage has gone backward"
-    assert simulate_moves(EVEN_CHAIN, SEQUENCE, moves, link).makespan == 12.0
+    assert simulate_moves(chain, sequence, moves, link).makespan == 12.0
     with raises(InfeasibleError, "limit_too_small", min_bytes=19, mem_limit=18):
-        plan_moves(EVEN_CHAIN, SEQUENCE, link, 18)
+        plan_moves(chain, sequence, link, 18)

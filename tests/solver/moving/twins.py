@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 from hypothesis import strategies as st
 
-from rotor_solver import (
-    Backward,
-    Chain,
-    ForwardEnable,
-    Loss,
-    Option,
-    Sequence,
-    Stage,
-    moments,
-)
+from rotor_solver import Backward, Chain, ForwardEnable, Loss, Option, Sequence, Stage, moments
 from rotor_solver.moving import Link
 from tests.solver.naive import all_sequences
 from tests.solver.strategies import SCRATCH, SIZES, TIMES, rich_chains
@@ -71,7 +62,8 @@ def exhaustive_moving_optimum(chain: Chain, limit: int, link: Link) -> float:
         steps = moments(chain, sequence)
         if sum(step.seconds for step in steps) >= best:
             continue
-        for trips in _subsets(possible_trips(chain, sequence)):
+        possible = possible_trips(chain, sequence)
+        for trips in (each for count in range(len(possible) + 1) for each in combinations(possible, count)):
             best = min(best, best_timetable(chain, sequence, trips, limit, link))
     return best
 
@@ -85,34 +77,27 @@ def possible_trips(chain: Chain, sequence: Sequence) -> list[Trip]:
     ]
 
 
-def _subsets(trips: list[Trip]) -> Iterator[list[Trip]]:
-    for chosen in product((False, True), repeat=len(trips)):
-        yield [trip for trip, yes in zip(trips, chosen, strict=True) if yes]
-
-
-def best_timetable(chain: Chain, sequence: Sequence, trips: list[Trip], limit: int, link: Link) -> float:
+def best_timetable(chain: Chain, sequence: Sequence, trips: Collection[Trip], limit: int, link: Link) -> float:
     """The least seconds in which exactly these trips are made inside the limit, waits and fetches tried everywhere."""
     steps = moments(chain, sequence)
     after_loss = sequence.operations.index(Loss()) + 1
     best = math.inf
-    leaves = [range(forward + 1, after_loss + 1) for forward, _, _ in trips]
-    returns = [range(after_loss, backward + 1) for _, backward, _ in trips]
-    for waits in product(*leaves):
-        for fetches in product(*returns):
-            away = list(zip(trips, waits, fetches, strict=True))
-            held = [
-                step.during - sum(moved for (_, _, moved), wait, fetch in away if wait <= place < fetch)
-                for place, step in enumerate(steps)
-            ]
-            if max(held) <= limit:
-                best = min(best, _seconds([step.seconds for step in steps], away, link))
+    leaves = product(*(range(forward + 1, after_loss + 1) for forward, _, _ in trips))
+    returns = [*product(*(range(after_loss, backward + 1) for _, backward, _ in trips))]
+    for waits, fetches in product(leaves, returns):
+        away = list(zip(trips, waits, fetches, strict=True))
+        held = [
+            step.during - sum(moved for (_, _, moved), wait, fetch in away if wait <= place < fetch)
+            for place, step in enumerate(steps)
+        ]
+        if max(held) <= limit:
+            best = min(best, _seconds([step.seconds for step in steps], away, link))
     return best
 
 
 def _seconds(steps: list[float], away: list[tuple[Trip, int, int]], link: Link) -> float:
     now = out_free = in_free = 0.0
-    out_end: dict[Trip, float] = {}
-    in_end: dict[Trip, float] = {}
+    out_end, in_end = {}, {}
     for place, seconds in enumerate(steps):
         now = max([now, *(out_end[trip] for trip, wait, _ in away if wait == place)])
         for trip, _, fetch in sorted(away, key=lambda each: each[0][1]):

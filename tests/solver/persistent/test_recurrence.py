@@ -10,43 +10,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import Chain, Persistent, Stage, min_bytes, recompute_all, simulate, solve, store_all
+from rotor_solver import Chain, Persistent, min_bytes, recompute_all, simulate, solve, store_all
 from rotor_solver.persistent.layout import Problem
 from rotor_solver.persistent.recurrence import Effort, coarse_chain, fine_sequence, optimum
 from rotor_solver.persistent.table import Table
 from rotor_solver.segments import even_segments
 from tests.solver.long_chains import limit_between, random_chain, repeated_chain
 from tests.solver.naive import exhaustive_optimum, naive_optimum
-from tests.solver.plans import least_limit, limited, makespan
-from tests.solver.strategies import plain_chains, rich_chains
-
-
-def solved(chain: Chain, limit: int) -> float:
-    found = makespan(Persistent(), chain, limit)
-    if math.isfinite(found):  # one byte per slot: nothing is rounded
-        assert solve(chain, limit).lower_bound == pytest.approx(found)
-    return found
+from tests.solver.plans import least_limit, makespan
+from tests.solver.strategies import limited, plain_chains, rich_chains
 
 
 @settings(max_examples=40, deadline=None)
 @given(limited(plain_chains()))
 def test_plans_are_as_fast_as_the_best_of_all_persistent_sequences(case: tuple[Chain, int]) -> None:
-    assert solved(*case) == exhaustive_optimum(*case, persistent=True)
+    assert makespan(Persistent(), *case) == exhaustive_optimum(*case, persistent=True)
 
 
 @settings(max_examples=60, deadline=None)
 @given(limited(rich_chains(max_stages=6)))
-def test_plans_are_as_fast_as_the_recurrence_says(case: tuple[Chain, int]) -> None:
-    assert solved(*case) == naive_optimum(*case)
-    assert optimum(*case) == pytest.approx(naive_optimum(*case))
-
-
-@settings(max_examples=50, deadline=None)
-@given(rich_chains())
-def test_the_least_limit_works_and_one_byte_less_does_not(chain: Chain) -> None:
+def test_plans_bounds_and_the_least_limit_are_what_the_recurrence_says(case: tuple[Chain, int]) -> None:
+    chain, found = case[0], makespan(Persistent(), *case)
+    assert found == naive_optimum(*case)
+    assert optimum(*case) == pytest.approx(found)
+    if math.isfinite(found):  # one byte per slot: nothing is rounded
+        assert solve(*case).lower_bound == pytest.approx(found)
     least = least_limit(Persistent(), chain)
     assert least == min_bytes(chain) == simulate(chain, recompute_all(chain)).peak
-    assert math.isfinite(naive_optimum(chain, least))
     assert math.isinf(naive_optimum(chain, least - 1))
 
 
@@ -63,36 +53,23 @@ def test_a_coarse_sequence_fits_whenever_it_seems_to(chain: Chain, count: int, m
         assert abs(true.makespan - seeming.makespan) < 1e-9
 
 
-BLOCKS = random_chain(3, seed=4).stages
+RUNS = Chain(tuple(stage for stage in random_chain(3, seed=4).stages for _ in range(40)), 10**7)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.003, 0.1, 0.6])
-@pytest.mark.parametrize(
-    "chain",
-    [
-        random_chain(30),
-        random_chain(120),
-        repeated_chain(120),
-        Chain(tuple(BLOCKS[i // 40] for i in range(120)), 10**7),
-    ],
-    ids=["short", "long", "repeated", "runs"],
-)
+@pytest.mark.parametrize("chain", [random_chain(30), random_chain(120), repeated_chain(120), RUNS])
 def test_the_certified_gap_is_below_half_a_percent(chain: Chain, fraction: float) -> None:
     limit = limit_between(chain, fraction)
-    bound = solve(chain, limit).lower_bound
-    assert bound is not None
-    assert makespan(Persistent(), chain, limit) <= bound * 1.005
+    assert makespan(Persistent(), chain, limit) <= solve(chain, limit).lower_bound * 1.005
 
 
-@pytest.mark.parametrize("gradient", [0, 10**7])
-@pytest.mark.parametrize("fraction", [0.02, 0.5])
-@pytest.mark.parametrize("period", [1, 3])
+@pytest.mark.parametrize(("period", "fraction", "gradient"), [(1, 0.02, 0), (3, 0.5, 0), (3, 0.02, 10**7)])
 def test_shared_rows_change_no_number(period: int, fraction: float, gradient: int) -> None:
     """The same table, with rows shared and with every row computed. Gradients make the later stages different."""
     plain = repeated_chain(100, period)
-    stages = [Stage(stage.activation, stage.options, gradient=gradient) for stage in plain.stages]
+    stages = [replace(stage, gradient=gradient) for stage in plain.stages]
     stages[4] = replace(stages[4], nograd_time=7.0)  # another kind, of the same sizes
-    chain = Chain(tuple(stages), plain.input_bytes, plain.loss_time)
+    chain = replace(plain, stages=tuple(stages))
     problem, room = Problem(chain), limit_between(chain, fraction) - chain.input_bytes
     scale = simulate(chain, problem.least_sequence()).makespan - problem.stored
     shared = Table(problem, room, room // 300, scale, np.zeros(len(chain) + 1))
@@ -113,7 +90,6 @@ def test_smaller_tables_lose_time_but_not_the_bound() -> None:
     chain = random_chain(70)
     limit = limit_between(chain, 0.3)
     close, quick = Persistent(), Persistent(effort=Effort(0.0, pairs=1e6, numbers=2**18))
-    assert makespan(quick, chain, limit) <= 1.05 * makespan(close, chain, limit)
-    bound = quick.solve(chain, limit).lower_bound
-    assert bound is not None
-    assert bound <= makespan(close, chain, limit)
+    best = makespan(close, chain, limit)
+    assert quick.solve(chain, limit).lower_bound <= best
+    assert makespan(quick, chain, limit) <= 1.05 * best

@@ -22,11 +22,6 @@ def costs(chain: Chain) -> list[tuple[int, int, float]]:
     return found
 
 
-def bytes_and_seconds(chain: Chain, count: int) -> list[tuple[int, float]]:
-    """Of every sequence, the bytes of `count` microbatches in flight, and its seconds."""
-    return [((count - 1) * kept + peak, seconds) for kept, peak, seconds in costs(chain)]
-
-
 def fastest_with_room(chain: Chain, most_kept: int, room: int) -> float:
     """The least seconds with so many bytes kept, and a peak of so many more; infinite if nothing fits."""
     fitting = (each for kept, peak, each in costs(chain) if kept <= most_kept and peak <= most_kept + room)
@@ -35,11 +30,12 @@ def fastest_with_room(chain: Chain, most_kept: int, room: int) -> float:
 
 def fastest(chain: Chain, limit: int, count: int) -> float:
     """The least seconds within the limit; infinite if nothing fits."""
-    return min((seconds for size, seconds in bytes_and_seconds(chain, count) if size <= limit), default=math.inf)
+    fitting = (seconds for kept, peak, seconds in costs(chain) if (count - 1) * kept + peak <= limit)
+    return min(fitting, default=math.inf)
 
 
 def least_bytes(chain: Chain, count: int) -> int:
-    return min(size for size, _ in bytes_and_seconds(chain, count))
+    return min((count - 1) * kept + peak for kept, peak, _ in costs(chain))
 
 
 def all_cuts(length: int, parts: int) -> Iterator[tuple[tuple[int, int], ...]]:

@@ -41,29 +41,13 @@ def test_interleaved_is_what_torch_does(ranks: int, microbatches: int, parts: in
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (3, 9), (4, 4), (4, 2), (1, 3)])
-def test_zero_bubble_is_what_torch_does(ranks: int, microbatches: int) -> None:
-    schedule = Schedule("zero-bubble", ranks, microbatches)
+def test_zero_bubble_is_what_torch_does_and_whole_backwards_come_where_those_for_the_inputs_do(ranks, microbatches):
     for rank in range(ranks):
         expected = rounds_of_torch(ranks, microbatches, 1, rank, True)
-        if rank == 0:  # each backward for the weights comes right after that for the inputs: they are one
-            expected = [each.replace("I", "B") for each in expected if "W" not in each]
-        assert [str(each) for each in schedule.order(rank)] == expected
-
-
-def test_whole_backwards_are_in_the_order_of_those_for_the_inputs() -> None:
-    split, whole = Schedule("zero-bubble", 4, 8), Schedule("zero-bubble-whole", 4, 8)
-    for rank in range(4):
-        expected = [str(each).replace("I", "B") for each in split.order(rank) if each.kind != "W"]
-        assert [str(each) for each in whole.order(rank)] == expected
-
-
-def test_1f1b_and_gpipe_by_hand() -> None:
-    def order(name: str, rank: int) -> str:
-        return " ".join(f"{each.kind}{each.microbatch}" for each in Schedule(name, 2, 3).order(rank))
-
-    assert order("1f1b", 0) == "F0 F1 B0 F2 B1 B2"
-    assert order("1f1b", 1) == "F0 B0 F1 B1 F2 B2"
-    assert order("gpipe", 0) == order("gpipe", 1) == "F0 F1 F2 B0 B1 B2"
+        whole = [each.replace("I", "B") for each in expected if "W" not in each]
+        # On rank 0, each backward for the weights comes right after that for the inputs: they are one.
+        for name, order in (("zero-bubble", expected if rank else whole), ("zero-bubble-whole", whole)):
+            assert [str(each) for each in Schedule(name, ranks, microbatches).order(rank)] == order
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
@@ -114,6 +98,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(arguments, kind: str, name: str
         Schedule(*arguments)
 
 
+AMPLE = 10**6
 INPUT, BETWEEN, OUTPUT = 10**3, 10**6, 10**9
 CHAIN = Chain.from_arrays([1, 1], [1, 1, 0], [INPUT, BETWEEN, OUTPUT], [BETWEEN, OUTPUT], [0, 0], [0, 0, 0])
 
@@ -140,9 +125,6 @@ def test_what_is_received_sent_and_returned_counts(schedule: str, first: int, la
     assert plan.parts[1].fixed_bytes == last + 7 * in_flight_besides
 
 
-AMPLE = 10**6
-
-
 def times(plan: PipelinePlan, rank: int) -> str:
     events = [event for event in plan.timeline.events if event.rank == rank]
     return " ".join(f"{event.action.kind}{event.action.microbatch}@{event.begin:g}" for event in events)
@@ -152,49 +134,37 @@ def times(plan: PipelinePlan, rank: int) -> str:
     ("schedule", "makespan", "first", "second"),
     [
         # A forward takes 1 second, a backward 2: (M + P - 1) · 3 seconds, of which each rank works 2 · 3.
-        ("1f1b", 9, "F0@0 F1@1 B0@4 B1@7", "F0@1 B0@2 F1@4 B1@5"),
-        ("gpipe", 9, "F0@0 F1@1 B0@5 B1@7", "F0@1 F1@2 B0@3 B1@5"),
+        ("1f1b", 12, "F0@0 F1@1 B0@4 F2@6 B1@7 B2@10", "F0@1 B0@2 F1@4 B1@5 F2@7 B2@8"),
+        ("gpipe", 12, "F0@0 F1@1 F2@2 B0@6 B1@8 B2@10", "F0@1 F1@2 F2@3 B0@4 B1@6 B2@8"),
         # The backward for the inputs takes 1 of the 2 seconds: rank 0 need not wait for the other one.
-        ("zero-bubble", 7, "F0@0 F1@1 B0@3 B1@5", "F0@1 I0@2 F1@3 I1@4 W0@5 W1@6"),
+        ("zero-bubble", 10, "F0@0 F1@1 B0@3 F2@5 B1@6 B2@8", "F0@1 I0@2 F1@3 I1@4 W0@5 F2@6 I2@7 W1@8 W2@9"),
     ],
 )
 def test_a_step_of_two_equal_parts_by_hand(schedule: str, makespan: float, first: str, second: str) -> None:
-    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, schedule)
+    plan = plan_pipeline(uniform(2), 2, AMPLE, 3, schedule)
     assert [times(plan, rank) for rank in range(2)] == [first, second]
-    assert (plan.timeline.makespan, plan.timeline.busy) == (makespan, (6, 6))
-    assert plan.timeline.bubble == pytest.approx(1 - 6 / makespan)
+    assert (plan.timeline.makespan, plan.timeline.busy) == (makespan, (9, 9))
+    assert plan.timeline.bubble == pytest.approx(1 - 9 / makespan)
 
 
-def test_interleaved_by_hand() -> None:
-    """Four parts of one stage on two ranks: the bubble is half of that of 1F1B with parts of two stages."""
-    interleaved = plan_pipeline(uniform(4), 2, AMPLE, 2, "interleaved")
+def test_interleaved_has_half_the_bubble_and_recomputation_is_work_of_the_backward_by_hand() -> None:
+    interleaved, plan = (plan_pipeline(uniform(4), 2, AMPLE, 2, schedule) for schedule in ("interleaved", "1f1b"))
     assert [part.rank for part in interleaved.parts] == [0, 1, 0, 1]
-    assert interleaved.timeline.makespan == 15
-    assert plan_pipeline(uniform(4), 2, AMPLE, 2).timeline.makespan == 18
-
-
-def test_bytes_by_hand() -> None:
-    """Rank 0 keeps input and ā of two microbatches, 4 + 8 each; the output lies in ā. A backward holds one more input
-    and output: the gradients."""
-    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, fixed=(1000, 2000))
-    first, second = plan.timeline.peaks
-    assert first == 1000 + 12 + (12 + 4 + 4)
-    assert second == 2000 + (12 + 4 + 4)
-    events = [event for event in plan.timeline.events if event.rank == 0]
-    assert [event.after_bytes - 1000 for event in events] == [12, 24, 12, 0]
-
-
-def test_recomputation_is_work_of_the_backward() -> None:
-    chain = uniform(4)
-    plan = plan_pipeline(chain, 2, AMPLE, 2)
-    again = next(each for each in equal_cuts(chain, plan) if each.policy == "recompute everything").plan
+    assert (interleaved.timeline.makespan, plan.timeline.makespan) == (15, 18)
+    again = next(each for each in equal_cuts(uniform(4), plan) if each.policy == "recompute everything").plan
     assert again.parts[0].microbatch.forward_seconds == 2
     assert again.parts[0].microbatch.backward_seconds == 2 + 4
     assert again.timeline.makespan == (2 + 1) * 8
 
 
-def test_the_slowest_rank_sets_the_pace() -> None:
-    """The steady state takes as long as the slowest rank for each further microbatch."""
+def test_bytes_and_the_pace_of_the_slowest_rank_by_hand() -> None:
+    """Rank 0 keeps input and ā of two microbatches, 4 + 8 each; the output lies in ā. A backward holds one more input
+    and output: the gradients."""
+    plan = plan_pipeline(uniform(2), 2, AMPLE, 2, fixed=(1000, 2000))
+    assert plan.timeline.peaks == (1000 + 12 + (12 + 4 + 4), 2000 + (12 + 4 + 4))
+    events = [event for event in plan.timeline.events if event.rank == 0]
+    assert [event.after_bytes - 1000 for event in events] == [12, 24, 12, 0]
+    # The slowest rank sets the pace: the steady state takes as long as it does for each further microbatch.
     chain = Chain.from_arrays([1, 3], [2, 6, 0], [1, 1, 1], [1, 1], [0, 0], [0, 0, 0])
     spans = [plan_pipeline(chain, 2, AMPLE, count).timeline.makespan for count in (4, 5, 6)]
     assert [b - a for a, b in pairwise(spans)] == [9, 9]

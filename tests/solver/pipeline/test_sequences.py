@@ -9,56 +9,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, solve, store_all
-from rotor_solver.pipeline.sequences import (
-    Microbatch,
-    bound_in_flight,
-    bytes_in_flight,
-    fastest_in_flight,
-    least_in_flight,
-)
+from rotor_solver.pipeline.sequences import Microbatch, bound_in_flight, fastest_in_flight, least_in_flight
 from tests.fields import raises
 from tests.solver.pipeline import naive
 from tests.solver.strategies import plain_chains, rich_chains
 
-EXACT = 10**6
-"""So many slots that each is one byte."""
+EXACT = 10**6  # so many slots that each is one byte
 
 
 def in_flight(chain: Chain, sequence, count: int) -> int:
     one = Microbatch.of(chain, sequence)
-    return bytes_in_flight(one.kept_bytes, one.peak_bytes, count)
+    return (count - 1) * one.kept_bytes + one.peak_bytes
 
 
 @settings(deadline=None, max_examples=30)
-@given(plain_chains(max_stages=4) | rich_chains(max_stages=3), st.integers(2, 4), st.floats(0, 1))
-def test_no_sequence_is_faster_and_none_fits_into_less(chain: Chain, count: int, share: float) -> None:
-    found = naive.bytes_and_seconds(chain, count)
+@given(plain_chains(4) | rich_chains(3), st.integers(2, 4), st.floats(0, 1), st.integers(1, 12))
+def test_no_sequence_is_faster_none_fits_into_less_and_with_few_slots_bounds_hold(chain, count, share, slots) -> None:
     least, at_least = least_in_flight(chain, count)
-    assert least == min(size for size, _ in found)
-    assert in_flight(chain, at_least, count) == least
-    limit = least + int(share * (in_flight(chain, store_all(chain), count) - least))
-    if limit >= least:
-        best = min(seconds for size, seconds in found if size <= limit)
-        sequence = fastest_in_flight(chain, limit, count, EXACT)
-        assert simulate(chain, sequence).makespan == pytest.approx(best)
-        assert sequence.lower_bound == pytest.approx(best)
-        assert in_flight(chain, sequence, count) <= limit
-
-
-@settings(deadline=None, max_examples=15)
-@given(rich_chains(max_stages=4), st.integers(2, 4), st.floats(0, 1), st.integers(1, 12))
-def test_with_few_slots_the_bound_is_below_every_sequence_and_the_sequence_fits(
-    chain: Chain, count: int, share: float, slots: int
-) -> None:
-    least = least_in_flight(chain, count)[0]
+    assert least == naive.least_bytes(chain, count) == in_flight(chain, at_least, count)
     limit = least + max(0, int(share * (in_flight(chain, store_all(chain), count) - least)))
     best = naive.fastest(chain, limit, count)
-    sequence = fastest_in_flight(chain, limit, count, slots)
-    assert in_flight(chain, sequence, count) <= limit
-    assert sequence.lower_bound is not None
-    assert sequence.lower_bound <= best + 1e-9
-    assert bound_in_flight(chain, limit, count, slots) <= best + 1e-9
-    assert simulate(chain, sequence).makespan >= best - 1e-9
+    exact, coarse = (fastest_in_flight(chain, limit, count, each) for each in (EXACT, slots))
+    assert (simulate(chain, exact).makespan, exact.lower_bound) == pytest.approx((best, best))
+    assert max(in_flight(chain, each, count) for each in (exact, coarse)) <= limit
+    assert max(coarse.lower_bound, bound_in_flight(chain, limit, count, slots)) <= best + 1e-9
     if least:
         assert bound_in_flight(chain, least - 1, count, slots) == math.inf
         with raises(InfeasibleError, "limit_too_small", min_bytes=least, mem_limit=least - 1):
