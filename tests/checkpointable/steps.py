@@ -85,6 +85,15 @@ def between(planned: Checkpointable, share: float) -> int:
     return int(least + share * (full - least))
 
 
+def planned_at(share: float, model: nn.Module | None = None, batch: Any = None, **options: Any) -> Checkpointable:
+    """A model planned for a limit `share` of the way; some blocks, if none is given."""
+    torch.manual_seed(0)
+    planned = Checkpointable(model or blocks(4, 16), **{"loss": square, **options})
+    planned.measure(images() if batch is None else batch)
+    planned.compute_sequence(between(planned, share))
+    return planned
+
+
 def same_gradients(network: nn.Module, plain: nn.Module) -> bool:
     pairs = zip(network.parameters(), plain.parameters(), strict=True)
     return all(a.grad is b.grad or torch.equal(a.grad, b.grad) for a, b in pairs)

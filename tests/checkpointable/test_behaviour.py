@@ -17,18 +17,11 @@ from rotor_py import Checkpointable, InfeasibleError, UnsupportedModelError
 from rotor_py.measure.budget import recomputes
 from rotor_py.measure.planning_lock import planning
 from rotor_solver import Persistent, RecomputeAll, StoreAll, recompute_all, store_all
-from tests.checkpointable.steps import between, blocks, images, same_gradients, square, step_peak
+from tests.checkpointable.steps import between, blocks, images, planned_at, same_gradients, square, step_peak
 from tests.execute.sequences import everything_again
 from tests.execute.training import assert_same, steps
+from tests.execute.zoo import moving_buffers
 from tests.fields import logged, raises
-
-
-def planned_at(share: float, network: nn.Module | None = None, **options) -> Checkpointable:
-    torch.manual_seed(0)
-    planned = Checkpointable(network or blocks(4, 16), loss=square, **options)
-    planned.measure(images())
-    planned.compute_sequence(between(planned, share))
-    return planned
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -58,9 +51,7 @@ def test_names_state_dict_and_attributes_are_the_models() -> None:
     assert len(planned) == len(network)
     with pytest.raises(AttributeError, match="nothing_like_this"):
         planned.nothing_like_this  # noqa: B018 # the access is the test
-    again = blocks(2, 8)
-    again.load_state_dict(planned.state_dict())
-    assert all(map(torch.equal, again.state_dict().values(), network.state_dict().values()))
+    blocks(2, 8).load_state_dict(planned.state_dict())
     assert all(p.dtype == torch.float64 for p in planned.double().model.parameters())
 
 
@@ -76,33 +67,34 @@ def test_copies_train_on_their_own(copied: Callable[[Checkpointable], Checkpoint
 
 
 def test_measuring_changes_nothing() -> None:
-    network = blocks(4, 16)
+    network, batch, calls = blocks(4, 16), images(), []
     network[1].append(nn.Dropout(0.5))
     network.eval()
     network[3].train()
     for p in network.parameters():
         p.grad = torch.randn_like(p)
-    calls = []
-    for p in network.parameters():
-        p.register_hook(lambda g: calls.append(g))
-    torch.manual_seed(7), random.seed(7), np.random.seed(7)  # the global states are the point
-    tensors = [*network.parameters(), *network.buffers(), *[p.grad for p in network.parameters()], images()]
-    before = [(id(t), t._version, t.clone()) for t in tensors]
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    modes = [module.training for module in network.modules()]
+        p.register_hook(calls.append)
     optimizer = torch.optim.Adam(network.parameters())
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)  # the global states are the point
+
+    def state() -> tuple[list[torch.Tensor], list[object]]:
+        tensors = [*network.parameters(), *network.buffers(), *[p.grad for p in network.parameters()], batch]
+        modes = [module.training for module in network.modules()]
+        others = [[(id(t), t._version) for t in tensors], modes, random.getstate(), np.random.get_state()[1].tolist()]
+        return [torch.get_rng_state(), *(t.clone() for t in tensors)], others
+
+    before = state()
     planned = Checkpointable(network, mem_limit="1GB", loss=square, optimizer=optimizer)
-    planned.measure(tensors[-1])
+    planned.measure(batch)
     planned.compute_sequence()
-    found = [*network.parameters(), *network.buffers(), *[p.grad for p in network.parameters()], tensors[-1]]
-    assert [(id(t), t._version) for t in found] == [(i, v) for i, v, _ in before]
-    assert all(torch.equal(t, old) for t, (_, _, old) in zip(found, before, strict=True))
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert np.random.get_state()[1].tolist() == states[2]
-    assert [module.training for module in network.modules()] == modes
+    found = state()
+    assert all(map(torch.equal, found[0], before[0]))
+    assert found[1] == before[1]
     assert not calls
     assert not optimizer.state
+    # A layer before the chain that writes into its input does not do so while it is measured.
+    Checkpointable(nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(3, 6, 1))).measure(batch)
+    assert torch.equal(batch, before[0][-1])
 
 
 def test_measuring_waits_for_its_turn_before_it_sets_the_mode() -> None:
@@ -137,22 +129,21 @@ def test_equal_blocks_are_measured_once() -> None:
     assert measured(40) - measured(20) <= 5 * 20  # a few runs to cut and to pass the value on, none to measure
 
 
-def test_progress_is_reported_by_stage() -> None:
-    seen = []
+def test_progress_is_reported_by_stage_and_on_a_terminal_a_bar_is_shown(monkeypatch, capsys) -> None:
+    seen: list[tuple[int, int, str]] = []
+    monkeypatch.setattr("rotor_py.report.progress.PATIENCE_SECONDS", 0.0)
     planned = Checkpointable(blocks(2, 8), progress=lambda *state: seen.append(state))
     planned.measure(images())
     count = len(planned.names)
-    looked_at, measured = seen[:count], seen[count : 2 * count]
-    assert looked_at == [(0, count, name) for name in planned.names]
-    assert measured == [(number, count, name) for number, name in enumerate(planned.names)]
+    assert seen[:count] == [(0, count, name) for name in planned.names]  # looked at
+    assert seen[count : 2 * count] == [(number, count, name) for number, name in enumerate(planned.names)]
     assert seen[-1] == (count, count, "again, for their times")
-
-
-def test_a_layer_before_the_chain_that_writes_into_its_input_does_not_while_measuring() -> None:
-    batch = torch.randn(4, 6)
-    before = batch.clone()
-    Checkpointable(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(6, 6))).measure(batch)
-    assert torch.equal(batch, before)
+    Checkpointable(blocks(2, 8)).measure(images())
+    assert capsys.readouterr().err == ""  # not a terminal
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    Checkpointable(blocks(2, 8)).measure(images())
+    assert "measuring" in capsys.readouterr().err
 
 
 def test_a_smaller_batch_uses_the_plan_evaluation_the_model_and_another_shape_is_planned_again() -> None:
@@ -179,38 +170,39 @@ def test_a_smaller_batch_uses_the_plan_evaluation_the_model_and_another_shape_is
     planned(images(4, 20)).sum().backward()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda planned: planned.__setitem__(2, nn.Sequential(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1))),
-        lambda planned: planned[1].requires_grad_(False),
-        lambda planned: planned[1][1].eval(),
-    ],
-    ids=["replaced", "frozen", "in eval mode"],
-)
-def test_a_model_that_has_changed_is_planned_anew(change: Callable[[Checkpointable], None]) -> None:
+def test_a_model_that_has_changed_is_planned_anew() -> None:
     planned = planned_at(0.3)
     planned.mem_limit = "1GB"
-    sequence = planned.sequence
-    change(planned)
-    plain, batch = copy.deepcopy(planned.model), images()
-    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
-    assert planned.sequence is not sequence
+    for change in (
+        lambda: planned.__setitem__(2, nn.Sequential(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1))),
+        lambda: planned[1].requires_grad_(False),
+        lambda: planned[1][1].eval(),
+    ):
+        sequence = planned.sequence
+        planned.zero_grad()
+        change()
+        plain, batch = copy.deepcopy(planned.model), images()
+        assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
+        assert planned.sequence is not sequence
 
 
 def test_inputs_may_be_keywords_tuples_and_dicts() -> None:
-    torch.manual_seed(0)
     for given in (images(), (images(),), {"input": images()}):
-        planned = Checkpointable(blocks(2, 8), loss=square)
-        planned.measure(given)
-        planned.compute_sequence(between(planned, 0.2))
-        output = planned(input=images())
-        output.sum().backward()
+        planned = planned_at(0.2, blocks(2, 8), given)
+        planned(input=images()).sum().backward()
         assert planned[0].weight.grad is not None
 
 
-def test_the_constructor_measures_and_plans() -> None:
-    planned = Checkpointable(blocks(2, 8), images(), "1GB")
+def test_the_constructor_measures_and_plans_and_before_that_asking_says_so(caplog) -> None:
+    planned = Checkpointable(blocks(2, 8), mem_limit="1GB")
+    for ask in (planned.build_chain, planned.compute_sequence, planned.plan, planned.summary):
+        with raises(ValueError, "not_measured"):
+            ask()
+    planned.measure(images())
+    assert "limit 1.00 GB" in planned.summary()  # which solves first
+    assert planned.sequence is not None
+    planned = Checkpointable(blocks(2, 8), images(), "1GB", verbosity=1)
+    assert logged(caplog, "summary")
     assert planned.sequence == store_all(planned.chain)
     assert planned.names[:3] == ["0", "1.0", "1.1+1.2"]  # in-place layers are joined to their predecessor
     assert [len(planned.names), len(planned.functions)] == [len(planned.chain)] * 2
@@ -221,24 +213,24 @@ def test_too_small_a_limit_says_what_would_do() -> None:
     least = between(planned, 0.0)
     with pytest.raises(InfeasibleError) as caught:
         planned.compute_sequence(least - 1)
-    error = caught.value
-    assert isinstance(error, ValueError)
-    assert (error.min_bytes, error.mem_limit) == (least, least - 1)
-    assert error.stage is not None
+    assert isinstance(caught.value, ValueError)
+    assert (caught.value.min_bytes, caught.value.mem_limit) == (least, least - 1)
+    assert caught.value.stage is not None
     for part in (f"({least} bytes)", f"({least - 1} bytes)", "parameters", "Try a smaller batch"):
-        assert part in str(error)
-    planned.compute_sequence(error.min_bytes)
+        assert part in str(caught.value)
+    planned.compute_sequence(least)
     step_peak(planned, images())
-    assert step_peak(planned, images()) <= error.min_bytes
+    assert step_peak(planned, images()) <= least
 
 
-@pytest.mark.parametrize("limit", ["4XB", -1, "", float("nan"), True, "120%"])
-def test_bad_limits_are_refused_at_once(limit: object) -> None:
-    with pytest.raises(ValueError, match=r"limit|bytes|%"):
-        Checkpointable(blocks(1, 4), mem_limit=limit)
+def test_bad_limits_optimizers_and_models_that_cannot_be_cut_are_refused_in_words() -> None:
+    for limit in ("4XB", -1, "", float("nan"), True, "120%"):
+        with pytest.raises(ValueError, match=r"limit|bytes|%"):
+            Checkpointable(blocks(1, 4), mem_limit=limit)
+    for optimizer in (torch.optim.SGD, [1]):
+        with raises(TypeError, "not_an_optimizer", name="optimizer"):
+            Checkpointable(blocks(1, 4), optimizer=optimizer)
 
-
-def test_models_that_cannot_be_cut_are_refused_in_words() -> None:
     class Hand(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x
@@ -247,10 +239,9 @@ def test_models_that_cannot_be_cut_are_refused_in_words() -> None:
         Checkpointable(Hand(), mem_limit="1GB")(torch.randn(2, requires_grad=True))
     with raises(UnsupportedModelError, "wrapped_twice"):
         Checkpointable(Checkpointable(blocks(1, 4)))
-    with raises(UnsupportedModelError, "not_a_module"):
-        Checkpointable(nn.ReLU)  # type: ignore[arg-type]
-    with raises(UnsupportedModelError, "not_a_module"):
-        Checkpointable(lambda x: x)  # type: ignore[arg-type]
+    for no_model in (nn.ReLU, lambda x: x):
+        with raises(UnsupportedModelError, "not_a_module"):
+            Checkpointable(no_model)  # type: ignore[arg-type]
     with raises(UnsupportedModelError, "in_place_input"):
         Checkpointable(nn.Sequential(nn.ReLU(True), nn.Linear(2, 2))).measure(torch.randn(2, 2, requires_grad=True))
     frozen = Checkpointable(blocks(1, 4).requires_grad_(False))
@@ -271,33 +262,6 @@ def test_algorithms_and_slots_are_passed_on() -> None:
         planned.compute_sequence(limit, mem_slots=0)
 
 
-def test_asking_before_measuring_says_so() -> None:
-    planned = Checkpointable(blocks(1, 4), mem_limit="1GB")
-    for ask in (planned.build_chain, planned.compute_sequence, planned.plan, planned.summary):
-        with raises(ValueError, "not_measured"):
-            ask()
-
-
-def test_a_summary_after_measuring_solves_first_and_verbosity_logs_it(caplog) -> None:
-    planned = Checkpointable(blocks(2, 8), mem_limit="1GB", verbosity=1)
-    planned.measure(images())
-    assert "limit 1.00 GB" in planned.summary()
-    assert "is fixed" in planned.summary()
-    assert planned.sequence is not None
-    assert logged(caplog, "summary")
-
-
-def test_an_error_of_a_layer_is_its_own_and_the_next_step_is_right() -> None:
-    planned = planned_at(0.0)
-    plain, batch = copy.deepcopy(planned.model), images()
-    handle = planned[2].register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        planned(batch)
-    handle.remove()
-    planned.load_state_dict(plain.state_dict())
-    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
-
-
 class Sly(nn.Linear):
     """Its last digits depend on whether a graph is recorded; nothing about its type says so."""
 
@@ -307,23 +271,11 @@ class Sly(nn.Linear):
 
 def test_stages_that_depend_on_the_graph_are_found_by_measuring() -> None:
     torch.manual_seed(0)
-    network = nn.Sequential(*[Sly(8, 8) for _ in range(6)])
-    planned, plain, batch = Checkpointable(copy.deepcopy(network), loss=square), network, torch.randn(20, 8)
-    planned.measure(batch)
-    planned.compute_sequence(between(planned, 0.0))
+    plain, batch = nn.Sequential(*[Sly(8, 8) for _ in range(6)]), torch.randn(20, 8)
+    planned = planned_at(0.0, copy.deepcopy(plain), batch)
     assert recomputes(planned.sequence)
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
     assert all(traits.graph_dependent for traits in planned.plan().traits)
-
-
-def test_a_bar_is_shown_on_a_terminal_if_measuring_takes_a_while(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("rotor_py.report.progress.PATIENCE_SECONDS", 0.0)
-    Checkpointable(blocks(2, 8)).measure(images())
-    assert capsys.readouterr().err == ""  # not a terminal
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    Checkpointable(blocks(2, 8)).measure(images())
-    assert "measuring" in capsys.readouterr().err
 
 
 def test_tensors_without_gradient_stay_so_where_stages_are_recomputed() -> None:
@@ -341,8 +293,8 @@ def test_tensors_without_gradient_stay_so_where_stages_are_recomputed() -> None:
 
     torch.manual_seed(0)
     network = nn.Sequential(Begin(16, 16), *[Masked(16, 16) for _ in range(5)])
-    planned, batch = Checkpointable(network, loss=lambda pair: pair[0].sum(), fresh_grads=True), torch.randn(500, 16)
-    planned.measure(batch)
+    batch = torch.randn(500, 16)
+    planned = planned_at(0.5, network, batch, loss=lambda pair: pair[0].sum(), fresh_grads=True)
     for share in (0.0, 0.5):
         planned.compute_sequence(between(planned, share))
         peak = step_peak(planned, batch, fresh_grads=True, loss=lambda pair: pair[0].sum())
@@ -353,49 +305,19 @@ def test_tensors_without_gradient_stay_so_where_stages_are_recomputed() -> None:
 
 
 def test_moving_buffers_are_right_where_forwards_come_before_their_backwards() -> None:
-    from tests.execute.zoo import moving_buffers
-
     torch.manual_seed(0)
-    network = moving_buffers()
-    planned, plain = Checkpointable(copy.deepcopy(network), loss=square), network
-    planned.measure(torch.randn(9, 6))
+    plain, batches = moving_buffers(), [torch.randn(9, 6) for _ in range(3)]
+    planned = Checkpointable(copy.deepcopy(plain), loss=square)
+    planned.measure(batches[0])
     planned.sequence = everything_again(len(planned.names))
-    batches = [torch.randn(9, 6) for _ in range(3)]
-    identities = {}
     for each in (planned, plain):
         losses = [square(each(batch)) for batch in batches]
-        identities[each] = [id(buffer) for buffer in each.buffers()]
+        identities = [id(buffer) for buffer in each.buffers()]
         for loss in losses:
             loss.backward()
-    assert [id(buffer) for buffer in planned.buffers()] == identities[planned]
+        assert [id(buffer) for buffer in each.buffers()] == identities
     assert all(map(torch.equal, planned.buffers(), plain.buffers()))
     assert same_gradients(planned, plain)
-
-
-def test_under_autocast_with_its_cache_shared_parameters_keep_their_gradients() -> None:
-    """Added up in another precision than in plain training, so nearly and not exactly equal."""
-    from tests.execute.zoo import BF16, shared
-
-    torch.manual_seed(0)
-    network, batch = shared(), torch.randn(64, 6)
-    network[3] = nn.Identity()
-    planned, plain = Checkpointable(copy.deepcopy(network), loss=square), network
-    with BF16:
-        planned.measure(batch)
-        planned.compute_sequence(between(planned, 0.0))
-        assert recomputes(planned.sequence)
-        losses = [square(each(batch)) for each in (planned, plain)]
-    for loss in losses:
-        loss.backward()
-    for a, b in zip(planned.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(a.grad, b.grad, rtol=0.05, atol=1e-3)
-        assert b.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, [1]], ids=["class", "list"])
-def test_what_is_no_optimizer_is_refused_in_words(optimizer) -> None:
-    with raises(TypeError, "not_an_optimizer", name="optimizer"):
-        Checkpointable(nn.Sequential(nn.Linear(2, 2)), optimizer=optimizer)
 
 
 def test_a_transform_of_torch_func_is_refused_in_a_sentence_and_the_model_itself_goes_through_it() -> None:
