@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.plan import oom_replanning
 from rotor_py.stage.error_context import asked_bytes, is_out_of_memory
-from tests.checkpointable.steps import Residual, between, blocks, images, square, step_peak
+from tests.checkpointable.steps import Residual, between, blocks, images, planned_at, square, step_peak
 from tests.execute.starved import AtOperators, Capacity, out_of_cpu_memory, out_of_memory
 from tests.execute.undone import Gated, notes, planned, state, step
 from tests.fields import logged
@@ -51,9 +52,11 @@ def test_a_device_that_is_too_small_trains_inside_it(caplog) -> None:
             step(network, batch=batch)  # the next step follows the smaller plan from the start
         assert device.errors == 0
     network.zero_grad()
-    with Capacity(0.2 * roomy.peak), pytest.raises(torch.OutOfMemoryError) as caught:
+    with (
+        Capacity(0.2 * roomy.peak),
+        raises_noted("has not run this again: no plan needs less memory than the one in use"),
+    ):
         step(network, batch=batch)
-    assert "has not run this again: no plan needs less memory than the one in use" in notes(caught.value)
     for each in (network, plain):
         each.zero_grad()
         each.load_state_dict(start.state_dict())
@@ -61,28 +64,31 @@ def test_a_device_that_is_too_small_trains_inside_it(caplog) -> None:
     assert not differences(state(network), state(plain))
 
 
-class Pinch(nn.Module):
-    """In plain training the gradient of its output is gone when the largest ones inside are made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.back, self.out = nn.Linear(4, 256), nn.Linear(256, 4), nn.Linear(4, 256)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.out(self.back(F.gelu(self.into(value))))
+@contextmanager
+def raises_noted(why: str) -> Iterator[None]:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        yield
+    assert why in notes(caught.value)
 
 
 def pinched() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(12, 4), Pinch(), nn.Linear(256, 1))
+    """In plain training the gradient of the second layer's output is gone when the largest ones inside are made."""
+    pinch = Whole(nn.Linear(4, 256), nn.GELU(), nn.Linear(256, 4), nn.Linear(4, 256))
+    return nn.Sequential(nn.Linear(12, 4), pinch, nn.Linear(256, 1))
+
+
+class Whole(nn.Sequential):
+    """One stage, of several layers."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value)
 
 
 @pytest.mark.parametrize(("kind", "share"), [(blocks, 0.0), (pinched, 0.0), (pinched, 1.0), (Gated, 0.0)])
 def test_a_step_takes_what_is_predicted_and_no_more_than_the_limit(kind: Kind, share: float) -> None:
     torch.manual_seed(0)
     batch = images(8, 16) if kind is blocks else rows(count=512)
-    network = Checkpointable(kind(), loss=square, fresh_grads=True, on_oom="replan")
-    network.measure(batch)
-    network.compute_sequence(between(network, share))
+    network = planned_at(share, kind(), batch, fresh_grads=True, on_oom="replan")
     step_peak(network, batch, fresh_grads=True)  # the first capture
     peak = step_peak(network, batch, fresh_grads=True)
     assert peak <= network.mem_limit
@@ -92,18 +98,6 @@ def test_a_step_takes_what_is_predicted_and_no_more_than_the_limit(kind: Kind, s
 
 class Noted(list[int]):
     """What a run that is undone has added to it stays: lists of other classes are not put back."""
-
-
-class Probe(nn.Linear):
-    """Notes what the device holds when it begins."""
-
-    device: Capacity | None = None
-    held: Noted
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        if self.device is not None:
-            self.held.append(self.device.held)
-        return super().forward(value)
 
 
 @dataclass
@@ -141,77 +135,56 @@ class Once(nn.Module):
 def test_what_the_failed_run_held_is_free_when_the_next_one_begins(where: str) -> None:
     count, width = 64, 128
     unit = count * width * 4
-    probe, once = Probe(width, width, bias=False), Once()
+    probe, once, device, held = nn.Linear(width, width, bias=False), Once(), Capacity(), Noted()
+    probe.register_forward_pre_hook(lambda *_: held.append(device.held))
     layers = [nn.Sequential(nn.Linear(width, width, bias=False), nn.Tanh()) for _ in range(5)]
-    network = Checkpointable(nn.Sequential(probe, *layers, once, nn.Tanh()), loss=square, on_oom="replan")
     batch = torch.randn(count, width)
-    network.measure(batch)
-    network.compute_sequence(between(network, 1.0))
+    network = planned_at(1.0, nn.Sequential(probe, *layers, once, nn.Tanh()), batch, on_oom="replan")
     step(network, batch=batch)
     network.zero_grad(set_to_none=False)
-    with Capacity() as device:
-        probe.device, probe.held, once.fault.where = device, Noted(), where
+    held.clear()
+    once.fault.where = where
+    with device:
         square(network(batch)).backward()
-    assert probe.held[0] == 0
-    begins = probe.held[1]
-    if where == "forward":
-        assert begins == 0
-    else:
-        # The output, its gradient's scalars, and the gradient that has come to the stage: no stage's ā.
-        assert begins <= 3 * unit + 64
+    assert held[0] == 0
+    # The output, its gradient's scalars, and the gradient that has come to the stage: no stage's ā.
+    assert held[1] <= (0 if where == "forward" else 3 * unit + 64)
     assert device.peak > 6 * unit
 
 
 @pytest.mark.parametrize("later", [1, 4])
 def test_the_rest_of_a_backward_stays_inside_the_smaller_limit(later: int, caplog) -> None:
     """The output, the gradients of later stages and the one that has arrived are there beside it."""
-    width, rows_ = 128, 96
-    once = Once()
-    layers = [Residual(nn.Linear(width, width), nn.Tanh(), nn.GELU()) for _ in range(9)]
+    once, batch = Once(), torch.randn(96, 128)
+    layers = [Residual(nn.Linear(128, 128), nn.Tanh(), nn.GELU()) for _ in range(9)]
     model = nn.Sequential(*layers[later:], once, *layers[:later])
-    network = Checkpointable(model, loss=square, fresh_grads=True, on_oom="replan")
-    batch = torch.randn(rows_, width)
-    network.measure(batch)
-    network.compute_sequence(between(network, 1.0))
+    network = planned_at(1.0, model, batch, fresh_grads=True, on_oom="replan")
     step(network, batch=batch)
     network.zero_grad()
     with Capacity() as device:
         once.fault = Fault("backward", device)
         step(network, batch=batch)
     (record,) = logged(caplog, "out_of_memory")
-    limit = record.__dict__["numbers"]["limit"]
-    assert device.peak + network.budget.fixed.total + batch.nbytes <= limit
+    assert device.peak + network.budget.fixed.total + batch.nbytes <= record.__dict__["numbers"]["limit"]
 
 
-def write_to_a_parameter(network: Checkpointable, batch: torch.Tensor) -> None:
-    with torch.no_grad():
-        network.model[1].weight += 1
-
-
-def write_to_the_input(network: Checkpointable, batch: torch.Tensor) -> None:
-    with torch.no_grad():
-        batch.add_(1)
-
-
-def evaluate(network: Checkpointable, batch: torch.Tensor) -> None:
-    network.eval()
+WRITTEN = "has not run this again: the input or a parameter was written to"
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (write_to_a_parameter, "has not run this again: the input or a parameter was written to"),
-        (write_to_the_input, "has not run this again: the input or a parameter was written to"),
-        (evaluate, "switched between training and evaluation"),
+        (lambda network, batch: nn.init.ones_(network.model[1].weight), WRITTEN),
+        (lambda network, batch: nn.init.ones_(batch), WRITTEN),
+        (lambda network, batch: network.eval(), "switched between training and evaluation"),
     ],
 )
 def test_a_backward_that_cannot_be_exact_is_not_tried(change: Callable[..., None], why: str) -> None:
     network, batch = planned(nn.Sequential(nn.Identity(), *dropping())), rows()
     loss, sequence = square(network(batch.requires_grad_())), network.sequence
     change(network, batch)
-    with AtOperators(4).inside_stages(), pytest.raises(torch.OutOfMemoryError) as caught:
+    with AtOperators(4).inside_stages(), raises_noted(why):
         loss.backward()
-    assert why in notes(caught.value)
     assert network.sequence is sequence
     network.train()
     plain = copy.deepcopy(network.model)
@@ -225,7 +198,6 @@ def test_a_stage_with_hooks_on_gradients_is_not_run_again() -> None:
     model = dropping()
     model[-2].register_full_backward_hook(lambda *_: None)
     network = planned(model)
-    name = network.names[-2]
     found = []
     for at in (1, 2, 4, 20):
         network.compute_sequence(network.mem_limit)
@@ -236,45 +208,44 @@ def test_a_stage_with_hooks_on_gradients_is_not_run_again() -> None:
         except torch.OutOfMemoryError as error:
             note = error.__notes__[-1].partition(": ")[2]
         found.append(note)
-    assert f"stage {name!r} has hooks on gradients, which may have been called" in found
+    assert f"stage {network.names[-2]!r} has hooks on gradients, which may have been called" in found
     assert "" in found
 
 
+class Late(nn.Linear):
+    """Before the chain it fails; in a stage it changes a buffer."""
+
+    late = ""
+
+    def __init__(self) -> None:
+        super().__init__(12, 12)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        if self.late == "fails":
+            raise out_of_memory()
+        if self.late == "counts":
+            self.count.add_(1)
+        return super().forward(value)
+
+
 def test_a_buffer_that_changes_for_the_first_time_is_not_undone() -> None:
-    class Late(nn.Linear):
-        late = False
-
-        def __init__(self) -> None:
-            super().__init__(12, 12)
-            self.register_buffer("count", torch.zeros(1))
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            if self.late:
-                self.count.add_(1)
-            return super().forward(value)
-
     network = planned(nn.Sequential(Late(), *dropping()))
-    network.model[0].late = True
-    with AtOperators(3).inside_stages(), pytest.raises(torch.OutOfMemoryError) as caught:
+    network.model[0].late = "counts"
+    with AtOperators(3).inside_stages(), raises_noted("buffer 'count' was changed for the first time"):
         network(rows())
-    assert "buffer 'count' was changed for the first time" in notes(caught.value)
 
 
-def test_an_error_before_the_chain_says_that_it_is_outside_of_the_plan() -> None:
-    class Failing(nn.Module):
-        fails = False
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            if self.fails:
-                raise out_of_memory()
-            return value * 2
-
-    model = nn.Sequential(Failing(), *dropping())
-    network = planned(model)
-    network.model[0].fails = True
-    with pytest.raises(torch.OutOfMemoryError) as caught:
+def test_an_error_outside_of_the_stages_is_told_of_and_one_in_the_users_loss_is_the_users_own() -> None:
+    network = planned(nn.Sequential(Late().requires_grad_(False), *dropping()))
+    sequence, output = network.sequence, network(rows())
+    with Capacity(1), pytest.raises(torch.OutOfMemoryError) as caught:
+        square(output)
+    assert not getattr(caught.value, "__notes__", [])
+    network.model[0].late = "fails"
+    with raises_noted("it came from outside of the planned stages"):
         network(rows())
-    assert "it came from outside of the planned stages" in notes(caught.value)
+    assert network.sequence is sequence
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -298,13 +269,16 @@ def test_the_limit_is_smaller_by_what_was_asked_for_or_a_share(make: Any, caplog
         assert logged(caplog, "out_of_memory", name="forward", needed=before, tries=1)
 
 
-def test_on_cuda_the_limit_is_what_was_allocated(monkeypatch) -> None:
+def test_on_cuda_the_limit_is_what_was_allocated_until_a_limit_is_set_again(monkeypatch) -> None:
     network = planned(dropping())
-    enough = between(network, 0.3)
+    limit, sequence, enough = network.mem_limit, str(network.sequence), between(network, 0.3)
     monkeypatch.setattr(oom_replanning, "allocated_bytes", lambda device: enough)
     with AtOperators(1).inside_stages():
         step(network)
     assert network.budget.peak_bytes(network.sequence) <= enough
+    assert network.mem_limit == limit
+    assert str(network.compute_sequence()) == str(network.sequence) != sequence
+    assert str(network.compute_sequence(limit)) == sequence
 
 
 def test_an_out_of_memory_error_of_this_machine_is_understood() -> None:
@@ -318,36 +292,17 @@ def test_an_out_of_memory_error_of_this_machine_is_understood() -> None:
     assert not is_out_of_memory(MemoryError())
 
 
-# A smaller plan is for the kind of step that ran out of memory, until a limit is set anew.
-
-
-def test_a_limit_that_is_set_again_ends_the_smaller_plan() -> None:
-    network = planned(dropping())
-    limit, sequence = network.mem_limit, str(network.sequence)
-    with AtOperators(1).inside_stages():
-        step(network)
-    assert str(network.sequence) != sequence
-    assert network.mem_limit == limit
-    smaller = str(network.sequence)
-    assert str(network.compute_sequence()) == smaller
-    assert str(network.compute_sequence(limit)) == sequence
-
-
-def test_other_kinds_of_steps_keep_their_plans() -> None:
-    network = planned(dropping())
-    network.model[0].weight.requires_grad_(False)
-    step(network)
-    frozen = str(network.sequence)
-    network.model[0].weight.requires_grad_(True)
-    with AtOperators(1).inside_stages():
-        step(network)
-    smaller = str(network.sequence)
-    network.model[0].weight.requires_grad_(False)
-    step(network)
-    assert str(network.sequence) == frozen
-    network.model[0].weight.requires_grad_(True)
-    step(network)
-    assert str(network.sequence) == smaller
+def test_a_copy_replans_and_other_kinds_of_steps_keep_their_plans() -> None:
+    network, found = copy.deepcopy(planned(dropping())), []
+    for trains, at in ((True, 0), (False, 0), (True, 9), (False, 0), (True, 0)):
+        network.model[0].weight.requires_grad_(trains)
+        with AtOperators(at).inside_stages() as mode:
+            step(network)
+        assert mode.errors == bool(at)
+        found.append(str(network.sequence))
+    whole, frozen, smaller, *later = found
+    assert whole != smaller
+    assert later == [frozen, smaller]
 
 
 def test_plan_files_serve_with_and_without_replanning(tmp_path: Path) -> None:
@@ -359,6 +314,9 @@ def test_plan_files_serve_with_and_without_replanning(tmp_path: Path) -> None:
     loaded = Checkpointable(copy.deepcopy(start), plan=tmp_path / "plan.json", loss=square, on_oom="replan")
     step(plain)
     step(loaded)
+    with AtOperators(9).inside_stages(), pytest.raises(torch.OutOfMemoryError) as caught:
+        step(plain)  # it is off by default
+    assert "on_oom" not in notes(caught.value)
     assert str(plain.sequence) == str(loaded.sequence) == str(network.sequence)
     loaded.zero_grad()
     loaded.load_state_dict(start.state_dict())
@@ -379,15 +337,12 @@ def test_a_cuda_device_that_is_too_small_trains_inside_it() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.GELU(), nn.Dropout(0.1)) for _ in range(12)]
-    start = nn.Sequential(*layers).to(device)
-    batch = torch.randn(8192, 1024, device=device)
+    start, batch = nn.Sequential(*layers).to(device), torch.randn(8192, 1024, device=device)
     plain = copy.deepcopy(start)
     step(plain, batch=batch)
     expected = {**state(plain), "cuda": torch.cuda.get_rng_state(device)}
     del plain
-    network = Checkpointable(copy.deepcopy(start), loss=square, fresh_grads=True, on_oom="replan")
-    network.measure(batch)
-    network.compute_sequence(between(network, 1.0))
+    network = planned_at(1.0, copy.deepcopy(start), batch, fresh_grads=True, on_oom="replan")
     full, least = network.mem_limit, network.budget.least_bytes()
     total = torch.cuda.get_device_properties(device).total_memory
     for share in (0.8, 0.5, 0.3):
