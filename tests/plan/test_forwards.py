@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import nn
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_solver import InfeasibleError, Sqrt, simulate_forwards, solve_in_flight, store_all
-from tests.checkpointable.steps import CPU, Tower, between, said_in, same_gradients
+from tests.checkpointable import steps
+from tests.checkpointable.steps import CPU, Tower, said_in, same_gradients
 from tests.fields import kinds, logged, raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
@@ -26,21 +26,15 @@ def chain() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"chain": chain, "captured": lambda: Tower(64, 6)}
-
-
 def made(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    return MODELS[kind]()
+    return chain() if kind == "chain" else Tower(64, 6)
 
 
 def planned_at(share: float, kind: str = "chain", forwards: int = 1, **options: Any) -> Checkpointable:
     # Not watched: two at once cannot measure memory.
-    options = {"fresh_grads": True, "watch": False, **options}
-    planned = Checkpointable(made(kind), forwards_in_flight=forwards, **options)
-    planned.measure(ROWS)
-    planned.compute_sequence(between(planned, share))
-    return planned
+    options = {"loss": None, "fresh_grads": True, "watch": False, **options}
+    return steps.planned_at(share, made(kind), ROWS, forwards_in_flight=forwards, **options)
 
 
 def added_up(network: nn.Module, forwards: int = 2) -> None:
@@ -78,7 +72,7 @@ def peak_of(planned: Checkpointable, step, *given: int) -> int:
     return measured_peak(lambda: step(planned, *given), planned.parameters(), CPU)  # each forward has its own input
 
 
-def exact(planned: Checkpointable, kind: str, step, *given: int) -> bool:
+def exact(planned: Checkpointable, step, *given: int, kind: str = "chain") -> bool:
     plain = made(kind)
     step(plain, *given)
     return same_gradients(planned, plain)
@@ -93,7 +87,7 @@ def test_declared_forwards_stay_inside_the_limit_in_any_order(kind: str, share: 
         measured = peak_of(planned, step, forwards)
         assert measured <= predicted
         assert measured > 0.8 * predicted or step is not added_up or share != 0.3  # the prediction is close
-        assert exact(planned, kind, step, forwards)
+        assert exact(planned, step, forwards, kind=kind)
     assert warnings_of(caplog) == []
 
 
@@ -105,18 +99,29 @@ def test_a_step_over_its_limit_is_warned_of_and_the_next_is_inside(kind: str, st
     assert "Say forwards_in_flight=2 (--forwards-in-flight 2), and" in over.getMessage()
     assert planned.mem_limit < first <= over.__dict__["numbers"]["peak_bytes"]
     assert peak_of(planned, step) <= planned.mem_limit
-    assert exact(planned, kind, step)
+    assert exact(planned, step, kind=kind)
     assert not others
     assert len(logged(caplog, "planning_again", cause="forwards", forwards=2)) == 1
 
 
-def test_the_step_that_shows_them_is_kept_inside_where_that_is_possible(caplog) -> None:
+def test_the_step_that_shows_them_is_kept_inside_where_that_is_possible_unless_the_sequence_is_the_users(
+    caplog,
+) -> None:
     planned = planned_at(1.0)
     planned.compute_sequence(int(1.6 * planned.mem_limit))  # all is stored, and some of the limit is left
     for _ in range(2):
         assert peak_of(planned, added_up) <= planned.mem_limit
-        assert exact(planned, "chain", added_up)
+        assert exact(planned, added_up)
     assert len(warnings_of(caplog)) == len(logged(caplog, "planning_again", forwards=2)) == 1
+    # A sequence of the user is followed.
+    caplog.clear()
+    planned = planned_at(0.7)
+    sequence = planned.sequence = store_all(planned.chain)
+    for _ in range(2):
+        planned.zero_grad()
+        added_up(planned)
+        assert planned.sequence == sequence
+    assert len(warnings_of(caplog)) == len(logged(caplog, "forwards_over_limit")) == 1
 
 
 def test_more_at_once_than_declared_are_planned_for(caplog) -> None:
@@ -128,8 +133,10 @@ def test_more_at_once_than_declared_are_planned_for(caplog) -> None:
     assert warnings_of(caplog) == []
     added_up(planned, 3)
     assert peak_of(planned, added_up, 3) <= planned.mem_limit
-    assert exact(planned, "chain", added_up, 3)
+    assert exact(planned, added_up, 3)
     assert logged(caplog, "planning_again", forwards=3)
+    planned.compute_sequence(algo=Sqrt())  # leaves room for them too
+    assert peak_of(planned, added_up, 3) <= planned.mem_limit
 
 
 def test_where_no_plan_leaves_room_training_goes_on_with_a_warning(caplog) -> None:
@@ -137,23 +144,13 @@ def test_where_no_plan_leaves_room_training_goes_on_with_a_warning(caplog) -> No
     for _ in range(3):
         planned.zero_grad()
         added_up(planned)
-        assert exact(planned, "chain", added_up)
+        assert exact(planned, added_up)
     assert kinds(caplog) == ["forwards_over_limit", "planning_again", "forwards_over_limit"]
     least = int(re.findall(r"at least [^(]*\((\d+) bytes\)", warnings_of(caplog)[-1])[0])
     assert Checkpointable(chain(), ROWS, least, fresh_grads=True, forwards_in_flight=2).sequence is not None
     with pytest.raises(InfeasibleError) as refused:
         Checkpointable(chain(), ROWS, least - 1, fresh_grads=True, forwards_in_flight=2)
     assert refused.value.min_bytes == least
-
-
-def test_a_sequence_of_the_user_is_followed(caplog) -> None:
-    planned = planned_at(0.7)
-    planned.sequence = store_all(planned.chain)
-    for _ in range(2):
-        planned.zero_grad()
-        added_up(planned)
-        assert planned.sequence == store_all(planned.chain)
-    assert len(warnings_of(caplog)) == len(logged(caplog, "forwards_over_limit")) == 1
 
 
 def test_several_kinds_of_steps_in_flight_together_stay_inside_the_limit(caplog) -> None:
@@ -172,78 +169,48 @@ def test_several_kinds_of_steps_in_flight_together_stay_inside_the_limit(caplog)
     said = len(warnings_of(caplog))
     for _ in range(2):
         assert peak_of(planned, step) <= limit
-        assert exact(planned, "chain", step)
+        assert exact(planned, step)
     assert len(warnings_of(caplog)) == said
 
 
 @pytest.mark.parametrize("forwards", [0, 1.5, True, "2"])
-def test_an_invalid_number_of_forwards_is_refused(forwards: Any) -> None:
-    with raises(ValueError, "not_a_count", name="forwards_in_flight"):
-        Checkpointable(chain(), forwards_in_flight=forwards)
+def test_an_invalid_number_or_order_of_forwards_is_refused(forwards: Any) -> None:
     planned = Checkpointable(chain())
     with raises(ValueError, "not_a_count", name="forwards_in_flight"):
+        Checkpointable(chain(), forwards_in_flight=forwards)
+    with raises(ValueError, "not_a_count", name="forwards_in_flight"):
         planned.forwards_in_flight = forwards
+    with raises(ValueError, "unknown_value", name="backward_order"):
+        planned.backward_order = "forward"
     assert planned.forwards_in_flight == 1
 
 
-def test_other_algorithms_leave_room_too() -> None:
-    planned = planned_at(0.7, forwards=2)
-    planned.compute_sequence(algo=Sqrt())
-    assert peak_of(planned, added_up) <= planned.mem_limit
-
-
-def outputs_kept(planned: Checkpointable) -> list[torch.Tensor]:
-    outputs = []
-    for _ in range(3):
+def test_forwards_that_are_not_in_flight_do_not_count_and_one_whose_graph_is_retained_is(caplog) -> None:
+    planned, outputs = planned_at(0.5), []
+    for _ in range(3):  # outputs that are kept
         outputs.append(planned(ROWS))
         outputs[-1].mean().backward()
-    return outputs
-
-
-def dropped(planned: Checkpointable) -> None:
-    planned(ROWS)
+    planned(ROWS)  # dropped
     gc.collect()
-    planned(ROWS).mean().backward()
-
-
-def without_gradients(planned: Checkpointable) -> torch.Tensor:
     with torch.no_grad():
-        first = planned(ROWS)
+        outputs.append(planned(ROWS))
     planned.eval()
-    second = planned(ROWS)
+    outputs.append(planned(ROWS))
     planned.train()
-    planned(ROWS).mean().backward()
-    return first + second.detach()
-
-
-def retained(planned: Checkpointable) -> None:
     output = planned(ROWS)
     for _ in range(2):
         output.mean().backward(retain_graph=True)
-    del output  # and the graph with it
+    del output, outputs  # and the graph with them
     torch.autograd.grad(planned(ROWS).mean(), list(planned.parameters()))
     planned(ROWS).mean().backward()
-
-
-@pytest.mark.parametrize("step", [outputs_kept, dropped, without_gradients, retained])
-def test_forwards_that_are_not_in_flight_do_not_count(step, caplog) -> None:
-    step(planned_at(0.5))
+    added_up(Checkpointable(chain(), every_n_layers=2))  # by hand, without a limit
     assert warnings_of(caplog) == []
-
-
-def test_a_forward_whose_graph_is_retained_is_still_in_flight(caplog) -> None:
-    planned = planned_at(0.5)
     output = planned(ROWS)
     output.mean().backward(retain_graph=True)
     measured = measured_peak(lambda: planned(ROWS).mean().backward(), [*planned.parameters(), ROWS], CPU)
     assert logged(caplog, "forwards_over_limit", forwards=2)
     assert measured + planned.memory().kept_bytes > planned.mem_limit
     output.mean().backward()
-
-
-def test_a_strategy_by_hand_without_a_limit_is_never_warned_of(caplog) -> None:
-    added_up(Checkpointable(chain(), every_n_layers=2))
-    assert warnings_of(caplog) == []
 
 
 # The order of the backwards.
@@ -261,7 +228,7 @@ def test_two_forwards_in_reverse_follow_two_sequences_inside_the_limit(caplog) -
     predicted = planned.budget.peak_bytes(planned.sequence)
     for _ in range(2):
         assert 0.8 * predicted < peak_of(planned, added_up) <= predicted <= planned.mem_limit
-        assert exact(planned, "chain", added_up)
+        assert exact(planned, added_up)
     assert said_in(caplog) == []
     # By the simulator, which knows nothing of budgets: faster than the best sequence for both, and as close as it says.
     budget = planned.budget
@@ -287,7 +254,7 @@ def test_an_undeclared_reverse_order_is_detected_and_planned_for(caplog) -> None
         peak_of(planned, added_up)
     assert planned.budget.backward_order == "any"
     assert peak_of(planned, added_up) <= planned.mem_limit
-    assert exact(planned, "chain", added_up)
+    assert exact(planned, added_up)
     assert planned.budget.backward_order == "reverse"
     assert len(planned.sequence.beside) == 1
     assert planned.report().step_seconds < before
@@ -315,7 +282,7 @@ def test_a_backward_in_another_order_is_warned_of_and_then_any_order_is_planned_
     assert limit < over <= record.__dict__["numbers"]["peak_bytes"]
     for step in (in_turn, added_up):
         assert peak_of(planned, step) <= limit
-        assert exact(planned, "chain", step)
+        assert exact(planned, step)
     assert planned.budget.backward_order == "any"
     assert kinds(caplog) == ["other_backward_order"]
     caplog.clear()
@@ -354,8 +321,6 @@ def test_order_and_limit_may_be_set_later() -> None:
     planned.backward_order = "any"
     planned.mem_limit = limit
     assert peak_of(planned, in_turn) <= limit
-    with raises(ValueError, "unknown_value", name="backward_order"):
-        planned.backward_order = "forward"
 
 
 def test_a_file_has_all_sequences_and_the_order(tmp_path: Path, caplog) -> None:
@@ -366,7 +331,7 @@ def test_a_file_has_all_sequences_and_the_order(tmp_path: Path, caplog) -> None:
     assert loaded.budget == planned.budget
     assert str(loaded.report()) == str(planned.report())
     assert peak_of(loaded, added_up) <= planned.mem_limit
-    assert exact(loaded, "chain", added_up)
+    assert exact(loaded, added_up)
     for _ in range(2):
         peak_of(loaded, in_turn)
     assert len(said_in(caplog)) == len(logged(caplog, "other_backward_order")) == 1
