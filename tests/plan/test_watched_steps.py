@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,28 +20,20 @@ from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, Plan
 from rotor_py.plan.observers import watched_steps
 from rotor_py.validate.verification import verify
-from tests.checkpointable.steps import CPU, between, said_in, same_gradients
+from tests.checkpointable.steps import CPU, Residual, planned_at, said_in, same_gradients
 from tests.fields import kinds, logged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 VOCABULARY = 1024
 WORDS = torch.randint(VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(0))
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.layers(self.norm(value))
+ROW = torch.ones(1, 256)
 
 
 def chain() -> nn.Sequential:
     """A small language model."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(VOCABULARY, 32), *[Block(32) for _ in range(6)], nn.Linear(32, VOCABULARY))
+    blocks = [Residual(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, 32), *blocks, nn.Linear(32, VOCABULARY))
 
 
 class Captured(nn.Module):
@@ -51,9 +44,7 @@ class Captured(nn.Module):
         self.layers = chain()
 
     def forward(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
-        value = self.layers[0](words)
-        for layer in self.layers[1:-1]:
-            value = layer(value)
+        value = self.layers[:-1](words)
         return {"logits": self.layers[-1](value), "means": value.mean(-1)}
 
 
@@ -67,10 +58,7 @@ def loss(output: Any) -> torch.Tensor:
 
 def planned_for(kind: str = "chain", share: float = 1.0, **options: Any) -> Checkpointable:
     """With a limit `share` of the way to storing everything, as far as the planner knows."""
-    planned = Checkpointable(MODELS[kind](), fresh_grads=True, **options)
-    planned.measure(WORDS)
-    planned.compute_sequence(between(planned, share))
-    return planned
+    return planned_at(share, MODELS[kind](), WORDS, **{"loss": None, "fresh_grads": True, **options})
 
 
 @cache
@@ -82,10 +70,7 @@ def linear(**options: Any) -> Checkpointable:
     """Parameters, and so gradients, are most of what it takes."""
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters()) if options.get("fresh_grads") else None
-    planned = Checkpointable(model, optimizer=optimizer, **options)
-    planned.measure(torch.ones(1, 256))
-    planned.compute_sequence(between(planned, 1.0))
-    return planned
+    return planned_at(1.0, model, ROW, loss=None, optimizer=optimizer, **options)
 
 
 def step(planned: nn.Module) -> None:
@@ -125,9 +110,7 @@ def test_a_loss_outside_is_planned_for_after_the_first_step(kind: str, step, cap
     if kind == "chain":
         temp = int(said.partition("pass it as loss=, or loss_tmp_memory_usage=")[2].partition(",")[0])
         for options in ({"loss_tmp_memory_usage": temp}, {"loss": loss}):  # as the line says
-            told = Checkpointable(chain(), mem_limit=limit, fresh_grads=True, **options)
-            told.measure(WORDS)
-            told.compute_sequence()
+            told = Checkpointable(chain(), WORDS, limit, fresh_grads=True, **options)
             before = told.budget
             assert peak_of(told) <= limit
             step(told)
@@ -159,28 +142,18 @@ def test_a_step_inside_the_limit_says_nothing_and_its_loss_counts(caplog) -> Non
     assert said_in(caplog) == []
 
 
-def test_where_no_plan_has_room_for_the_loss_training_goes_on(caplog) -> None:
-    planned = planned_for(share=0.0)
+@pytest.mark.parametrize("case", ["no room", "by hand", "from a file"])
+def test_where_no_other_plan_will_do_training_goes_on_and_a_warning_says_so(case: str, caplog) -> None:
+    planned = planned_for(share=float(case != "no room"), every_n_layers=2 if case == "by hand" else None)
+    if case == "from a file":
+        planned = Checkpointable(chain(), mem_limit=planned.mem_limit, fresh_grads=True, plan=planned.plan())
     sequence = planned.sequence
     for _ in range(3):
         step(planned)
     (record,) = logged(caplog, "over_limit", goes_on=True)
     assert [record.getMessage()] == said_in(caplog)
-    assert f"{planned.budget.least_bytes()} bytes" in record.getMessage()
+    assert f"{planned.budget.least_bytes()} bytes" in record.getMessage() or case != "no room"
     assert planned.sequence is sequence
-
-
-@pytest.mark.parametrize("options", [{"every_n_layers": 2}, {"plan": None}], ids=["by hand", "from a file"])
-def test_plans_of_the_user_stay_and_a_warning_says_so(options: dict[str, Any], caplog) -> None:
-    made = planned_for(**({} if "plan" in options else options))
-    if "plan" in options:
-        options = {"plan": made.plan()}
-    planned = Checkpointable(chain(), mem_limit=made.mem_limit, fresh_grads=True, **options)
-    before = None if "plan" not in options else planned.sequence
-    for _ in range(2):
-        step(planned)
-    assert len(said_in(caplog)) == len(logged(caplog, "over_limit", goes_on=True)) == 1
-    assert before in (None, planned.sequence)
 
 
 def test_only_the_first_step_by_a_plan_is_watched_unless_all_or_none_are_asked_for(caplog) -> None:
@@ -193,22 +166,17 @@ def test_only_the_first_step_by_a_plan_is_watched_unless_all_or_none_are_asked_f
         assert (peak_of(planned) > planned.mem_limit) is (watch is None)
     caplog.clear()
     planned = planned_for(watch=False)
+    sequence = planned.sequence
     step(planned)
     assert said_in(caplog) == []
     assert planned.inspection_values.loss.temp_bytes == 0
     planned.watch = None
-    step(planned)
-    assert len(said_in(caplog)) == 1
-
-
-def test_verifying_a_plan_does_not_change_it(caplog) -> None:
-    planned = planned_for()
-    sequence = planned.sequence
-    (found,) = verify(planned, WORDS, loss=loss, fresh_grads=True)
+    (found,) = verify(planned, WORDS, loss=loss, fresh_grads=True)  # which does not change a plan
     assert found.measured_peak_bytes > planned.mem_limit
     assert planned.sequence is sequence
     assert said_in(caplog) == []
     step(planned)
+    assert len(said_in(caplog)) == 1
     assert planned.sequence is not sequence
 
 
@@ -227,9 +195,8 @@ def test_a_step_over_the_limit_after_a_new_plan_is_warned_of_once_more(caplog) -
     assert planned.sequence is sequence
 
 
-def test_outputs_of_earlier_steps_do_not_hide_what_a_step_takes(caplog) -> None:
-    planned = planned_for(loss=loss, watch=True)
-    output = None
+def test_outputs_of_earlier_steps_hide_nothing_and_gradients_freed_after_the_forward_count_once(caplog) -> None:
+    planned, output = planned_for(loss=loss, watch=True), None
     for number in range(2):  # the output of one step is let go of in the next one, after its forward
         planned.zero_grad()
         output = planned(WORDS)
@@ -237,17 +204,13 @@ def test_outputs_of_earlier_steps_do_not_hide_what_a_step_takes(caplog) -> None:
         loss(output).backward()
         del extra
         assert len(said_in(caplog)) == number
-
-
-def test_gradients_that_are_freed_after_the_forward_do_not_count_twice(caplog) -> None:
-    planned, row = linear(watch=False), torch.ones(1, 256)
-    planned(row).mean().backward()
-    planned.watch = True
-    for _ in range(2):
-        output = planned(row)
+    planned = linear(watch=False)
+    for _ in range(3):
+        output = planned(ROW)
         planned.zero_grad()
         output.mean().backward()
-    assert said_in(caplog) == []
+        planned.watch = True
+    assert len(said_in(caplog)) == 1
 
 
 def test_a_first_step_counts_the_optimizer_state_that_later_ones_find(caplog) -> None:
@@ -255,32 +218,15 @@ def test_a_first_step_counts_the_optimizer_state_that_later_ones_find(caplog) ->
     state = planned.budget.fixed.optimizer
     held: list[torch.Tensor] = []
     planned[0].weight.register_hook(lambda gradient: held.append(torch.zeros(state // 5)))
-    planned(torch.ones(1, 256)).mean().backward()
+    planned(ROW).mean().backward()
     (record,) = logged(caplog, "over_limit")
     assert record.__dict__["numbers"]["other_bytes"] > 0
     assert held[0].nbytes < state  # there was room for it in this step
 
 
-def failing_loss(planned: Checkpointable) -> None:
-    with pytest.raises(ValueError, match="batch_size"):
-        nn.functional.cross_entropy(planned(WORDS).flatten(0, 1), WORDS)
-
-
-def failing_forward(planned: Checkpointable) -> None:
-    with pytest.raises(IndexError):
-        planned(WORDS + VOCABULARY)
-
-
 def failing_backward(planned: Checkpointable) -> None:
     output = planned(WORDS)
     output.register_hook(lambda gradient: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        loss(output).backward()
-
-
-def recomputed(planned: Checkpointable) -> None:
-    # A second forward runs inside of the engine, where no watch can be stopped.
-    output: torch.Tensor = checkpoint(planned, WORDS, use_reentrant=False)
     loss(output).backward()
 
 
@@ -297,25 +243,27 @@ def backward_in_a_thread(planned: Checkpointable) -> None:
     planned(WORDS)  # here the thread of the forward comes by again
 
 
-ENDINGS = {
-    "step": step,
-    "dropped": lambda planned: planned(WORDS),
-    "loss": failing_loss,
-    "forward": failing_forward,
-    "backward": failing_backward,
-    "grad": lambda planned: torch.autograd.grad(loss(planned(WORDS)), list(planned.parameters())),
-    "recomputed": recomputed,
-    "thread": backward_in_a_thread,
+ENDINGS: dict[str, tuple[Callable[[Checkpointable], Any], type[Exception] | None]] = {
+    "step": (step, None),
+    "dropped": (lambda planned: planned(WORDS), None),
+    "loss": (lambda planned: nn.functional.cross_entropy(planned(WORDS).flatten(0, 1), WORDS), ValueError),
+    "forward": (lambda planned: planned(WORDS + VOCABULARY), IndexError),
+    "backward": (failing_backward, ZeroDivisionError),
+    "grad": (lambda planned: torch.autograd.grad(loss(planned(WORDS)), list(planned.parameters())), None),
+    # A second forward runs inside of the engine, where no watch can be stopped.
+    "recomputed": (lambda planned: loss(checkpoint(planned, WORDS, use_reentrant=False)).backward(), None),
+    "thread": (backward_in_a_thread, None),
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_watch_ends_with_its_step_and_leaves_nothing(ending: str) -> None:
-    planned = Checkpointable(chain(), plan=plan_of_chain(), watch=True)
+    planned, (run, error) = Checkpointable(chain(), plan=plan_of_chain(), watch=True), ENDINGS[ending]
     gc.collect()
     gc.disable()
     try:
-        ENDINGS[ending](planned)
+        with pytest.raises(error) if error else nullcontext():
+            run(planned)
         assert not listening()
         gone = weakref.ref(planned)
         del planned
@@ -328,19 +276,13 @@ def test_a_watch_ends_with_its_step_and_leaves_nothing(ending: str) -> None:
 @pytest.mark.parametrize("where", ["loss", "backward", "step"])
 def test_a_profiler_of_the_user_goes_first(where: str, caplog) -> None:
     planned, profiler = Checkpointable(chain(), plan=plan_of_chain()), torch.profiler.profile()
-    if where == "step":
-        with profiler:
-            step(planned)
-    else:
+    around = {where: profiler}
+    with around.get("step", nullcontext()):
         output = planned(WORDS)
-        if where == "loss":
-            with profiler:
-                value = loss(output)
-            value.backward()
-        else:
+        with around.get("loss", nullcontext()):
             value = loss(output)
-            with profiler:
-                value.backward()
+        with around.get("backward", nullcontext()):
+            value.backward()
     assert any("log_softmax" in each.key for each in profiler.key_averages())
     assert not listening()
     assert said_in(caplog) == []
@@ -348,27 +290,20 @@ def test_a_profiler_of_the_user_goes_first(where: str, caplog) -> None:
     assert len(said_in(caplog)) == 1
 
 
-def test_a_profiler_in_another_thread_runs_beside_a_watch(caplog) -> None:
-    planned, other = planned_for(), Checkpointable(chain())
+def test_a_profiler_in_another_thread_runs_and_a_loss_is_compiled_beside_a_watch(caplog) -> None:
+    other, ran = Checkpointable(chain()), []
+    compiled = torch.compile(loss, backend=lambda graph, inputs: ran.append(graph) or graph.forward)
 
     def measure() -> None:
         other.measure(WORDS)
         with torch.profiler.profile():
             other.model(WORDS)
 
-    output = planned(WORDS)
+    output = planned_for()(WORDS)
     in_a_thread(measure)
-    loss(output).backward()
+    compiled(output).backward()
     assert other.budget is not None
-    assert len(said_in(caplog)) == 1
-
-
-def test_a_compiled_loss_is_compiled_while_it_is_watched(caplog) -> None:
-    ran = []
-    compiled = torch.compile(loss, backend=lambda graph, inputs: ran.append(graph) or graph.forward)
-    compiled(planned_for()(WORDS)).backward()
-    assert len(ran) == 1
-    assert len(said_in(caplog)) == 1
+    assert len(ran) == len(said_in(caplog)) == 1
 
 
 def added_up(network: nn.Module) -> None:
@@ -396,12 +331,11 @@ def test_a_loss_outside_of_several_forwards_is_planned_for(kind: str, step, capl
     assert peak_of(planned, step) <= planned.budget.peak_bytes(planned.sequence) <= limit
     step(planned)
     assert len(said_in(caplog)) == 1
-    caplog.clear()
     if kind == "chain":
         given = planned_for(share=0.5, forwards_in_flight=2, loss=loss, watch=True)
         for _ in range(2):
             added_up(given)
-        assert said_in(caplog) == []
+        assert len(said_in(caplog)) == 1
 
 
 def test_undeclared_forwards_are_not_taken_for_a_loss(caplog) -> None:
@@ -421,32 +355,28 @@ def test_a_step_whose_forwards_never_come_to_an_end_is_not_watched_for_ever(monk
     monkeypatch.setattr(watched_steps, "_MOST_FORWARDS", 3)
     planned = planned_for(share=0.5, forwards_in_flight=2, loss=loss)
     before = planned(WORDS)
-    for _ in range(2):
-        output = planned(WORDS)
+    for number in range(3):
+        after = planned(WORDS)
+        assert listening() == (number < 2)
         loss(before).backward()
-        before = output
-    assert listening()
-    after = planned(WORDS)
-    assert not listening()
-    (loss(before) + loss(after)).backward()
+        before = after
+    loss(before).backward()
 
 
 @pytest.mark.parametrize(("told", "backwards"), [(False, 1), (True, 2)])
 def test_the_loss_of_several_forwards_is_planned_for_or_warned_of(told: bool, backwards: int, caplog) -> None:
     limit = planned_for(share=0.9, forwards_in_flight=2).mem_limit
-    planned = Checkpointable(chain(), mem_limit=limit, fresh_grads=True, **({"forwards_in_flight": 2} if told else {}))
+    planned = Checkpointable(chain(), mem_limit=limit, fresh_grads=True, forwards_in_flight=1 + told)
 
     def siamese(planned: nn.Module) -> None:
         planned.zero_grad()
         left, right = planned(WORDS), planned(WORDS.flip(0))
         apart = (left - right).square().mean()
-        if backwards == 1:
-            apart.backward()
-            return
-        first = left.square().exp().mean()
+        first = left.square().exp().mean() if backwards == 2 else None
         del left, right
-        apart.backward(retain_graph=True)
-        first.backward()
+        apart.backward(retain_graph=backwards == 2)
+        if first is not None:
+            first.backward()
 
     for _ in range(4):
         siamese(planned)
@@ -491,7 +421,7 @@ def test_kept_gradients_that_no_plan_has_room_for_are_warned_of(caplog) -> None:
     sequence = planned.sequence
     for _ in range(3):
         loss(planned(WORDS)).backward()
-    (said,) = said_in(caplog)
-    assert logged(caplog, "kept_gradients")
-    assert "Training goes on, beyond the limit: a training step needs at least" in said
+    (record,) = logged(caplog, "kept_gradients")
+    assert said_in(caplog) == [record.getMessage()]
+    assert "Training goes on, beyond the limit: a training step needs at least" in record.getMessage()
     assert planned.sequence is sequence
