@@ -16,7 +16,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.measure.budget import recomputes
-from tests.checkpointable.steps import Tower, between, same_gradients, square, step_peak
+from tests.checkpointable.steps import Tower, between, planned_at, same_gradients, square, step_peak
 from tests.execute.training import assert_same, steps
 from tests.fields import logged, raises
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 
 
 class Residual(nn.Module):
-    """No chain: TorchDynamo captures it."""
+    """TorchDynamo captures it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ def plans_counted(planned: Checkpointable) -> Iterator[list[str]]:
         planned.progress = before
 
 
-def adversarial(judge: nn.Module, maker: nn.Module, steps: int, *, freeze: bool) -> list[torch.Tensor]:
-    """Steps of a GAN as people write them; losses, and all that is left after the last."""
+def adversarial(judge: nn.Module, maker: nn.Module, *, freeze: bool) -> list[torch.Tensor]:
+    """Two steps of a GAN as people write them; losses, and all that is left after the last."""
     judging, making = (torch.optim.Adam(network.parameters(), 1e-3) for network in (judge, maker))
     torch.manual_seed(1)
     found: list[torch.Tensor] = []
-    for _ in range(steps):
+    for _ in range(2):
         if freeze:
             judge.requires_grad_(True)
         judging.zero_grad()
@@ -97,12 +97,11 @@ def adversarial(judge: nn.Module, maker: nn.Module, steps: int, *, freeze: bool)
 def test_a_gan_trains_as_without_a_plan_and_each_kind_of_step_is_planned_once(kind: str, freeze: bool) -> None:
     judge = made(kind)
     maker = nn.Sequential(nn.ConvTranspose2d(8, 8, 16), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 3, 3, padding=1))
-    planned = Checkpointable(copy.deepcopy(judge), mem_limit="1GB")
-    other = Checkpointable(copy.deepcopy(maker), mem_limit="1GB")
-    expected = adversarial(judge, maker, 2, freeze=freeze)
-    assert all(map(torch.equal, adversarial(planned, other, 2, freeze=freeze), expected))
+    planned, other = (Checkpointable(copy.deepcopy(each), mem_limit="1GB") for each in (judge, maker))
+    expected = adversarial(judge, maker, freeze=freeze)
+    assert all(map(torch.equal, adversarial(planned, other, freeze=freeze), expected))
     with plans_counted(planned) as measured:
-        adversarial(planned, other, 2, freeze=freeze)
+        adversarial(planned, other, freeze=freeze)
     assert measured == []
 
 
@@ -132,7 +131,7 @@ def test_a_beginning_that_is_frozen_in_every_other_step_leaves_the_chain_and_com
     assert stages[0] == stages[2] != stages[1] == stages[3]
 
 
-def test_kinds_that_are_measured_first_are_each_inside_the_limit() -> None:
+def test_kinds_that_are_measured_first_are_each_inside_the_limit_and_inside_a_new_one() -> None:
     """What is frozen may still have the gradients of the step before."""
     planned = Checkpointable(made("chain"), loss=square)
     square(planned(images())).backward()
@@ -148,6 +147,12 @@ def test_kinds_that_are_measured_first_are_each_inside_the_limit() -> None:
             peak = step_peak(planned, images(gradient=not trains))
             assert recomputes(planned.sequence)
             assert 0.98 * planned.budget.peak_bytes(planned.sequence) <= peak <= limit
+        for new in (10**9, limit):  # a new limit is one for kinds that wait, too
+            planned.compute_sequence(new)
+            for trains in (False, True):
+                planned.requires_grad_(trains)
+                assert step_peak(planned, images(gradient=not trains)) <= new
+                assert recomputes(planned.sequence) == (new == limit)
     assert measured == []
 
 
@@ -158,26 +163,29 @@ def test_an_optimizer_that_is_detected_in_one_kind_counts_in_all() -> None:
     limit = between(planned, 1.0)  # stores everything, as long as there is no optimizer
     planned.compute_sequence(limit)
     adam = torch.optim.Adam(planned.parameters())
-    for gradient in (True, False, True, False):
-        square(planned(images(gradient=gradient))).backward()
-        adam.step()
-    for gradient in (True, False):
-        square(planned(images(gradient=gradient))).backward()
+    for step in range(6):
+        square(planned(images(gradient=step % 2 == 0))).backward()
+        if step < 4:
+            adam.step()
+            continue
         assert planned.budget.fixed.optimizer > 0
         assert planned.budget.peak_bytes(planned.sequence) <= limit
         assert recomputes(planned.sequence)
 
 
-def test_layers_that_are_taken_out_are_freed_though_kinds_with_them_were_planned() -> None:
-    planned = Checkpointable(chain(), mem_limit="1GB")
-    for trains in (True, False):
-        planned[1].requires_grad_(trains)
-        square(planned(images())).backward()
-    old = weakref.ref(planned[1][0].weight)
-    planned[1] = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
-    square(planned(images())).backward()
-    gc.collect()
-    assert old() is None
+def test_layers_that_are_taken_out_are_freed_and_waiting_kinds_keep_no_input() -> None:
+    for planned in (Checkpointable(chain(), mem_limit="1GB"), Checkpointable(Residual(), mem_limit="1GB")):
+        batches = [images(gradient=gradient) for gradient in (True, False)]
+        alive = [weakref.ref(batch.untyped_storage()) for batch in batches]
+        for batch in batches:
+            square(planned(batch)).backward()
+        if not planned.captured:
+            alive.append(weakref.ref(planned[1][0].weight))
+            planned[1] = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+            square(planned(images())).backward()
+        del batch, batches
+        gc.collect()
+        assert {each() for each in alive} == {None}
 
 
 def test_of_many_kinds_the_one_that_has_waited_longest_is_planned_again() -> None:
@@ -197,42 +205,22 @@ def test_of_many_kinds_the_one_that_has_waited_longest_is_planned_again() -> Non
     assert planned_for(1)
 
 
-def test_forwards_of_several_kinds_may_come_before_their_backwards() -> None:
-    plain = made("captured")
-    planned = Checkpointable(copy.deepcopy(plain))
-    for gradient in (True, False):
-        planned.measure(images(gradient=gradient))
-        planned.mem_limit = max(planned.mem_limit or 0, between(planned, 0.0))
-    found: list[Any] = []
-    for network in (planned, plain):
-        torch.manual_seed(3)
-        first, second = images(gradient=True), images()
-        loss = square(network(first)) + square(network(second)) + square(network(first))
-        loss.backward()
-        found.append([loss, first.grad, *(p.grad for p in network.parameters()), *network.buffers()])
-    assert all(map(torch.equal, *found))
-
-
-class Branches(nn.Module):
+class Branches(nn.ModuleList):
     """Two branches from stage to stage."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second = value if isinstance(value, tuple) else (value, value)
-        return self.a(first).tanh(), self.b(second).tanh()
+    def forward(self, value: Any) -> tuple[torch.Tensor, ...]:
+        pair = value if isinstance(value, tuple) else (value, value)
+        return tuple(layer(each).tanh() for layer, each in zip(self, pair, strict=True))
 
 
 def test_outputs_without_a_gradient_in_one_kind_have_theirs_in_another() -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(*(Branches() for _ in range(5)))
+    plain = nn.Sequential(*(Branches([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(5)))
     planned = Checkpointable(copy.deepcopy(plain), loss=square)
     for step in range(4):
         for network in (planned, plain):
             for block in network:
-                block.b.requires_grad_(step % 2 == 0)
+                block[1].requires_grad_(step % 2 == 0)
             network.zero_grad()
             if network is planned and step < 2:
                 planned.measure(torch.randn(64, 16))
@@ -265,44 +253,25 @@ def test_gradients_left_over_from_another_kind_count(fresh: bool) -> None:
         assert peak <= planned.budget.peak_bytes(planned.sequence) <= planned.mem_limit
 
 
-def test_waiting_kinds_of_a_captured_model_keep_no_input() -> None:
-    planned = Checkpointable(Residual(), mem_limit="1GB")
-    batches = [images(gradient=gradient) for gradient in (True, False)]
-    alive = [weakref.ref(batch.untyped_storage()) for batch in batches]
-    for batch in batches:
-        square(planned(batch)).backward()
-    del batch, batches
-    gc.collect()
-    assert [each() for each in alive] == [None, None]
-
-
-def test_a_plan_is_not_saved_for_a_kind_that_it_is_not_for(tmp_path: Any) -> None:
-    planned = Checkpointable(made("chain"), images(), mem_limit="1GB")
+def test_a_plan_is_not_saved_for_other_kinds_and_modes_that_change_before_a_stage_is_recomputed_are_refused(tmp_path):
+    planned = planned_at(0.0, chain(), images())
+    loss = square(planned(images()))
     planned.eval()
     planned.save_plan(tmp_path / "plan.json")  # a plan is for training
+    with raises(RuntimeError, "mode_switched"):
+        loss.backward()
+    planned.train()
+    square(planned(images())).backward()
     next(planned.model.parameters()).requires_grad_(False)
     with raises(ValueError, "plan_for_other_step"):
         planned.save_plan(tmp_path / "plan.json")
 
 
-def test_modes_that_change_between_forward_and_backward_are_refused_where_a_stage_is_recomputed() -> None:
-    planned = Checkpointable(chain(), loss=square)
-    planned.measure(images())
-    planned.compute_sequence(between(planned, 0.0))
-    loss = square(planned(images()))
-    planned.eval()
-    with raises(RuntimeError, "mode_switched"):
-        loss.backward()
-    planned.train()
-    square(planned(images())).backward()
-
-
-class Scaled(nn.Linear):
-    def forward(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
-        return super().forward(value * torch.from_numpy(scale)).relu()
-
-
 def test_arrays_of_numpy_are_compared_whole() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
+            return super().forward(value * torch.from_numpy(scale)).relu()
+
     planned = Checkpointable(Scaled(8, 8), mem_limit="1GB")
     for _ in range(3):
         square(planned(torch.randn(4, 8), np.ones(8, dtype=np.float32))).backward()
@@ -321,14 +290,11 @@ def planned_for(kind: str, count: int) -> tuple[Checkpointable, nn.Module]:
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
     model = Tower(32, 6, 0.1) if kind == "captured" else nn.Sequential(*layers)
     plain = copy.deepcopy(model)
-    planned = Checkpointable(model, loss=square, fresh_grads=True)
-    planned.measure(rows(count))
-    planned.compute_sequence(between(planned, 0.5))
-    return planned, plain
+    return planned_at(0.5, model, rows(count), fresh_grads=True), plain
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_batch_that_is_too_large_is_refused_and_smaller_ones_train_as_before(kind: str) -> None:
+def test_too_large_a_batch_is_refused_smaller_ones_train_as_before_and_with_room_it_is_planned(kind, caplog) -> None:
     planned, plain = planned_for(kind, 256)
     sequence, report, batch = planned.sequence, str(planned.report()), rows(8192)
     gone = weakref.ref(batch)
@@ -348,44 +314,28 @@ def test_a_batch_that_is_too_large_is_refused_and_smaller_ones_train_as_before(k
             with pytest.raises(InfeasibleError):
                 planned(rows(count))
     assert measured == []
-    planned.mem_limit = "1GB"
-    square(planned(rows(8192))).backward()
-    assert planned.inspection_values.input_bytes == rows(8192).nbytes or planned.captured
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_larger_batch_that_fits_is_planned_again(kind: str, caplog) -> None:
-    planned, plain = planned_for(kind, 64)
-    planned.mem_limit = "1GB"
-    batch = rows(128)
+    planned.mem_limit, batch = "1GB", rows(8192)
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
     assert logged(caplog, "planning_again", cause="input")
+    assert planned.inspection_values.input_bytes == batch.nbytes or planned.captured
     with plans_counted(planned) as measured:
-        for count in (128, 64):
+        for count in (8192, 256):
             square(planned(rows(count))).backward()
     assert measured == []
 
 
-def test_after_measuring_with_too_large_a_batch_smaller_ones_train() -> None:
+def test_after_an_error_or_too_large_a_batch_in_measuring_smaller_ones_train() -> None:
     planned, plain = planned_for("captured", 256)
-    limit = planned.mem_limit
+    limit, sequence, batch = planned.mem_limit, planned.sequence, rows(256)
+    for fails in (planned, planned.measure):
+        with pytest.raises(RuntimeError, match="shape"):
+            fails(torch.randn(128, 31))
+        assert planned.sequence is sequence
     planned.measure(rows(8192))
     with pytest.raises(InfeasibleError):
         planned.compute_sequence()
-    batch = rows(256)
     assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
     assert step_peak(planned, batch, fresh_grads=True) <= limit
     with plans_counted(planned) as measured, pytest.raises(InfeasibleError):
         planned(rows(8192))
     assert measured == []
-
-
-def test_an_error_of_the_model_while_measuring_leaves_the_plan() -> None:
-    planned, plain = planned_for("captured", 64)
-    sequence = planned.sequence
-    for fails in (planned, planned.measure):
-        with pytest.raises(RuntimeError, match="shape"):
-            fails(torch.randn(128, 31))
-        assert planned.sequence is sequence
-    batch = rows(64)
-    assert_same(steps(planned, planned, batch), steps(plain, plain, batch))
