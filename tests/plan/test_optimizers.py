@@ -12,7 +12,7 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
-from tests.checkpointable.steps import between, square, step_peak
+from tests.checkpointable.steps import planned_at, square, step_peak
 from tests.execute.training import assert_same
 from tests.fields import logged
 
@@ -34,9 +34,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 def told(share: float) -> Checkpointable:
     """One that was told of its optimizer from the start, with a limit `share` of the way to storing everything."""
     model = network()
-    planned = Checkpointable(model, batch(), loss=square, optimizer=adamw(model))
-    planned.compute_sequence(between(planned, share))
-    return planned
+    return planned_at(share, model, batch(), optimizer=adamw(model))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[tuple[str, torch.Tensor]]:
@@ -47,23 +45,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return [(name, p.detach().clone()) for name, p in model.named_parameters()]
 
 
+def unplanned() -> Checkpointable:
+    return Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+
+
 def bytes_of(planned: Checkpointable) -> tuple[Any, ...]:
     """What the budget says in bytes: times differ from one measurement to the next."""
     budget = planned.budget
-    return (
-        budget.fixed,
-        budget.before_bytes,
-        budget.step_bytes,
-        budget.snapshot_bytes,
-        budget.stepping_bytes,
-        budget.least_bytes(),
-    )
+    own = budget.before_bytes, budget.step_bytes, budget.snapshot_bytes, budget.stepping_bytes
+    return (budget.fixed, *own, budget.least_bytes())
 
 
 def test_every_step_stays_inside_the_limit_though_the_optimizer_comes_later() -> None:
     known = told(0.5)
-    model = network()
-    planned, plain = Checkpointable(model, mem_limit=known.mem_limit, loss=square), copy.deepcopy(model)
+    planned, plain = Checkpointable(network(), mem_limit=known.mem_limit, loss=square), network()
     planned.measure(batch())
     assert known.budget.fixed.optimizer + planned.budget.peak_bytes(planned.compute_sequence()) > known.mem_limit
     optimizer = adamw(planned)
@@ -79,9 +74,8 @@ def test_every_step_stays_inside_the_limit_though_the_optimizer_comes_later() ->
 
 
 def test_where_no_plan_has_room_training_goes_on_and_a_warning_says_what_would_do(caplog) -> None:
-    model = network()
-    planned, plain = Checkpointable(model, batch(), loss=square), copy.deepcopy(model)
-    sequence = planned.compute_sequence(between(planned, 0.0))
+    planned, plain = planned_at(0.0, network(), batch()), network()
+    sequence = planned.sequence
     with caplog.at_level(logging.WARNING, "rotor_py"):
         found = train(planned, adamw(planned), 2)
     (record,) = caplog.records
@@ -96,20 +90,19 @@ def test_an_optimizer_that_steps_before_the_first_forward_counts_in_the_first_pl
     """One that is given a closure runs forward and backward in its step, as in Lightning."""
     known = told(0.5)
     planned = Checkpointable(network(), mem_limit=known.mem_limit, loss=square)
-    found = []
 
     def closure() -> torch.Tensor:
         value = square(planned(batch()))
-        found.append((bytes_of(planned), recomputes(planned.sequence)))
+        assert bytes_of(planned) == bytes_of(known)
         value.backward()
         return value
 
     adamw(planned).step(closure)
-    assert found == [(bytes_of(known), True)]
+    assert recomputes(planned.sequence)
 
 
 def test_optimizers_of_several_groups_of_parameters_add_up() -> None:
-    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    planned = unplanned()
     parts = list(planned.parameters())
     whole = told(1.0).budget.fixed.optimizer
     optimizers = [torch.optim.AdamW(parts[:4]), torch.optim.AdamW(parts[4:])]
@@ -124,7 +117,7 @@ def test_optimizers_of_several_groups_of_parameters_add_up() -> None:
 
 def test_other_models_optimizers_do_not_count_nor_any_beside_the_one_that_was_given() -> None:
     known, other = told(1.0), network()
-    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    planned = unplanned()
     for model in (known, other):
         square(model(batch())).backward()
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
@@ -132,9 +125,14 @@ def test_other_models_optimizers_do_not_count_nor_any_beside_the_one_that_was_gi
     assert bytes_of(known) == bytes_of(told(1.0))
 
 
-def test_a_copy_notices_its_own_optimizer() -> None:
-    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
-    train(planned, adamw(planned), 1)
+def test_an_optimizer_that_is_gone_counts_no_more_and_a_copy_notices_its_own() -> None:
+    planned = unplanned()
+    sequence = planned.compute_sequence()
+    for _ in range(2):
+        train(planned, adamw(planned), 1)
+        gc.collect()
+    assert planned.sequence is sequence  # it has room for the optimizer
+    assert bytes_of(planned) == bytes_of(told(1.0))
     twin = copy.deepcopy(planned)
     train(twin, torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9), 1)
     whole = planned.budget.fixed
@@ -142,7 +140,7 @@ def test_a_copy_notices_its_own_optimizer() -> None:
 
 
 def test_a_second_optimizer_before_the_next_forward_leaves_the_agreed_sequence_to_fall_back_on() -> None:
-    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    planned = unplanned()
     plan = planned._planner.in_use
     sequence = plan.agreed = plan.sequence  # as if several processes had agreed on it
     square(planned(batch())).backward()
@@ -151,31 +149,21 @@ def test_a_second_optimizer_before_the_next_forward_leaves_the_agreed_sequence_t
     assert (plan.sequence, plan.last_resort) == (None, sequence)
 
 
-def test_an_optimizer_that_is_gone_counts_no_more() -> None:
-    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
-    sequence = planned.compute_sequence()
-    for _ in range(2):
-        train(planned, adamw(planned), 1)
-        gc.collect()
-    assert planned.sequence is sequence  # it has room for the optimizer
-    assert bytes_of(planned) == bytes_of(told(1.0))
-
-
 class Unknowable(torch.optim.SGD):
     """One whose step cannot be tried out on a stand-in."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1)
-        self.own = {id(p) for group in self.param_groups for p in group["params"]}
+        self.own = [id(p) for p in self.param_groups[0]["params"]]
 
     def step(self, closure: Any = None) -> None:
-        if {id(p) for group in self.param_groups for p in group["params"]} != self.own:
+        if [id(p) for p in self.param_groups[0]["params"]] != self.own:
             raise RuntimeError("not mine")
         super().step(closure)
 
 
 def test_an_optimizer_whose_memory_cannot_be_found_is_named_in_a_warning(caplog) -> None:
-    planned = Checkpointable(network(), batch(), mem_limit="1GB", loss=square)
+    planned = unplanned()
     with caplog.at_level(logging.WARNING, "rotor_py"):
         train(planned, Unknowable(planned.parameters()), 2)
     assert len(logged(caplog, "unknown_optimizer", name="Unknowable")) == 1
