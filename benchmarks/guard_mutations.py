@@ -134,20 +134,20 @@ MUTATIONS = [
     ),
     mutation(
         "outputs are taken to be held by the graph",
-        "output_released_bytes=min(output_freed, activation, saved),",
+        "output_released_bytes=min(max(0, output_freed - release.kept), activation, saved),",
         "output_released_bytes=0,",
         "chain",
     ),
     mutation(
         "a tensor that goes past stages does not count where they run without a graph",
-        "            self.nograd[stage] += carried.nbytes\n",
-        "",
+        "nograd = list(forward)",
+        "nograd = [0] * length",
         "captured",
     ),
     mutation(
         "the gradient of a tensor that goes past stages is not freed",
-        "self.gradient[carried.first - 1] -= carried.gradient_bytes",
-        "self.gradient[carried.first - 1] -= 0",
+        "gradient[each.first - 1] -= each.gradient_bytes",
+        "gradient[each.first - 1] -= 0",
         "captured",
     ),
     mutation(
