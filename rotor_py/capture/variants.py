@@ -161,7 +161,7 @@ _TURNS = 4
 _MORE_TURNS = 8
 """Further timings before one is rejected, after a disturbance of the machine may have passed. A guess, as above."""
 _CLEARLY_SLOWER = 0.02
-"""How much slower compiled code has to be for the plain graph to win. Times are known no better (`GOOD_ENOUGH`); a
+"""How much slower compiled code has to be for the plain graph to win. Times are known no better; a
 closer choice would change a user's last digits from one day to the next.
 """
 
