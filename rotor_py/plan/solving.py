@@ -139,7 +139,10 @@ def choose_variant(
             _, best, sequence = min(found, key=lambda each: each[0])
             plan.turn_to(best)
             return sequence
-    raise min(refused, key=lambda error: error.min_bytes)
+    try:
+        raise min(refused, key=lambda error: error.min_bytes)
+    finally:
+        refused.clear()  # this frame is in the error's traceback, and would hold it until a garbage collection
 
 
 def solve(
@@ -171,7 +174,8 @@ def solve(
             try:
                 sequence = choose_variant(plan, found, group, device)
             except InfeasibleError as error:
-                raise _telling_of_fresh_gradients(error, plan, model, most) from error
+                _tell_of_fresh_gradients(error, plan, model, most)
+                raise
     if plan.budget.link is not None and plan.budget.forwards > 1:
         _log.warning(
             "%d forwards are in flight at once, and plans for several forwards move nothing to another tier: what has "
@@ -190,12 +194,13 @@ def solve(
     return sequence
 
 
-def _telling_of_fresh_gradients(
-    error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int
-) -> InfeasibleError:
-    """Extend the error by the step's need with gradients freed between steps, where that is less."""
+def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: TrainedModel, limit: int) -> None:
+    """Raise a longer `error` where the step's need with gradients freed between steps is less.
+
+    No frame of a traceback may have its error in a variable: it would hold the caller's tensors until a collection.
+    """
     if plan.fresh_gradients:
-        return error
+        return
     device, budgets, group = model.device_of(plan.input_spec), plan.budgets(), model.group
     tightest = min((budget for budget, _ in budgets), key=Budget.least_bytes)
     held = tightest.least_bytes()
@@ -205,7 +210,7 @@ def _telling_of_fresh_gradients(
         all_of_them = gather_objects((least, held, limit), group, device)
         least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
-        return error
+        return
     if least <= limit:
         more = (
             "If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
@@ -217,9 +222,11 @@ def _telling_of_fresh_gradients(
             f"{exact_bytes(least)}, still above the limit."
         )
     if model.alone:
-        return tightest.refuse(limit, more)
+        raise tightest.refuse(limit, more) from error
     # With several processes, the numbers may be another one's.
-    return InfeasibleError(f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage)
+    raise InfeasibleError(
+        f"{error} {more}", min_bytes=error.min_bytes, mem_limit=error.mem_limit, stage=error.stage
+    ) from error
 
 
 def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
