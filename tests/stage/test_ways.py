@@ -22,7 +22,7 @@ from rotor_py.plan.settings import Settings
 from rotor_py.stage.protocol import Keeper, Run, Trial, base_of, both, own_of, parted
 from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage
 from tests.capture.steps import adamw, compare
-from tests.capture.test_partial_saving import WIDTH, Gated, Stack, captured, loss
+from tests.capture.test_partial_saving import WIDTH, Gated, captured, loss
 from tests.fields import raises
 
 
@@ -78,14 +78,9 @@ def in_turn(planned: Checkpointable) -> Sequence:
     """Every stage stored once, by its last way, its first, and so on."""
     solved = planned.compute_sequence(10**9)
     stages = planned.budget.chain.stages
-    return Sequence(
-        tuple(
-            replace(each, option=max(0, len(stages[each.stage].options) - 1 - each.stage % 2))
-            if isinstance(each, ForwardEnable)
-            else each
-            for each in solved
-        )
-    )
+    last = [max(0, len(stage.options) - 1 - number % 2) for number, stage in enumerate(stages)]
+    by = lambda each: replace(each, option=last[each.stage]) if isinstance(each, ForwardEnable) else each  # noqa: E731
+    return Sequence(map(by, solved))
 
 
 @pytest.mark.usefixtures("_two_keepers")
@@ -118,20 +113,18 @@ def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(
     assert "stored written: " in str(planned.report())
     planned.save_plan(tmp_path / "plan.json")
 
-    def loaded() -> Checkpointable:
-        other = Stack(*copy.deepcopy(planned.model).layers).train()
-        optimizer = adamw(other)
-        path = tmp_path / "plan.json"
-        return Checkpointable(other, loss=loss, optimizer=optimizer, fresh_grads=True, granularity=3, plan=path)
+    def loaded(**options: Any) -> Checkpointable:
+        other, path = copy.deepcopy(planned.model).train(), tmp_path / "plan.json"
+        options |= {"loss": loss, "optimizer": adamw(other), "fresh_grads": True, "granularity": 3}
+        return Checkpointable(other, plan=path, **options)
 
-    found = loaded()
-    compare(found, Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
-    assert found.sequence == planned.sequence
-    assert found.inspection_values == planned.inspection_values
     # The keepers come in another order.
     turned = Written("written", most=True), Written("half written", most=False)
     monkeypatch.setattr(Settings, "_keepers", lambda self: turned)
-    compare(loaded(), Stack(*copy.deepcopy(planned.model).layers), {"x": batch}, loss)
+    found = loaded()
+    compare(found, copy.deepcopy(planned.model), {"x": batch}, loss)
+    assert found.sequence == planned.sequence
+    assert found.inspection_values == planned.inspection_values
     monkeypatch.setattr(Settings, "_keepers", lambda self: ())
     with raises(ValueError, "unknown_way"):
         loaded()(x=batch)
@@ -154,17 +147,10 @@ def cost(seconds: float, saved: int, scratch: int = 0) -> StageCost:
 
 
 def test_ways_that_are_no_better_in_anything_are_dropped() -> None:
-    whole = cost(1.0, 100)
-    ways = {
-        "no less": cost(1.0, 100),
-        "good": cost(1.2, 50),
-        "slow": cost(1.3, 50),
-        "roomy": cost(1.3, 50, scratch=-8),
-        "least": cost(2.0, 10),
-        "slower": cost(2.1, 10),
-    }
-    left = worth_choosing(whole, [Way(name, each) for name, each in ways.items()])
-    assert [way.name for way in left] == ["good", "roomy", "least"]
+    good, least = Way("good", cost(1.2, 50)), Way("least", cost(2.0, 10))
+    roomy = Way("roomy", cost(1.3, 50, scratch=-8))
+    no_better = Way("no less", cost(1.0, 100)), Way("slow", cost(1.3, 50)), Way("slower", cost(2.1, 10))
+    assert list(worth_choosing(cost(1.0, 100), [good, *no_better, roomy, least])) == [good, roomy, least]
 
 
 def test_of_ways_that_processes_have_measured_those_are_left_that_mean_the_same_in_all() -> None:
@@ -181,22 +167,10 @@ PART, DEARER, KEEPER = "in part", "in part, products again", "packed"
 WAYS = (PART, DEARER, KEEPER, both(PART, KEEPER), both(DEARER, KEEPER))
 
 
-def test_a_way_with_a_keeper_is_based_on_the_way_without() -> None:
-    assert base_of(both(PART, KEEPER), WAYS) == PART
-    assert base_of(both(DEARER, KEEPER), WAYS) == DEARER
-
-
-def test_of_several_keepers_the_last_one_is_named_first() -> None:
-    way = both(both(PART, KEEPER), "elsewhere")
-    assert parted(way, (KEEPER, "elsewhere")) == (both(PART, KEEPER), "elsewhere")
-    assert own_of(way, (KEEPER, "elsewhere")) == PART
-    assert own_of(both(KEEPER, "elsewhere"), (KEEPER, "elsewhere")) is None
-    assert own_of(DEARER, (KEEPER, "elsewhere")) == DEARER
-    assert parted(both(KEEPER, "elsewhere"), (KEEPER, "elsewhere")) == (KEEPER, "elsewhere")
+def test_a_way_with_keepers_is_named_after_the_last_and_based_on_the_way_without_it() -> None:
+    assert [base_of(each, WAYS) for each in WAYS] == [None, None, None, PART, DEARER]
+    way, keepers = both(both(PART, KEEPER), "elsewhere"), (KEEPER, "elsewhere")
     assert base_of(way, (*WAYS, "elsewhere")) == both(PART, KEEPER)
-
-
-def test_a_part_whose_name_begins_like_another_one_is_not_based_on_it() -> None:
-    assert base_of(DEARER, WAYS) is None
-    assert base_of(PART, WAYS) is None
-    assert base_of(KEEPER, WAYS) is None
+    assert parted(way, keepers) == (both(PART, KEEPER), "elsewhere")
+    assert parted(both(*keepers), keepers) == keepers
+    assert [own_of(each, keepers) for each in (way, both(*keepers), DEARER)] == [PART, None, DEARER]
