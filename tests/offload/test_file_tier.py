@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from rotor_profiling import memory_meter
 from rotor_py.errors import OffloadError
 from rotor_py.offload.file_tier import ALIGNMENT, FileSpace, FileTier
 from rotor_py.offload.offload import measure_bandwidth
+from rotor_py.offload.offload_saved import Moved
 from tests.fields import raises
 
 CPU = torch.device("cpu")
@@ -35,21 +37,29 @@ def tier(tmp_path: Path) -> Iterator[FileTier]:
     found.close()
 
 
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
-
-
-def storage_of(nbytes: int, seed: int = 0) -> torch.UntypedStorage:
-    generator = torch.Generator().manual_seed(seed)
+def storage_of(nbytes: int) -> torch.UntypedStorage:
+    generator = torch.Generator().manual_seed(nbytes)
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).untyped_storage()
+
+
+def is_back(moved: Moved, nbytes: int) -> bool:
+    storages = moved.storage(), storage_of(nbytes)
+    return torch.equal(*(torch.empty(0, dtype=torch.uint8).set_(each) for each in storages))
+
+
+def gone(tier: FileTier, nbytes: int) -> Moved:
+    moved = tier.move_out(storage_of(nbytes))
+    moved.wait_out()
+    return moved
 
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def held_back(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Have writes wait until the event is set."""
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes wait until it is set."""
     go, write = threading.Event(), os.pwrite
 
     def later(*args: object) -> int:
@@ -60,23 +70,21 @@ def held_back(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> threading.Even
     return go
 
 
-def test_bytes_come_back_as_they_left(tier: FileTier) -> None:
+def test_bytes_come_back_as_they_left_and_bandwidth_is_measured(tier: FileTier) -> None:
     sizes = [1, 4096, 100_001, 9 * 2**20 + 7]  # the last one in several calls of the system
-    moved = [tier.move_out(storage_of(size, size)) for size in sizes]
+    moved = [tier.move_out(storage_of(size)) for size in sizes]
     for each in moved:
         each.wait_out()
     assert tier.held_bytes >= sum(sizes)
     for each in reversed(moved):
         each.fetch()
-    for size, each in zip(sizes, moved, strict=True):
-        assert torch.equal(bytes_of(each.storage()), bytes_of(storage_of(size, size)))
+    assert all(map(is_back, moved, sizes))
     assert (tier.held_bytes, tier.moved_bytes) == (0, sum(sizes))
+    assert measure_bandwidth(tier, CPU) > 0
+    assert tier.held_bytes == 0
 
 
-def test_a_fetch_before_the_bytes_have_left_gives_the_same_memory(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = held_back(tier, monkeypatch)
+def test_a_fetch_before_the_bytes_have_left_gives_the_same_memory(tier: FileTier, go: threading.Event) -> None:
     original = storage_of(50_000)
     moved = tier.move_out(original)
     moved.fetch()
@@ -86,9 +94,7 @@ def test_a_fetch_before_the_bytes_have_left_gives_the_same_memory(
     del moved
     assert tier.held_bytes > 0  # a thread is still to write there
     go.set()
-    another = tier.move_out(original)
-    another.wait_out()
-    assert torch.equal(bytes_of(another.storage()), bytes_of(original))
+    assert is_back(gone(tier, 50_000), 50_000)
     assert tier.held_bytes == 0
 
 
@@ -108,10 +114,7 @@ def test_memory_is_let_go_of_when_the_copy_was_waited_for(tier: FileTier) -> Non
     assert meter.phases["away"].peak == 0
 
 
-def test_memory_of_a_dropped_handle_stays_until_the_copy_is_over(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = held_back(tier, monkeypatch)
+def test_memory_of_a_dropped_handle_stays_until_the_copy_is_over(tier: FileTier, go: threading.Event) -> None:
     storage = storage_of(200_000)
     weak = StorageWeakRef(storage)
     moved = tier.move_out(storage)
@@ -144,30 +147,25 @@ def test_a_full_disk_is_refused_and_nothing_is_broken(
     with raises(OffloadError, "no_space") as refused:
         tier.reserve(9 * 10**15)
     assert str(tmp_path) in str(refused.value)
+    no_room = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with monkeypatch.context() as full:
         full.setattr(os, "posix_fallocate", no_room)
         with raises(OffloadError, "no_space"):
             tier.move_out(storage_of(10_000))
         assert tier.held_bytes == 0
-    moved = tier.move_out(storage_of(10_000))
-    moved.wait_out()
+    moved = gone(tier, 10_000)
     with monkeypatch.context() as full:
         full.setattr(os, "pwrite", no_room)
         other = tier.move_out(storage_of(10_000))
         with raises(OffloadError, "no_space"):
             other.wait_out()
-    for each in (moved, other):  # the second has not left, and is there
-        assert torch.equal(bytes_of(each.storage()), bytes_of(storage_of(10_000)))
+    assert is_back(moved, 10_000)
+    assert is_back(other, 10_000)  # it has not left
     assert tier.held_bytes == 0
 
 
-def no_room(*args: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_file_that_was_cut_short_is_told_and_no_half_is_given(tier: FileTier) -> None:
-    moved = tier.move_out(storage_of(300_000))
-    moved.wait_out()
+    moved = gone(tier, 300_000)
     os.truncate(tier._file.descriptor, 8192)
     for _ in range(2):
         with raises(OffloadError, "file_cut_short"):
@@ -176,8 +174,7 @@ def test_a_file_that_was_cut_short_is_told_and_no_half_is_given(tier: FileTier) 
     assert tier.held_bytes == 0
 
 
-def test_ctrl_c_in_a_wait_breaks_nothing(tier: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    go = held_back(tier, monkeypatch)
+def test_ctrl_c_in_a_wait_breaks_nothing(tier: FileTier, go: threading.Event) -> None:
     moved = tier.move_out(storage_of(100_000))
     killer = threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     killer.start()
@@ -187,13 +184,12 @@ def test_ctrl_c_in_a_wait_breaks_nothing(tier: FileTier, monkeypatch: pytest.Mon
     assert tier.held_bytes > 0
     go.set()
     moved.wait_out()
-    assert torch.equal(bytes_of(moved.storage()), bytes_of(storage_of(100_000)))
+    assert is_back(moved, 100_000)
     assert tier.held_bytes == 0
 
 
 def test_a_closed_tier_says_so_and_folders_that_take_no_files_are_refused(tier: FileTier, tmp_path: Path) -> None:
-    moved = tier.move_out(storage_of(5000))
-    moved.wait_out()
+    moved = gone(tier, 5000)
     tier.close()
     for use in (moved.storage, lambda: tier.move_out(storage_of(5000))):
         with raises(OffloadError, "file_closed"):
@@ -202,11 +198,6 @@ def test_a_closed_tier_says_so_and_folders_that_take_no_files_are_refused(tier: 
     for folder in (tmp_path / "missing", tmp_path / "file"):
         with raises(OffloadError, "no_file", name=str(folder)):
             FileTier(folder)
-
-
-def test_bandwidth_is_measured_both_ways_at_once(tier: FileTier) -> None:
-    assert measure_bandwidth(tier, CPU) > 0
-    assert tier.held_bytes == 0
 
 
 @settings(max_examples=100, deadline=None)

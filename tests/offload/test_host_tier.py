@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import permutations
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,35 +15,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rotor_py.errors import OffloadError
-from rotor_py.offload.host_tier import HostTier, MovedToHost, PinnedBuffer, PinnedBuffers
+from rotor_py.offload.host_tier import HostTier, MovedToHost, PinnedBuffers
 from tests.fields import raises
 
-NBYTES = 4096
+NBYTES, MIB = 4096, 2**20
 
 # Streams of CUDA without CUDA: what is given to them runs late, in any order that their waits allow.
 
 
-@dataclass(frozen=True)
-class Event:
-    """Over as soon as its stream has done its first `position` pieces of work."""
-
-    stream: Stream
-    position: int
-
-
-@dataclass
 class Stream:
-    work: list[Callable[[], object] | Event] = field(default_factory=list)
-    done: int = 0
+    def __init__(self) -> None:
+        self.work, self.done = list[Callable[[], object]](), 0
+        self.give = self.wait_event = self.work.append
 
-    def give(self, kernel: Callable[[], object]) -> None:
-        self.work.append(kernel)
-
-    def record_event(self) -> Event:
-        return Event(self, len(self.work))
-
-    def wait_event(self, event: Event) -> None:
-        self.work.append(event)
+    def record_event(self) -> Callable[[], object]:
+        """What is to be done until the event is over: as many pieces of this stream's work as it has now."""
+        return partial(self.run, len(self.work))
 
     def wait_stream(self, other: Stream) -> None:
         self.work.append(other.record_event())
@@ -51,12 +38,8 @@ class Stream:
     def run(self, position: int | None = None) -> None:
         """Do the work up to `position`, all of it by default, and of other streams only what it waits for."""
         while self.done < (len(self.work) if position is None else position):
-            each = self.work[self.done]
             self.done += 1
-            if isinstance(each, Event):
-                each.stream.run(each.position)
-            else:
-                each()
+            self.work[self.done - 1]()
 
 
 class Device:
@@ -106,17 +89,12 @@ def memory(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def written(device: Device, value: int) -> torch.UntypedStorage:
-    """Memory into which a kernel of the training stream writes `value`."""
-    made = torch.zeros(NBYTES, dtype=torch.uint8)
-    device.current.give(partial(made.fill_, value))
-    return made.untyped_storage()
-
-
-def spoiled(device: Device, *storages: torch.UntypedStorage) -> None:
-    """The allocator gives the memory to somebody else, whose kernel writes to it."""
+def written(device: Device, value: int, *storages: torch.UntypedStorage) -> torch.UntypedStorage:
+    """New memory, or these, into which a kernel of the current stream writes `value`."""
+    storages = storages or (torch.zeros(NBYTES, dtype=torch.uint8).untyped_storage(),)
     for storage in storages:
-        device.current.give(partial(memory(storage).fill_, 99))
+        device.current.give(partial(memory(storage).fill_, value))
+    return storages[0]
 
 
 def read(device: Device, storage: torch.UntypedStorage, into: list[int]) -> None:
@@ -127,9 +105,7 @@ ORDERS = list(permutations(("training", "out", "back")))
 
 
 def run(device: Device, order: tuple[str, ...]) -> None:
-    for name in order:
-        getattr(device, name).run()
-    for name in order:
+    for name in 2 * order:
         getattr(device, name).run()
 
 
@@ -141,13 +117,13 @@ def test_bytes_come_back_in_whatever_order_streams_run(device: Device, order: tu
         moved = [MovedToHost(tier, storage) for storage in storages]
         for each in moved:
             each.wait_out()
-        spoiled(device, *storages)
+        written(device, 99, *storages)  # by somebody else, to whom the allocator has given the memory
         for each in reversed(moved):
             each.fetch()
         for each in moved:
             back = each.storage()
             read(device, back, found)
-            spoiled(device, back)  # let go of when it was read
+            written(device, 99, back)  # let go of when it was read
         del moved, each
         if value == 2:
             run(device, order)
@@ -170,8 +146,7 @@ def test_memory_that_nobody_wants_any_more_harms_nobody(device: Device, order: t
         taken.append(moved._storage)
     del moved
     assert tier.held_bytes == 0
-    for each in taken:  # the next owner writes, and reads what it has written
-        device.current.give(partial(memory(each).fill_, 7))
+    written(device, 7, *taken)  # the next owner writes, and reads what it has written
     another = MovedToHost(tier, written(device, 5))  # in the same buffer
     another.wait_out()
     read(device, another.storage(), found)
@@ -243,9 +218,6 @@ def test_a_gpu_gets_its_bytes_back_and_its_memory_meanwhile() -> None:
     assert tier.held_bytes == 0
 
 
-MIB = 2**20
-
-
 class Counted(PinnedBuffers):
     """Buffers without memory; `pins` are the sizes that were pinned, in order."""
 
@@ -284,8 +256,11 @@ def test_all_buffers_take_at_most_twice_what_was_asked_for_at_once_and_a_repeate
     assert len(buffers.pins) == before
 
 
-def test_a_buffer_knows_of_the_copy_that_used_it_last() -> None:
+def test_a_buffer_serves_smaller_batches_and_knows_of_the_copy_that_used_it_last() -> None:
     buffers, event = Counted(), object()
+    for length in (8, 7, 5, 6, 8, 4):
+        step(buffers, [length * MIB] * 6)
+    assert buffers.pins == [8 * MIB] * 6
     first = buffers.take(MIB)
     buffers.give_back(first, event)
     assert buffers.take(MIB) is first
@@ -293,10 +268,7 @@ def test_a_buffer_knows_of_the_copy_that_used_it_last() -> None:
 
 
 def test_what_cannot_be_pinned_is_said_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> PinnedBuffer:
-        raise RuntimeError("CUDA error: out of memory")
-
-    buffers = PinnedBuffers()
+    buffers, refuse = PinnedBuffers(), Mock(side_effect=RuntimeError("CUDA error: out of memory"))
     monkeypatch.setattr(torch, "empty", refuse)
     with raises(OffloadError, "cannot_pin", nbytes=2**22):
         buffers.take(3 * MIB)
