@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotor_profiling.storage import storage_bytes
 from rotor_py import Checkpointable, InfeasibleError, PlanMismatchError
@@ -23,13 +26,18 @@ from rotor_py.plan.settings import Settings
 from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.plan.trained_model import TrainedModel
+from tests.capture.steps import assert_same_gradients as assert_same
+from tests.capture.steps import assert_trains_inside, planned_for
 from tests.fields import logged, raises
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+ecosystem = pytest.importorskip("ecosystem")
 transformers = pytest.importorskip("transformers")
 masking_utils = pytest.importorskip("transformers.masking_utils")
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
-SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+HEADS = {"num_hidden_layers": 1, "num_attention_heads": 4}
+SIZES = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, **HEADS}
 Batch = dict[str, torch.Tensor]
 
 
@@ -44,11 +52,11 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, max_position_embeddings=32))
 
 
-def bart(layers: int = 2) -> nn.Module:
+def bart() -> nn.Module:
     torch.manual_seed(0)
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
     return transformers.BartForConditionalGeneration(
-        transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=layers, decoder_layers=layers, **heads)
+        transformers.BartConfig(vocab_size=50, d_model=32, encoder_layers=1, decoder_layers=1, **heads)
     )
 
 
@@ -83,19 +91,16 @@ def assert_same_gradients(planned: Checkpointable, plain: nn.Module, batch: Batc
     assert all(map(torch.equal, found, expected))
 
 
-def recomputing(planned: Checkpointable) -> None:
-    """Have a plan that stores as little as it can."""
-    assert planned.budget is not None
-    planned.compute_sequence(planned.budget.least_bytes())
-
-
+PACKED = {**words(), "position_ids": torch.arange(16).remainder(8).expand(3, 16).contiguous()}
 CASES = {
-    "llama, no mask": (llama, words(), 0),
-    "llama, padded": (llama, words(padded=True), 2),
-    "mistral, nothing masked": (lambda: llama("Mistral"), words(mask=True), 0),
-    "bert, nothing masked": (bert, words(mask=True), 0),
+    "llama, no mask": (llama, words(), False),
+    "llama, padded": (llama, words(padded=True), True),
+    "llama, packed": (llama, PACKED, True),
+    "mistral, nothing masked": (lambda: llama("Mistral"), words(mask=True), False),
+    "mistral, a short window": (lambda: llama("Mistral", sliding_window=4), words(), True),
+    "bert, nothing masked": (bert, words(mask=True), False),
 }
-"""Models, batches, and how many of their attentions have a mask."""
+"""Models, batches, and whether their attention has a mask."""
 
 
 @pytest.mark.slow
@@ -103,24 +108,13 @@ CASES = {
 def test_gradients_are_eager_ones_and_a_decoder_without_a_mask_has_the_fast_attention(case: str) -> None:
     make, batch, masked = CASES[case]
     planned = Checkpointable(model := make(), batch)
-    recomputing(planned)
+    assert planned.budget is not None
+    planned.compute_sequence(planned.budget.least_bytes())
     found = list(attentions(planned))
-    assert sum(node.kwargs["attn_mask"] is not None for node in found) == masked
+    assert [node.kwargs["attn_mask"] is not None for node in found] == [masked]
     if not masked and make is not bert:
-        assert [(node.kwargs["is_causal"], node.kwargs["enable_gqa"]) for node in found] == [(True, True)] * 2
+        assert [(node.kwargs["is_causal"], node.kwargs["enable_gqa"]) for node in found] == [(True, True)]
     assert_same_gradients(planned, model, batch)
-
-
-@pytest.mark.slow
-def test_a_window_shorter_than_the_text_and_packed_sequences_stay_masked() -> None:
-    planned = Checkpointable(model := llama("Mistral", sliding_window=4), words())
-    assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))
-    recomputing(planned)
-    assert_same_gradients(planned, model, words())
-    packed = {**words(), "position_ids": torch.arange(16).remainder(8).expand(3, 16).contiguous()}
-    planned = Checkpointable(model := llama(), packed)
-    assert all(node.kwargs["attn_mask"] is not None for node in attentions(planned))
-    assert_same_gradients(planned, model, packed)
 
 
 @pytest.mark.slow
@@ -156,8 +150,7 @@ def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(c
 
 @pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_masked_each_by_its_own_batch() -> None:
-    model = bart(layers=1)
-    planned = Checkpointable(model, words(), mem_limit="1GB")
+    planned = Checkpointable(model := bart(), mem_limit="1GB")
     half = words(padded=True)["attention_mask"]
     for mask, other in ((half, None), (torch.ones_like(half), half)):
         masks = {"attention_mask": mask, "decoder_attention_mask": other}
@@ -236,8 +229,53 @@ def test_a_batch_with_padding_that_was_refused_says_nothing_of_one_without() -> 
         plans = StepPlans(TrainedModel(model, model, Settings(mem_limit=100)))
         plans._remember_refused(replace(spec, answers=refused), error)
         for asked in answers:
-            if refused == (False,) != asked:
+            fails = nullcontext() if refused == (False,) != asked else pytest.raises(InfeasibleError)
+            with fails:
                 plans._raise_if_refused(replace(spec, answers=asked))
-            else:
-                with pytest.raises(InfeasibleError):
-                    plans._raise_if_refused(replace(spec, answers=asked))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_unet_trains_inside_a_limit_with_the_same_numbers() -> None:
+    """`benchmarks/guard.py` trains all other models of this kind."""
+    torch.manual_seed(0)
+    _, inputs, loss = ecosystem.unet(batch=2)
+    assert_trains_inside(ecosystem.UNet(width=8, levels=2).train(), inputs, loss, (0.5, 0.0), exact=0.97)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of several experts at once, and those that come one by one."""
+
+    at_once = one_by_one = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.at_once += "grouped_mm" in str(func) and "fallback" not in str(func)
+        self.one_by_one += "grouped_mm_fallback" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_experts_are_multiplied_at_once_and_gradients_are_those_of_plain_training() -> None:
+    moe = pytest.importorskip("transformers.integrations.moe")
+    if not hasattr(moe, "_grouped_mm"):
+        pytest.skip("this version multiplies experts otherwise")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    config = transformers.MixtralConfig(**sizes, **heads, experts_implementation="grouped_mm")
+    torch.manual_seed(0)
+    plain = transformers.MixtralForCausalLM(config).train()
+    twin, tokens = copy.deepcopy(plain), torch.randint(64, (4, 32))
+    inputs = {"input_ids": tokens, "labels": tokens}
+    with Products() as expected:
+        plain(**inputs).loss.backward()
+    assert expected.at_once > 0
+    planned = planned_for(twin, inputs, lambda output: output.loss, cache=False)
+    planned.zero_grad()
+    with Products() as found:
+        planned(**inputs).loss.backward()
+    assert found.one_by_one == 0
+    assert found.at_once > expected.at_once, "some stages are recomputed"
+    assert_same(twin, plain)
