@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import re
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from rotor_py import Checkpointable, UnsupportedModelError
+from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
+from rotor_py.stage.error_context import watched
+from rotor_py.stage.runner import StageRunner
+from rotor_solver import Sequence
 from tests.capture.steps import assert_same_gradients, compare
-from tests.checkpointable.steps import between
+from tests.checkpointable.steps import Tower as Skips
+from tests.checkpointable.steps import between, square
 from tests.fields import raises
 
 F = nn.functional
@@ -81,22 +91,14 @@ def test_stages_are_named_after_modules_share_what_has_no_gradient_and_return_th
     assert costs["blocks.1"] is costs["blocks.2"], "equal stages are measured once"
     assert planned.functions[at].shared >= 1
     assert planned.chain.stages[at].activation == 16 * 40 * 48 * 4, "the mask is no part of a checkpoint"
-    outputs = []
-    for network in (planned, plain):
-        torch.manual_seed(1)
-        outputs.append(network(**inputs))
-    found, expected = outputs
+    found, expected = (network(**inputs) for network in (planned, plain))
     assert found.keys() == expected.keys()
     assert found["nested"][1][1] == 7
     assert torch.equal(found["mask"], expected["mask"])
     assert found["value"].requires_grad
     assert planned.table is planned.model.table
     assert planned.state_dict().keys() == plain.state_dict().keys()
-
-
-def test_granularity_bounds_the_number_of_stages() -> None:
-    planned, _, _ = planned_tower(granularity=3)
-    assert len(planned.names) <= 3
+    assert len(planned_tower(granularity=3)[0].names) <= 3
 
 
 class Partly(nn.Module):
@@ -115,38 +117,26 @@ class Partly(nn.Module):
         return self.apart(self.captured(value))
 
 
-@pytest.mark.parametrize(("captured", "outside"), [(0, 1), (8, 2)])
-def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(captured: int, outside: int) -> None:
+def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named() -> None:
     lines = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "the line to be named" in text)
-    with raises(UnsupportedModelError, "outside_graphs") as caught:
-        Checkpointable(Partly(captured, outside), torch.ones(64, 32))
-    assert f"test_graph_facts.py:{line}" in str(caught.value.name)
-
-
-def test_a_model_without_gradients_in_any_graph_is_refused_in_one_sentence() -> None:
-    with raises(UnsupportedModelError, "no_graph", name="Partly"):
+    for model in (Partly(0, 1), Partly(8, 2)):
+        with raises(UnsupportedModelError, "outside_graphs") as caught:
+            Checkpointable(model, torch.ones(64, 32))
+        assert f"test_graph_facts.py:{line}" in str(caught.value.name)
+    with raises(UnsupportedModelError, "no_graph", name="Partly"):  # nothing in any graph has a gradient
         Checkpointable(Partly(1, 0).requires_grad_(False), torch.ones(3, 32))
 
 
-def frozen_first(model: Tower) -> None:
-    model.embed.requires_grad_(False)
-    model.blocks[:2].requires_grad_(False)
-
-
-def only_some(model: Tower) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("wide" in name)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("change", "dtype"), [(frozen_first, None), (only_some, torch.bfloat16)])
-def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("trained", "mixed"), [(r"blocks\.2|norm", False), ("wide", True)])
+def test_frozen_parts_and_autocast_around_the_model(trained: str, mixed: bool) -> None:
     torch.manual_seed(0)
     model, ids = Tower(depth=3), torch.randint(20, (8, 24))
-    change(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(trained, name) is not None)
     plain = copy.deepcopy(model)
-    surroundings = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+    surroundings = torch.autocast("cpu", torch.bfloat16, enabled=mixed)
     with surroundings:
         planned = Checkpointable(model, {"ids": ids}, loss=tower_loss, fresh_grads=True)
         planned.compute_sequence(between(planned, 0.0))
@@ -156,3 +146,142 @@ def test_frozen_parts_and_autocast_around_the_model(change: Any, dtype: torch.dt
             loss = tower_loss(network(ids))
         loss.backward()
     assert_same_gradients(model, plain)
+
+
+_seen: list[weakref.ref[torch.UntypedStorage]] = []
+_there: list[bool] = []
+
+
+class Mixed(nn.Module):
+    """Tied weights, a recurrent layer, dropout, a batch norm, a region of autocast, and numbers between stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(24, 24) for _ in range(3))
+        self.third.weight = self.first.weight
+        self.recurrent = nn.GRU(24, 24, batch_first=True)
+        self.norm = nn.BatchNorm1d(24)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x).relu_()) * scale
+        rows = x.shape[1]
+        x = self.recurrent(x)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.second(x).sin()
+        x = self.norm(x.float().transpose(1, 2)).transpose(1, 2)
+        return self.third(x).sum(1) / rows
+
+
+def test_stages_that_are_stored_run_as_one_as_in_plain_training_with_tensors_put_in_the_place_of_parameters(
+    monkeypatch: Any,
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = Mixed(), {"x": torch.randn(16, 12, 24), "scale": torch.rand(16, 12, 24)}
+    planned, plain = Checkpointable(model, loss=square, fresh_grads=True), copy.deepcopy(model)
+    planned.measure(inputs)
+    called, run = list[str](), StageRunner.forward  # the stages that are run one by one in the graph around them
+    monkeypatch.setattr(StageRunner, "forward", lambda self, *given: called.append(self.name) or run(self, *given))
+    # The optimizer comes with the first step: a limit without room for it would be planned for anew.
+    for share in (None, 0.4):
+        planned.compute_sequence(10**9 if share is None else between(planned, share))
+        peak = compare(planned, plain, inputs, square)
+        assert peak <= planned.budget.peak_bytes(planned.sequence)
+        assert bool(called) == (share is not None)
+    planned.mem_limit = "1GB"
+    for network in (planned.model, plain):
+        torch.manual_seed(1)
+        network.second.weight = nn.Parameter(torch.randn(24, 24))
+    compare(planned, plain, inputs, square)
+
+
+def test_layers_that_do_nothing_are_run_too() -> None:
+    network = Checkpointable(nn.Sequential(nn.Sequential(), nn.Sequential(), nn.Linear(4, 4)), mem_limit="1GB")
+    network(torch.randn(2, 4)).sum().backward()
+
+
+def test_whoever_watches_stages_is_told_of_each_and_a_step_leaves_nothing_in_the_context_of_the_thread() -> None:
+    planned, _, inputs = planned_tower(mem_limit="1GB")
+    told: list[str] = []
+    with watched(lambda doing, name, begins: told.append(name) if begins and doing == "forward" else None):
+        tower_loss(planned(**inputs)).backward()
+    assert told == planned.names
+
+    def variables() -> int:
+        tower_loss(planned(**inputs)).backward()
+        return len(contextvars.copy_context())
+
+    variables()
+    assert len({variables() for _ in range(2)}) == 1
+
+
+class Refusing(Skips):
+    """In its middle, it takes no index beyond the size of its batch."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        x = x.index_select(0, index)
+        return super().forward(x)
+
+
+def test_an_error_names_the_stage_that_it_comes_from_and_the_line() -> None:
+    network = Checkpointable(Refusing(16, 3), mem_limit="1GB")
+    inputs = {"x": torch.randn(8, 16), "index": torch.arange(8)}
+    square(network(**inputs)).backward()
+    found = []
+    # The second time, somebody watches, so that the stages run one by one.
+    for around in (nullcontext(), watched(lambda *_: None)):
+        with pytest.raises(IndexError) as caught, around:
+            network(**{**inputs, "index": torch.arange(8) + 3})
+        found.append(caught.value.__notes__)
+    assert "x = x.index_select(0, index)" in found[0][0]
+    assert found[0][1].startswith("in the forward of stage")
+    assert found[0] == found[1]
+
+
+def note(value: torch.Tensor) -> torch.Tensor:
+    """Double a value, and remember its memory."""
+    _seen.append(weakref.ref(value.untyped_storage()))
+    return value * 2
+
+
+def look(value: torch.Tensor) -> torch.Tensor:
+    """Double a value, and see whether what was remembered is still there."""
+    _there.append(any(each() is not None for each in _seen))
+    return value * 2
+
+
+class Letting(nn.Linear):
+    """No backward needs what comes in between."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return look(note(super().forward(x)) + 1)
+
+
+def test_what_goes_into_a_run_is_freed_as_soon_as_it_was_used() -> None:
+    torch.compiler.allow_in_graph(note)
+    torch.compiler.allow_in_graph(look)
+    network = Checkpointable(Letting(8, 8), fresh_grads=True, loss=square)
+    network.measure(torch.randn(4, 8))
+    assert len(network.names) == 4
+    # The first stage is run again, so that the run of the others begins with what it has returned.
+    network.sequence = Sequence.parse("CF_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, Fe_0, B_0")
+    _seen.clear()
+    _there.clear()
+    network(torch.randn(4, 8)).sum().backward()
+    assert _there == [False]
+
+
+def test_only_steps_that_are_equal_in_all_are_equal_at_sight() -> None:
+    state = ModelState.of(nn.Linear(1, 1))
+
+    def spec(value: Any, number: int = 2, rest: Any = (None, "a"), **others: Any) -> StepSpec:
+        return StepSpec(state, spec_of(((value, number, rest), {"mask": torch.ones(3), **others})))
+
+    known, ones = spec(torch.ones(4, 5)), torch.ones(4, 5)
+    assert known.identical(spec(torch.zeros(4, 5)))
+    for value in (torch.ones(4, 6), ones.double(), torch.ones(4, 5, requires_grad=True)):
+        assert not known.identical(spec(value))
+    for change in ({"mask": torch.ones(3, 1)}, {"more": 1}, {"number": 1}, {"rest": [None, "a"]}):
+        assert not known.identical(spec(ones, **change))
+    assert not spec(np.ones(3)).identical(spec(np.ones(3)))  # their elements would be compared
