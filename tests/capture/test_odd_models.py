@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture.graph.graph_nodes import written_by
 from rotor_solver import store_all
-from tests.capture.steps import assert_same_gradients, assert_trains_inside, limits, planned_for
+from tests.capture.steps import assert_same_gradients, assert_trains_inside, limits
 from tests.checkpointable.steps import between, square, step_peak
 from tests.fields import logged, raises
 
@@ -67,15 +67,11 @@ class Quiet(Layers):
         return (value + noted).exp()
 
 
-class BiasAside(nn.Module):
+class BiasAside(Layers):
     """Hands on its input, and a bias with it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return value, self.weight.tanh().exp()
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return value, self.layers[0].bias.tanh().exp()  # type: ignore[union-attr]
 
 
 class Added(nn.Module):
@@ -87,24 +83,21 @@ class Added(nn.Module):
         return value.softmax(-1).sin()
 
 
-class HandedOn(nn.Sequential):
+def handed_on() -> nn.Module:
     """Scores that are overwritten after a bias has been made (LongT5)."""
-
-    def __init__(self) -> None:
-        super().__init__(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), BiasAside(), Added())))
+    return nn.Sequential(*(each for _ in range(4) for each in (nn.Linear(WIDTH, WIDTH), BiasAside(1), Added())))
 
 
 class Scored(Layers):
     """A vmap in which trained tensors from outside are read, and random numbers drawn."""
 
-    def __init__(self, *, noise: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weight, self.noise = nn.Parameter(torch.rand(WIDTH)), noise
+        self.weight = nn.Parameter(torch.rand(WIDTH))
 
     def step(self, value: torch.Tensor) -> torch.Tensor:
         def score(row: torch.Tensor) -> torch.Tensor:
-            drawn = torch.rand_like(row) if self.noise else 1.0
-            return (row * self.weight).tanh() * row.sum() * drawn
+            return (row * self.weight).tanh() * row.sum() * torch.rand_like(row)
 
         return torch.vmap(score, randomness="different")(value).relu()
 
@@ -121,24 +114,23 @@ class Buffered(Layers):
 
 
 class BreakingBefore(Layers):
-    """The head and the loss have a graph of their own, which returns large logits. An early one may return values."""
+    """A small first graph returns values; the head and the loss have one of their own, which returns large logits."""
 
-    def __init__(self, early: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.early, self.first = early, nn.Linear(WIDTH, WIDTH)
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8 * WIDTH)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH)) for _ in range(3)
         )
-        self.head = nn.Linear(WIDTH, 8 * WIDTH)
 
     def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         value = self.first(value)
-        seen = (torch.cat([value.sin()] * 4),) if self.early else ()
+        seen = torch.cat([value.sin()] * 4)
         torch._dynamo.graph_break()
         value = super().forward(value)
         torch._dynamo.graph_break()
         logits = self.head(value)
-        return logits.logsumexp(-1).mean(), logits, *seen
+        return logits.logsumexp(-1).mean(), logits, seen
 
 
 class LateLoss(Layers):
@@ -196,12 +188,10 @@ class Skipping(Layers):
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "filled table": (Table, (64, 16, WIDTH), 0),
     "quiet writes": (Quiet, (64, 16, WIDTH), 0),
-    "overwritten input of a stage": (HandedOn, (64, 16, WIDTH), 0),
-    "vmap": (Scored, (512, WIDTH), 0),
-    "vmap with random numbers": (lambda: Scored(noise=True), (512, WIDTH), 0),
+    "overwritten input of a stage": (handed_on, (64, 16, WIDTH), 0),
+    "vmap with random numbers": (Scored, (512, WIDTH), 0),
     "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
-    "late graph": (lambda: BreakingBefore(False), (256, WIDTH), 0),
-    "early and late graph": (lambda: BreakingBefore(True), (256, WIDTH), 0),
+    "early and late graph": (BreakingBefore, (256, WIDTH), 0),
     "loss in a late graph": (LateLoss, (512, WIDTH), 0.97),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
 }
@@ -217,7 +207,7 @@ def first_tensor_square(output: Any) -> torch.Tensor:
 def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case: str) -> None:
     make, shape, exact = CASES[case]
     torch.manual_seed(0)
-    name = "input" if make is HandedOn else "value"
+    name = "input" if make is handed_on else "value"
     planned = assert_trains_inside(make(), {name: torch.randn(shape)}, first_tensor_square, exact=exact)
     if case == "skip connection":
         least, whole = limits(planned)
@@ -244,17 +234,26 @@ def test_a_step_with_own_autograd_functions_keeps_to_the_plan_without_the_collec
         gradient.square().sum().backward()
 
 
-class Either(Scored):
-    """Another function inside for batches of few rows."""
+class Also(Scored):
+    """Another function inside of vmap, which is made for the batch."""
+
+    def __init__(self, inner: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        super().__init__()
+        self.inner = inner
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        made, few = super().forward(value), len(value) < 8
-        return torch.vmap(lambda row: row.exp() if few else row.sin())(made)
+        made = super().forward(value)
+        return torch.vmap(self.inner(made))(made)
+
+
+def writing(made: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    kept = made.detach().clone()
+    return lambda row: kept.mul_(2).sum() * row.sum()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_another_function_inside_of_vmap_is_another_graph(caplog: pytest.LogCaptureFixture) -> None:
-    model = Either()
+    model = Also(lambda made: torch.exp if len(made) < 8 else torch.sin)
     plain = copy.deepcopy(model)
     planned = Checkpointable(model, {"value": torch.randn(16, WIDTH)}, mem_limit="1GB", loss=square)
     with caplog.at_level(logging.WARNING, "rotor_py"):
@@ -262,53 +261,19 @@ def test_another_function_inside_of_vmap_is_another_graph(caplog: pytest.LogCapt
             value = torch.randn(rows, WIDTH)
             for each in (planned, plain):
                 each.zero_grad()
+                torch.manual_seed(1)
                 square(each(value=value)).backward()
             assert_same_gradients(planned, plain)
     assert len(logged(caplog, "planning_again")) == 1  # for few rows, and once
 
 
-class Failing(Scored):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(lambda row: row[torch.tensor(99)])(super().forward(value))
-
-
-class Writing(Scored):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        made = super().forward(value)
-        kept = made.detach().clone()
-        torch.vmap(lambda row: kept.mul_(2).sum() * row.sum())(made)
-        return made
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_an_error_inside_of_vmap_leaves_no_transform_on_and_a_write_to_outside_is_refused() -> None:
     with pytest.raises(IndexError):
-        Checkpointable(Failing(), {"value": torch.randn(4, WIDTH)})
+        Checkpointable(Also(lambda made: lambda row: row[torch.tensor(99)]), {"value": torch.randn(4, WIDTH)})
     assert torch._C._functorch.maybe_current_level() is None
     with raises(UnsupportedModelError, "in_place_input"):
-        Checkpointable(Writing(), {"value": torch.randn(4, WIDTH)})
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.slow
-def test_a_state_space_model_trains_inside_the_limit() -> None:
-    """Traced, they scan with vmap; eagerly they go token by token, so that the last digits differ."""
-    torch.manual_seed(0)
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
-    model, ids = transformers.MambaForCausalLM(config), torch.randint(3, 50, (2, 8))
-    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    eager = copy.deepcopy(model).train()
-    traced = torch.compile(copy.deepcopy(model).train(), backend="eager")
-    planned = planned_for(model, inputs, lambda output: output.loss, share=0.5)
-    with torch._dynamo.config.patch(recompile_limit=64):  # other tests have traced the library's functions, too
-        for each in (eager, traced, planned):
-            each(**inputs).loss.backward()
-    for found, same, close in zip(planned.parameters(), traced.parameters(), eager.parameters(), strict=True):
-        assert (found.grad is None) == (same.grad is None)
-        if found.grad is not None:
-            assert torch.equal(found.grad, same.grad)
-            torch.testing.assert_close(found.grad, close.grad, atol=1e-6, rtol=1e-4)
+        Checkpointable(Also(writing), {"value": torch.randn(4, WIDTH)})
 
 
 @pytest.mark.parametrize(
@@ -316,7 +281,6 @@ def test_a_state_space_model_trains_inside_the_limit() -> None:
     [
         (lambda value: F.relu(value, True), ["value"]),
         (lambda value: F.relu(value, False), []),
-        (lambda value: value & value, []),
         (lambda value: F.dropout(value, 0.1, True, True), ["value"]),
         (lambda value: F.hardtanh(value, inplace=True), ["value"]),
         (lambda value: torch._foreach_add_([value.neg(), value], 1), ["neg", "value"]),
@@ -329,7 +293,7 @@ def test_overwritten_tensors_are_found_in_any_notation(write: Callable[[Any], An
 
 
 class Normalized(Layers):
-    def __init__(self, momentum: float | None = 0.1, blocks: int = 6) -> None:
+    def __init__(self, momentum: float | None = 0.1, blocks: int = 4) -> None:
         super().__init__(blocks)
         self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, momentum=momentum) for _ in range(blocks))
 
@@ -353,11 +317,9 @@ def test_copies_of_statistics_of_equal_stages_are_inside_the_limit() -> None:
     planned, batch = Checkpointable(Normalized(blocks=16), loss=square), torch.randn(8, WIDTH)
     planned.measure(batch)
     for share in (0.1, 0.0):
-        limit = between(planned, share)
-        planned.compute_sequence(limit)
-        for _ in range(2):
-            peak = step_peak(planned, batch)
-        assert peak <= limit
+        planned.compute_sequence(limit := between(planned, share))
+        step_peak(planned, batch)
+        assert step_peak(planned, batch) <= limit
     assert planned.sequence != store_all(planned.build_chain())
 
 
