@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -47,8 +46,7 @@ class Moving(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.mean: torch.Tensor
+        self.mean = nn.Buffer(torch.zeros(WIDTH))
 
     def move(self, value: torch.Tensor) -> None:
         with torch.no_grad():
@@ -76,12 +74,6 @@ class Statistics(Moving):
         return value
 
 
-class Into(Moving):
-    def move(self, value: torch.Tensor) -> None:
-        with torch.no_grad():
-            torch.mul(value.detach()[0], 0.1, out=self.mean)
-
-
 class Replaced(Moving):
     def move(self, value: torch.Tensor) -> None:
         self.mean = 0.9 * self.mean + value.detach().mean(0)
@@ -97,19 +89,11 @@ class Outside(Moving):
         return super().forward(value)
 
 
-MODELS = [Moving, ReadBefore, Statistics, Into, Replaced, Outside]
-FAST = [(Statistics, 1), (Into, 1), (Outside, 1), (ReadBefore, 2), (Replaced, 2)]
+CASES = [(Statistics, 1), (Moving, 1), (Outside, 1), (ReadBefore, 2), (Replaced, 2)]
 """Models, and how many forwards come before their backward."""
 
 
-@pytest.mark.parametrize(
-    ("make", "count"),
-    [
-        pytest.param(make, count, marks=() if (make, count) in FAST else pytest.mark.slow)
-        for make in MODELS
-        for count in (1, 2)
-    ],
-)
+@pytest.mark.parametrize(("make", "count"), CASES)
 def test_moved_buffers_are_those_of_plain_training(make: Callable[[], nn.Module], count: int) -> None:
     torch.manual_seed(0)
     model, values = make().train(), [torch.randn(16, WIDTH) for _ in range(count)]
@@ -147,8 +131,7 @@ def test_measuring_leaves_a_generator_of_the_model_as_it_was() -> None:
 
 class Scaled(Block):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        scale = float(np.random.rand())  # as models do
-        return value + scale * super().forward(value)
+        return value + float(np.random.rand()) * super().forward(value)  # as models do
 
 
 def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
@@ -163,23 +146,22 @@ def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
     assert_same_gradients(model, plain)
 
 
-class Counter(nn.Module):
+class Counter(Block):
     """A block that counts its calls, which change what it computes; so does a temperature."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(WIDTH, 128), nn.Linear(128, WIDTH)
         self.calls, self.temperature, self.width = 0, 1.0, WIDTH
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        y = self.outer(torch.relu(self.inner(x.reshape(-1, self.width))))
+        y = super().forward(x.reshape(-1, self.width))
         return x + torch.softmax(y / self.temperature, -1) * (1 + 0.1 * self.calls)
 
 
 class Counting(Blocks):
     def __init__(self) -> None:
-        super().__init__(Counter, 4)
+        super().__init__(Counter)
         self.steps = 0
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -187,37 +169,24 @@ class Counting(Blocks):
         return super().forward(value)
 
 
-@pytest.mark.parametrize("cooling", [False, True])
-def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(
-    cooling: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, x = Counting(), torch.randn(128, WIDTH)
     plain = copy.deepcopy(model)
     planned = planned_for(model, x, share=0.5)
-    for step in range(6):
+    for step in range(9):
         if step == 3:
             caplog.clear()
         outputs = []
         for each, run in ((plain, plain), (model, planned)):
             for block in each.blocks:
-                block.temperature = 1 / (1 + step * cooling)
+                block.temperature = 1 / (1 + step)
             each.zero_grad()
             outputs.append(run(x))
             outputs[-1].square().mean().backward()
         assert torch.equal(*outputs), step
         assert_same_gradients(model, plain)
         assert model.steps == plain.steps == step + 1
-        assert [each.calls for each in model.blocks] == [step + 1] * 4
+        assert [each.calls for each in model.blocks] == [step + 1] * 3
     assert not logged(caplog, "captured_again")
     assert planned.sequence != store_all(planned.budget.chain)  # something was recomputed
-
-
-def test_a_count_takes_one_graph_more_however_long_training_is(caplog: pytest.LogCaptureFixture) -> None:
-    model = Counting()
-    planned = Checkpointable(model, mem_limit="1GB")
-    with caplog.at_level(logging.WARNING, "rotor_py"):
-        for _ in range(70):  # more than there may be graphs
-            planned(torch.randn(8, WIDTH)).sum().backward()
-    assert len(logged(caplog, "captured_again")) <= 2
-    assert model.steps == 70
