@@ -144,10 +144,8 @@ def _gradients(body: fx.GraphModule, forward: Any, example: torch.Tensor) -> lis
     body.zero_grad()
     made = forward(x)
     sum((each.square().sum() for each in made if each.requires_grad), torch.zeros(())).backward()
-    return [
-        *(each.detach() for each in made),
-        *(each.grad for each in (x, *body.parameters()) if each.grad is not None),
-    ]
+    gradients = [each.grad for each in (x, *body.parameters()) if each.grad is not None]
+    return [*(each.detach() for each in made), *gradients]
 
 
 @torch.library.custom_op("rotor_tests::halved", mutates_args=())
@@ -174,10 +172,8 @@ POINTS = st.lists(st.builds(part_of, st.integers(1, 99), st.integers(1, 99)), ma
 
 def is_corner(part: PricedCut, parts: list[PricedCut]) -> bool:
     """Whether no mixture of two others keeps as few bytes at that price or less."""
-    for a in parts:
-        for b in parts:
-            if part in (a, b) or not min(a.nbytes, b.nbytes) <= part.nbytes <= max(a.nbytes, b.nbytes):
-                continue
+    for a, b in itertools.product(parts, parts):
+        if part not in (a, b) and min(a.nbytes, b.nbytes) <= part.nbytes <= max(a.nbytes, b.nbytes):
             share = Fraction(part.nbytes - a.nbytes, b.nbytes - a.nbytes) if a.nbytes != b.nbytes else Fraction(0)
             if a.price + share * (b.price - a.price) <= part.price:
                 return False
@@ -212,9 +208,3 @@ def test_what_is_left_saves_enough_from_one_to_the_next(
     others = [part for part in inner if part.nbytes <= 100 - least]
     assert not others or left[1:-1]  # something that saves enough is never lost for something that does not
     assert stays in left or 100 - stays.nbytes < least
-
-
-def test_what_saves_too_little_goes_and_takes_no_other_along() -> None:
-    parts = [part_of(1000, 0), part_of(950, 10), part_of(500, 100), part_of(200, 400), part_of(50, 900)]
-    assert thinned(parts, parts[1], 100, 5) == parts[2:4]
-    assert thinned(parts, parts[2], 100, 1) == parts[2:3]
