@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotor_profiling.storage import storage_bytes
 from rotor_py import Checkpointable, InfeasibleError, PlanMismatchError
 from rotor_py.capture import captured_graph
-from rotor_py.capture.captured_forward import CapturedForward
-from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.step_plans import StepPlans
@@ -131,11 +129,12 @@ def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
     assert sum(saved) <= 1.02 * eager
 
 
-def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(caplog: Any) -> None:
+def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones_and_break_no_graph(
+    caplog: Any,
+) -> None:
     functions = "prepare_padding_mask", "find_packed_sequence_indices"
     before = [getattr(masking_utils, name) for name in functions]
-    model = llama()
-    planned = Checkpointable(model, words(mask=True), mem_limit="1GB")
+    planned = Checkpointable(model := llama(), words(mask=True), mem_limit="1GB")
     with caplog.at_level(logging.WARNING, "rotor_py"):
         for length in (16, 8):
             for padded in (False, True):
@@ -143,6 +142,7 @@ def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(c
                 assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
     assert len(logged(caplog, "planning_again")) == 1
     assert logged(caplog, "planning_again", cause="mask")
+    assert planned._planner.in_use.source._session._forward.tracing.breaks_at is None
     with pytest.raises(IndexError):
         planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
     assert [getattr(masking_utils, name) for name in functions] == before, "the library is as it was"
@@ -185,12 +185,6 @@ def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: 
     for batch in batches:
         assert_same_gradients(planned, model, batch)
         assert all((node.kwargs["attn_mask"] is not None) == (batch is batches[0]) for node in attentions(planned))
-
-
-def test_a_question_breaks_no_graph() -> None:
-    forward = CapturedForward(llama(), granularity=1)
-    forward.call((), words(padded=True), CapturedGraph.run_unplanned)
-    assert forward.tracing.breaks_at is None
 
 
 class Broken(nn.Module):
