@@ -32,9 +32,7 @@ def train(network: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in network.parameters()]
 
 
-def test_smaller_inputs_use_the_plan_larger_ones_are_planned_and_wrong_or_too_many_are_refused(
-    caplog: Any,
-) -> None:
+def test_smaller_inputs_use_the_plan_larger_ones_are_planned_and_wrong_or_too_many_are_refused(caplog: Any) -> None:
     planned, plain, _ = planned_tower(mem_limit="1GB")
     plain.train()
     with FlopCounterMode(display=False), raises(UnsupportedModelError, "capture_suspended", name="FlopCounterMode"):
@@ -218,7 +216,7 @@ def test_a_number_given_as_a_tensor_may_change_at_every_step(caplog: Any) -> Non
 
 def test_plans_from_files_and_of_copies_train_the_same_without_measuring(tmp_path: Path, caplog: Any) -> None:
     planned, plain, inputs = planned_tower()
-    planned.compute_sequence(sum(limits(planned)) // 2)
+    planned.compute_sequence(10**9)
     planned.save_plan(tmp_path / "plan.json")
     loaded = Checkpointable(copy.deepcopy(planned.model), plan=tmp_path / "plan.json")
     assert loaded.sequence == planned.sequence
