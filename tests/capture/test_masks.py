@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rotor_profiling.storage import storage_bytes
 from rotor_py import Checkpointable, InfeasibleError, PlanMismatchError
 from rotor_py.capture import captured_graph
+from rotor_py.capture.captured_forward import CapturedForward
+from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.step_plans import StepPlans
@@ -129,7 +131,7 @@ def test_the_stages_save_no_more_than_the_model_run_eagerly() -> None:
     assert sum(saved) <= 1.02 * eager
 
 
-def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones_and_break_no_graph(
+def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones(
     caplog: Any,
 ) -> None:
     functions = "prepare_padding_mask", "find_packed_sequence_indices"
@@ -142,7 +144,6 @@ def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones_a
                 assert all((node.kwargs["attn_mask"] is not None) == padded for node in attentions(planned))
     assert len(logged(caplog, "planning_again")) == 1
     assert logged(caplog, "planning_again", cause="mask")
-    assert planned._planner.in_use.source._session._forward.tracing.breaks_at is None
     with pytest.raises(IndexError):
         planned(input_ids=torch.full((1, 3), 99), labels=torch.zeros(1, 3, dtype=torch.long))
     assert [getattr(masking_utils, name) for name in functions] == before, "the library is as it was"
@@ -150,7 +151,8 @@ def test_padded_batches_have_a_plan_of_their_own_that_also_serves_smaller_ones_a
 
 @pytest.mark.slow
 def test_an_encoder_and_a_decoder_are_masked_each_by_its_own_batch() -> None:
-    planned = Checkpointable(model := bart(), mem_limit="1GB")
+    model = bart()
+    planned = Checkpointable(model, words(), mem_limit="1GB")
     half = words(padded=True)["attention_mask"]
     for mask, other in ((half, None), (torch.ones_like(half), half)):
         masks = {"attention_mask": mask, "decoder_attention_mask": other}
@@ -185,6 +187,12 @@ def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: 
     for batch in batches:
         assert_same_gradients(planned, model, batch)
         assert all((node.kwargs["attn_mask"] is not None) == (batch is batches[0]) for node in attentions(planned))
+
+
+def test_a_question_breaks_no_graph() -> None:
+    forward = CapturedForward(llama(), granularity=1)
+    forward.call((), words(padded=True), CapturedGraph.run_unplanned)
+    assert forward.tracing.breaks_at is None
 
 
 class Broken(nn.Module):
