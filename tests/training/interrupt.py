@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,13 +16,7 @@ class Interrupt(TorchDispatchMode):
         super().__init__()
         self.at, self.calls = at, 0
 
-    def __torch_dispatch__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += 1
         if self.calls == self.at:
             signal.raise_signal(signal.SIGINT)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch import nn
 
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable
+from tests.checkpointable.steps import CPU, Tower, square
 
-CPU = torch.device("cpu")
 LARGEST = 256
 WIDTH = 64
 MOST = 3
@@ -40,19 +41,6 @@ class Breaking(nn.Module):
         return value * 1.5
 
 
-class Tower(nn.Module):
-    """No chain: TorchDynamo captures it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = value + torch.dropout(torch.tanh(layer(value)), 0.2, self.training)
-        return value
-
-
 def chain() -> nn.Sequential:
     layers = [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(5)
@@ -62,10 +50,6 @@ def chain() -> nn.Sequential:
 
 def rows(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def loss_of(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
 
 
 class World:
@@ -87,13 +71,11 @@ class World:
     def backward(self, at: int, times: int) -> None:
         given, output = self.flying.pop(at)
         for number in range(times):
-            loss_of(output).backward(retain_graph=number < times - 1)
+            square(output).backward(retain_graph=number < times - 1)
         self.write(given.grad)
 
     def backward_of_a_sum(self) -> None:
-        losses = [loss_of(output) for _, output in self.flying]
-        total: torch.Tensor = sum(losses)  # type: ignore[assignment] # not an int
-        total.backward()
+        sum(square(output) for _, output in self.flying).backward()
         self.write(*(given.grad for given, _ in self.flying))
         self.flying.clear()
 
@@ -107,15 +89,11 @@ class World:
         self.network.train()
 
     def break_forward(self, size: int) -> None:
-        breaking = [each for each in self.network.modules() if isinstance(each, Breaking)]
-        if not breaking:
-            return  # it would be one more forward in flight
-        for each in breaking:
-            each.fails = True
-        with suppress(_StopError):
-            self.network(rows(size, 0).requires_grad_(self.gradient))
-        for each in breaking:
-            each.fails = False
+        if any(isinstance(each, Breaking) for each in self.network.modules()):  # else it would be in flight
+            Breaking.fails = True
+            with suppress(_StopError):
+                self.network(rows(size, 0).requires_grad_(self.gradient))
+            Breaking.fails = False
 
     def break_backward(self, at: int) -> None:
         def stop(gradient: torch.Tensor) -> None:
@@ -124,7 +102,7 @@ class World:
         _, output = self.flying.pop(at)
         output.register_hook(stop)
         with suppress(_StopError):
-            loss_of(output).backward()
+            square(output).backward()
 
     def end(self) -> None:
         """The step is over: its results, and no gradients from here on."""
@@ -137,31 +115,24 @@ class Steps(RuleBasedStateMachine):
 
     made_by: Callable[[], nn.Module] = chain
 
-    @initialize(
-        told=st.integers(1, MOST),
-        order=st.sampled_from((None, "reverse")),
-        share=st.floats(0.0, 1.0),
-        gradient=st.booleans(),
-    )
-    def begin(self, told: int, order: Literal["reverse"] | None, share: float, gradient: bool) -> None:
-        make = type(self).made_by
-        torch.manual_seed(0)
-        planned = Checkpointable(make(), loss=loss_of, forwards_in_flight=MOST)
-        planned.mem_limit = "1GB"
-        planned.measure(rows(LARGEST, 0).requires_grad_(gradient))
-        assert planned.budget is not None
-        self.least, self.stored = planned.budget.least_bytes(), planned.report().store_all_bytes
-        torch.manual_seed(0)
-        # Gradients are not freed in a step: its second pass finds those of the first.
-        planned = Checkpointable(make(), loss=loss_of, forwards_in_flight=told, backward_order=order)
-        planned.measure(rows(LARGEST, 0).requires_grad_(gradient))
-        self.planned, self.known, self.checks = planned, told, dict[str, int]()
+    @initialize(told=st.integers(1, MOST), reverse=st.booleans(), share=st.floats(0.0, 1.0), gradient=st.booleans())
+    def begin(self, told: int, reverse: bool, share: float, gradient: bool) -> None:
+        def planned(**options: Any) -> Checkpointable:
+            torch.manual_seed(0)
+            # Gradients are not freed in a step: its second pass finds those of the first.
+            found = Checkpointable(type(self).made_by(), loss=square, **options)
+            found.measure(rows(LARGEST, 0).requires_grad_(gradient))
+            return found
+
+        probe = planned(forwards_in_flight=MOST, mem_limit="1GB")
+        self.least, self.stored = probe.budget.least_bytes(), probe.report().store_all_bytes
+        self.planned, self.known = planned(forwards_in_flight=told, backward_order="reverse" if reverse else None), told
+        self.checks: dict[str, int] = {}
         self.any_order = False
         """whether a backward has come while a later forward was in flight"""
         self.set_limit(share)
         torch.manual_seed(0)
-        plain = make()
-        self.worlds = World(planned, gradient=gradient), World(plain, gradient=gradient)
+        self.worlds = tuple(World(each, gradient=gradient) for each in (self.planned, type(self).made_by()))
         self.meter = memory_meter(CPU)
         self.meter.__enter__()
         self.steps = 0
@@ -240,13 +211,11 @@ class Steps(RuleBasedStateMachine):
         self.meter.mark(f"twin of {self.steps}")
         for number, act in enumerate(self.done, 1):
             self.run(act, self.worlds[1], number)
-        mine, plain = (world.log for world in self.worlds)
-        assert mine == plain
-        mine.clear()
-        plain.clear()
+        assert self.worlds[0].log == self.worlds[1].log
+        for world in self.worlds:
+            world.log.clear()
         # The first backward in another order than was planned for may take the step over its limit, with a warning.
         if self.most <= self.known and (self.in_order or self.planned.budget.backward_order == "any"):
-            assert isinstance(self.planned.mem_limit, int)
             self.checks[str(self.steps)] = self.planned.mem_limit
         self.known = max(self.known, self.most)
         if share is not None:
@@ -268,17 +237,11 @@ class Steps(RuleBasedStateMachine):
 class CapturedSteps(Steps):
     """The same for a model that TorchDynamo captures."""
 
-    made_by = Tower
+    made_by = partial(Tower, WIDTH, 5, 0.2)
 
 
-@pytest.mark.parametrize(
-    ("machine", "examples"),
-    [
-        (Steps, 2),
-        (CapturedSteps, 2),
-        *(pytest.param(each, 100, marks=pytest.mark.slow) for each in (Steps, CapturedSteps)),
-    ],
-)
+@pytest.mark.parametrize("machine", [Steps, CapturedSteps])
+@pytest.mark.parametrize("examples", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps], examples: int) -> None:
     """Without room for the second forward in flight, a hundred examples find a step over its limit; twelve do not."""
     run_state_machine_as_test(

@@ -51,12 +51,10 @@ def halved(optimizer: torch.optim.Optimizer) -> Any:
     [
         (chain(), vectors(), adamw),
         (chain(), vectors(), momentum),
-        (chain(), vectors(), two_groups),
         (tied_chain(), words(), two_groups),
         (Language(tied=True), words(), adamw),
         (Language(tied=False), words(), momentum),
     ],
-    ids=["adamw", "momentum", "two groups", "tied", "tied captured", "captured"],
 )
 def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
     model: nn.Module, batches: list[torch.Tensor], make: Make
@@ -68,12 +66,10 @@ def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
         planned, optimizer = stepping(model, make, batches[0])
         limit = between(planned, share)
         planned.compute_sequence(limit)
-        peaks = list(train(planned, optimizer, batches, halved(optimizer)))
+        peaks = train(planned, optimizer, batches, halved(optimizer))
         assert same_parameters(planned, plain)
         assert same_state(optimizer, expected)
         assert all(each.grad is None for each in planned.parameters())
-        assert planned.budget is not None
-        assert planned.sequence is not None
         predicted = planned.budget.peak_bytes(planned.sequence)
         assert max(peaks) <= predicted <= limit
         assert max(peaks) > 0.97 * predicted
@@ -81,58 +77,48 @@ def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
         assert share == 1.0 or max(peaks) < plain_peak
 
 
-def test_gradients_leave_the_budget_stage_by_stage(tmp_path: Path) -> None:
+def test_gradients_leave_the_budget_stage_by_stage_where_shared_after_their_last_use(tmp_path: Path) -> None:
     model, batch = chain(), vectors(1)[0]
     kept = Checkpointable(copy.deepcopy(model), batch, loss=square, optimizer=adamw(model), fresh_grads=True)
     freed, _ = stepping(model, adamw, batch)
-    assert kept.budget is not None
-    assert freed.budget is not None
     assert freed.budget.fixed.gradients == 0
     assert not any(stage.gradient for stage in freed.budget.chain.stages)
     gradients = sum(each.nbytes for each in model.parameters())
     assert freed.budget.freed_gradients == gradients
     assert kept.budget.least_bytes() - freed.budget.least_bytes() > 0.5 * gradients
-    assert "gradients are freed in the backward" in freed.summary()
-    assert "gradients are freed in the backward" in str(freed.report())
     freed.report().to_html(tmp_path / "plan.html")
-    assert "gradients are freed in the backward" in (tmp_path / "plan.html").read_text(encoding="utf-8")
+    for said in (freed.summary(), str(freed.report()), (tmp_path / "plan.html").read_text(encoding="utf-8")):
+        assert "gradients are freed in the backward" in said
+    tied, _ = stepping(tied_chain(), adamw, words(1)[0])
+    shared = tied.model[0].weight.nbytes
+    assert [stage.gradient for stage in tied.chain.stages] == [-shared, *[0] * (len(tied.chain) - 2), shared]
 
 
-def test_the_gradient_of_a_shared_parameter_waits_for_its_last_use() -> None:
-    planned, _ = stepping(tied_chain(), adamw, words(1)[0])
-    assert planned.chain is not None
-    shared = planned.model[0].weight.nbytes
-    assert [stage.gradient for stage in planned.chain.stages] == [-shared, *[0] * (len(planned.chain) - 2), shared]
-
-
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("SGD", {"lr": 0.1}),
-    ("AdamW", {"foreach": True}),
-    ("Adam", {"fused": True}),
-    ("Adam", {"amsgrad": True}),
-    ("RMSprop", {"momentum": 0.5}),
-    *((name, {}) for name in ("NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "Adafactor")),
-    ("ASGD", {"lambd": 0.1, "t0": 1}),
-    ("Muon", {}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 0.1}),
+        ("AdamW", {"foreach": True}),
+        ("Adam", {"fused": True}),
+        ("Adam", {"amsgrad": True}),
+        ("RMSprop", {"momentum": 0.5}),
+        *((name, {}) for name in ("NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Rprop", "Adafactor", "Muon")),
+        ("ASGD", {"lambd": 0.1, "t0": 1}),
+    ],
+)
 def test_every_optimizer_that_is_taken_steps_each_parameter_by_itself(name: str, options: dict[str, Any]) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip("Muon is new in torch 2.9")
     model, batches = nn.Sequential(*[nn.Linear(16, 16, bias=name != "Muon") for _ in range(2)]), vectors(3, 16)
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        found: torch.optim.Optimizer = getattr(torch.optim, name)(model.parameters(), **options)
-        return found
+        return getattr(torch.optim, name)(model.parameters(), **options)
 
-    plain = copy.deepcopy(model)
-    expected = make(plain)
-    list(train(plain, expected, batches))
     planned, optimizer = stepping(model, make, batches[0])
-    list(train(planned, optimizer, batches))
-    assert same_parameters(planned, plain)
+    expected = make(model)
+    train(model, expected, batches)
+    train(planned, optimizer, batches)
+    assert same_parameters(planned, model)
     assert same_state(optimizer, expected)
 
 
@@ -144,7 +130,6 @@ def test_frozen_parameters_and_those_of_other_optimizers_stay_as_they_are() -> N
     model, batch = chain(4, 32), vectors(1, 32)[0]
     model[2].requires_grad_(False)
     planned, optimizer = stepping(model, make, batch)
-    assert planned.budget is not None
     others = [*planned.model[0].parameters(), *planned.model[3].parameters()]
     assert planned.budget.fixed.gradients == sum(each.nbytes for each in others)
     extra.grad = torch.ones(3)
@@ -162,7 +147,6 @@ def test_autocast_has_the_numbers_of_plain_training() -> None:
     model, batches = chain(4, 64), vectors(3, 64)
     with torch.autocast("cpu", torch.bfloat16):
         planned, optimizer = stepping(model, adamw, batches[0])
-    assert planned.chain is not None
     planned.sequence = recompute_all(planned.chain)
     assert planned.sequence != store_all(planned.chain)
     expected = adamw(model)
@@ -179,9 +163,8 @@ def test_autocast_has_the_numbers_of_plain_training() -> None:
 
 def test_a_closure_steps_in_its_backward_after_hooks_of_gradients() -> None:
     model, batch = chain(2, 16), vectors(1, 16)[0]
-    plain = copy.deepcopy(model)
     planned, optimizer = stepping(model, momentum, batch)
-    for network, own in ((plain, momentum(plain)), (planned, optimizer)):
+    for network, own in ((model, momentum(model)), (planned, optimizer)):
         for each in network.parameters():
             each.register_hook(lambda gradient: gradient.clamp(-1e-4, 1e-4))
 
@@ -193,49 +176,39 @@ def test_a_closure_steps_in_its_backward_after_hooks_of_gradients() -> None:
 
         for _ in range(2):
             own.step(closure)
-    assert same_parameters(planned, plain)
+    assert same_parameters(planned, model)
 
 
 def test_training_goes_on_from_a_checkpoint() -> None:
     model, batches = chain(2, 16), vectors(4, 16)
-    plain = copy.deepcopy(model)
-    expected = adamw(plain)
-    list(train(plain, expected, batches))
     first, optimizer = stepping(model, adamw, batches[0])
-    list(train(first, optimizer, batches[:2]))
+    train(model, adamw(model), batches)
+    train(first, optimizer, batches[:2])
     second, resumed = stepping(chain(2, 16), adamw, batches[0])
     square(second(batches[0])).backward()  # a step of other weights, so that groups are known that are made anew
     resumed.step()
     second.load_state_dict(first.state_dict())
     resumed.load_state_dict(optimizer.state_dict())
-    list(train(second, resumed, batches[2:]))
-    assert same_parameters(second, plain)
+    train(second, resumed, batches[2:])
+    assert same_parameters(second, model)
 
 
-def test_a_copy_is_stepped_by_its_own_optimizer() -> None:
+def test_a_copy_is_stepped_by_its_own_optimizer_and_other_backwards_leave_gradients_as_ever() -> None:
     planned, optimizer = stepping(chain(2, 16), momentum, vectors(1, 16)[0])
     batch = vectors(1, 16)[0]
-    list(train(planned, optimizer, [batch]))
-    before = [each.clone() for each in planned.parameters()]
-    twin = copy.deepcopy(planned)
+    train(planned, optimizer, [batch])
+    before, twin = [each.clone() for each in planned.parameters()], copy.deepcopy(planned)
     square(twin(batch)).backward()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), before, strict=True))
-    assert not any(torch.equal(mine, theirs) for mine, theirs in zip(twin.parameters(), before, strict=True))
     assert twin.step_in_backward is not optimizer
-
-
-def test_other_backwards_leave_gradients_as_ever() -> None:
-    planned, _ = stepping(chain(2, 16), momentum, vectors(1, 16)[0])
-    batch = vectors(1, 16)[0]
-    before = [each.clone() for each in planned.parameters()]
+    assert not any(map(torch.equal, twin.parameters(), before))
     square(planned(batch))  # its backward never comes
     square(planned.model(batch)).backward()
     gradients = [each.grad for each in planned.parameters()]
-    assert all(each is not None and each.abs().sum() for each in gradients)
+    assert all(each.abs().sum() for each in gradients)
     planned.zero_grad()
     found = torch.autograd.grad(square(planned(batch)), list(planned.parameters()))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, gradients, strict=True))  # type: ignore[arg-type]  # none is None
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(planned.parameters(), before, strict=True))
+    assert all(map(torch.equal, found, gradients))
+    assert all(map(torch.equal, planned.parameters(), before))
 
 
 def test_verify_compares_the_parameters_after_the_step() -> None:
@@ -243,7 +216,6 @@ def test_verify_compares_the_parameters_after_the_step() -> None:
     planned.compute_sequence(between(planned, 0.2))
     found = verify(planned, vectors(1)[0], loss=square)[0]
     assert found.max_grad_difference == 0
-    assert found.plain_peak_bytes is not None
     assert found.measured_peak_bytes < found.plain_peak_bytes
 
 
@@ -252,11 +224,10 @@ def test_an_optimizer_that_gets_more_parameters_is_planned_for() -> None:
         return torch.optim.SGD(model[0].parameters(), lr=0.1)
 
     planned, optimizer = stepping(chain(3, 16), first_layer, vectors(1, 16)[0], 10**6)
-    list(train(planned, optimizer, vectors(1, 16)))
+    train(planned, optimizer, vectors(1, 16))
     planned.zero_grad()
     optimizer.add_param_group({"params": list(planned.model[2].parameters())})
-    list(train(planned, optimizer, vectors(1, 16)))
-    assert planned.budget is not None
+    train(planned, optimizer, vectors(1, 16))
     assert planned.budget.freed_gradients == sum(
         each.nbytes for number in (0, 2) for each in planned.model[number].parameters()
     )
@@ -264,12 +235,9 @@ def test_an_optimizer_that_gets_more_parameters_is_planned_for() -> None:
 
 def test_by_hand_checkpoints_are_stepped_as_well() -> None:
     model, batches = chain(), vectors(2)
-    plain = copy.deepcopy(model)
-    list(train(plain, adamw(plain), batches))
     planned, optimizer = stepping(model, adamw, batches[0], every_n_layers=2)
-    peaks = list(train(planned, optimizer, batches))
-    assert planned.budget is not None
-    assert planned.sequence is not None
+    train(model, adamw(model), batches)
+    peaks = train(planned, optimizer, batches)
     assert planned.sequence != store_all(planned.budget.chain)
     assert max(peaks) <= planned.budget.peak_bytes(planned.sequence)
-    assert same_parameters(planned, plain)
+    assert same_parameters(planned, model)
