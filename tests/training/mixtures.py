@@ -65,18 +65,3 @@ class Mixture(nn.Module):
             "shifted": lambda: scores.topk(CHOSEN).indices.add_(1).remainder_(EXPERTS),
         }
         return torch.zeros_like(scores).scatter(-1, picks[self.how](), 1.0)
-
-
-class Residual(nn.Module):
-    """No chain: what TorchDynamo captures."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Mixture() for _ in range(4))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        value = self.enter(value)
-        for block in self.blocks:
-            value = block(value)
-        return value

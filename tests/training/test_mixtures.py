@@ -8,28 +8,26 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.execute import regions
 from rotor_py.stage.replayed_routing import decided_bytes
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
+from tests.checkpointable.steps import Residual, step_peak
 from tests.fields import raises
-from tests.training.mixtures import CHOSEN, EXPERTS, WIDTH, Mixture, Residual, start_again
+from tests.training.mixtures import CHOSEN, EXPERTS, WIDTH, Mixture, start_again
 
 WAYS = ["topk", "sort", "argmax", "max", "sampled", "threshold", "rounded", "counted", "written", "shifted"]
 AGAIN = "CF_0, Fn_1, Fn_2, L, CF_0, Fn_1, Fe_2, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"
 
 
 def by_tape(layers: nn.Sequential, value: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = CheckpointOptim.apply(list(layers), AGAIN, list("abc"), True, value)
-    return found
+    return CheckpointOptim.apply(list(layers), AGAIN, list("abc"), True, value)
 
 
 def by_regions(layers: nn.Sequential, value: torch.Tensor) -> torch.Tensor:
     runners = [StageRunner(layer, name) for layer, name in zip(layers, "abc", strict=True)]
-    found: torch.Tensor = regions.run(runners, regions.regions(Sequence.parse(AGAIN)), value)
-    return found
+    return regions.run(runners, regions.regions(Sequence.parse(AGAIN)), value)
 
 
 def gradients(layers: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
@@ -52,22 +50,19 @@ def test_gradients_are_those_of_the_experts_that_the_forward_chose(how: str, run
         assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("kind", ["chain", "captured"])
-def test_a_plan_keeps_what_was_decided_and_counts_it(kind: str) -> None:
+@pytest.mark.parametrize("kind", [nn.Sequential, Residual])  # a chain, and captured
+def test_a_plan_keeps_what_was_decided_and_counts_it(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Mixture() for _ in range(4))) if kind == "chain" else Residual()
+    model = kind(*(Mixture() for _ in range(4)))
     batch = torch.randn(64, WIDTH)
     planned = Checkpointable(model, batch)
-    assert planned.budget is not None
     one = 64 * CHOSEN * (8 + 4)  # positions, and the numbers that were there
     assert planned.budget.snapshot_bytes >= 4 * one
     planned.compute_sequence(planned.budget.least_bytes())
     expected = gradients(model, model)
     assert all(map(torch.equal, gradients(model, planned), expected))
     assert "CF_" in str(planned.sequence)
-    present = [*model.parameters(), *(p.grad for p in model.parameters()), batch]
-    measured = measured_peak(lambda: planned(batch).sum().backward(), present, torch.device("cpu"))
-    assert measured <= planned.budget.peak_bytes(planned.sequence)
+    assert step_peak(planned, batch) <= planned.budget.peak_bytes(planned.sequence)
 
 
 def test_a_stage_that_decides_nothing_is_not_watched_again() -> None:
