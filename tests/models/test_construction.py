@@ -16,15 +16,11 @@ from tests.fields import raises
 from tests.models.conftest import layers
 
 
-def test_number_of_classes_sets_the_last_layer():
+def test_options_set_the_last_layer_and_of_resnet_replace_norms_make_groups_and_dilate():
     with torch.device("meta"):
         for name in ("resnet18", "vgg11", "densenet121", "inception_v3"):
             *_, last = getattr(models, name)(num_classes=7).modules()
             assert last.out_features == 7
-
-
-def test_options_of_resnet_replace_norms_make_groups_and_dilate():
-    with torch.device("meta"):
         normed = models.resnet50(norm_layer=lambda channels: nn.GroupNorm(32, channels))
         grouped = models.resnet50(groups=32, width_per_group=4)
         dilated = models.resnet50(replace_stride_with_dilation=[False, True, True])
@@ -42,14 +38,10 @@ def test_zero_init_residual_starts_blocks_as_the_identity(block):
     models.ResNet(block, (1, 1, 1, 1), zero_init_residual=True, norm_layer=norm)
 
 
-def test_convolutions_start_with_the_variance_of_kaiming():
+def test_resnet_starts_with_the_variance_of_kaiming_and_inception_with_truncated_normals_unless_told_otherwise():
     torch.manual_seed(0)
     weight = models.ResNet(BasicBlock, (1, 1, 1, 1)).layer4[0].conv2.weight
     assert weight.std().item() == pytest.approx(math.sqrt(2 / (512 * 9)), rel=0.01)
-
-
-def test_inception_starts_with_truncated_normals_unless_told_otherwise():
-    torch.manual_seed(0)
     assert models.inception_v3().Mixed_7c.branch1x1.conv.weight.std().item() == pytest.approx(0.1, rel=0.01)
     plain = models.inception_v3(init_weights=False).Mixed_7c.branch1x1.conv.weight
     assert plain.abs().max().item() <= 1 / math.sqrt(2048)
@@ -83,18 +75,17 @@ def test_bad_arguments_are_refused(build, kind, name):
         build()
 
 
-SMALL = {
-    "basic": (lambda: models.ResNet(models.resnet.BasicBlock, (2, 1, 1, 1)), 32),
-    "bottleneck": (lambda: models.ResNet(models.resnet.Bottleneck, (2, 1, 1, 1)), 32),
-    "preact": (lambda: models.PreActResNet((2, 1, 1)), 8),
-    "densenet": (lambda: models.DenseNet(4, (2, 2), 8, bn_size=2, drop_rate=0.5), 32),
-    "inception": (lambda: models.inception_v3(transform_input=True, init_weights=False), 75),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_only_relu_layers_write_into_their_input_and_every_parameter_gets_a_gradient(name):
-    build, size = SMALL[name]
+@pytest.mark.parametrize(
+    ("build", "size"),
+    [
+        (lambda: models.ResNet(BasicBlock, (2, 1, 1, 1)), 32),
+        (lambda: models.ResNet(Bottleneck, (2, 1, 1, 1)), 32),
+        (lambda: models.PreActResNet((2, 1, 1)), 8),
+        (lambda: models.DenseNet(4, (2, 2), 8, bn_size=2, drop_rate=0.5), 32),
+        (lambda: models.inception_v3(transform_input=True, init_weights=False), 75),
+    ],
+)
+def test_only_relu_layers_write_into_their_input_and_every_parameter_gets_a_gradient(build, size):
     model = build()
     value = image = torch.randn(2, 3, size, size)
     for layer in layers(copy.deepcopy(model)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from rotor_py import models
 from rotor_py.models.resnet import BasicBlock, Bottleneck
+from tests.models.conftest import network
 
 Forward = Callable[[nn.Module, Tensor], Tensor]
 
@@ -28,14 +30,6 @@ def step(model: nn.Module, forward: Forward, image: Tensor) -> dict[str, Tensor]
     output.square().sum().backward()
     gradients = {f"gradient of {key}": parameter.grad for key, parameter in model.named_parameters()}
     return {"output": output.detach(), "gradient of the image": image.grad, **gradients, **dict(model.named_buffers())}
-
-
-def assert_same_step(model: nn.Module, forward: Forward, size: int) -> None:
-    twin = copy.deepcopy(model)
-    image = torch.randn(2, 3, size, size)
-    chain, expected = step(model, nn.Module.__call__, image), step(twin, forward, image)
-    assert chain.keys() == expected.keys()
-    assert [key for key in chain if not torch.equal(chain[key], expected[key])] == []
 
 
 def pooled(x: Tensor) -> Tensor:
@@ -148,25 +142,7 @@ def inception_forward(model: nn.Module, x: Tensor) -> Tensor:
     return model.fc(torch.flatten(F.dropout(F.adaptive_avg_pool2d(x, 1), model.dropout.p), 1))
 
 
-@pytest.mark.parametrize(
-    ("block", "options"),
-    [
-        (BasicBlock, {}),
-        (Bottleneck, {"groups": 4, "width_per_group": 8}),
-        (Bottleneck, {"replace_stride_with_dilation": (False, True, True)}),
-        (Bottleneck, {"norm_layer": lambda channels: nn.GroupNorm(4, channels)}),
-    ],
-)
-def test_resnet(block, options):
-    assert_same_step(models.ResNet(block, (2, 1, 2, 1), num_classes=5, **options), resnet_forward, size=32)
-
-
-def test_preact_resnet():
-    assert_same_step(models.PreActResNet((2, 2, 1)), preact_forward, size=16)
-
-
-@pytest.mark.parametrize("constructor", [models.vgg11, models.vgg11_bn])
-def test_vgg(constructor):
+def small_vgg(constructor: Callable[..., nn.Module]) -> nn.Module:
     with torch.device("meta"):
         model = constructor(init_weights=False)
         for place, sizes in enumerate([(25088, 8), (8, 8), (8, 5)]):  # the real ones take half a gigabyte
@@ -175,17 +151,35 @@ def test_vgg(constructor):
     for module in model.modules():
         if isinstance(module, nn.Conv2d | nn.Linear | nn.BatchNorm2d):
             module.reset_parameters()
-    assert_same_step(model, vgg_forward, size=32)
+    return model
 
 
-@pytest.mark.parametrize("drop_rate", [0.0, 0.3])
-def test_densenet(drop_rate):
-    model = models.DenseNet(4, (3, 2), 8, bn_size=2, drop_rate=drop_rate, num_classes=5)
-    assert_same_step(model, lambda twin, x: densenet_forward(twin, x, drop_rate), size=32)
+small_densenet = partial(models.DenseNet, 4, (3, 2), 8, bn_size=2)
+RESNETS = [
+    (BasicBlock, {}),
+    (Bottleneck, {"groups": 4, "width_per_group": 8}),
+    (Bottleneck, {"replace_stride_with_dilation": (False, True, True)}),
+    (Bottleneck, {"norm_layer": lambda channels: nn.GroupNorm(4, channels)}),
+]
 
 
-def test_inception():
-    assert_same_step(models.inception_v3(num_classes=5, init_weights=False), inception_forward, size=75)
+@pytest.mark.parametrize(
+    ("make", "forward", "size"),
+    [
+        *((partial(models.ResNet, block, (2, 1, 2, 1), **options), resnet_forward, 32) for block, options in RESNETS),
+        (lambda: models.PreActResNet((2, 2, 1)), preact_forward, 16),
+        *((partial(small_vgg, each), vgg_forward, 32) for each in (models.vgg11, models.vgg11_bn)),
+        (small_densenet, densenet_forward, 32),
+        (partial(small_densenet, drop_rate=0.3), partial(densenet_forward, drop_rate=0.3), 32),
+        (partial(models.inception_v3, init_weights=False), inception_forward, 75),
+    ],
+)
+def test_a_step_is_that_of_the_network_as_torchvision_writes_it(make, forward, size):
+    model = make()
+    twin, image = copy.deepcopy(model), torch.randn(2, 3, size, size)
+    chain, expected = step(model, nn.Module.__call__, image), step(twin, forward, image)
+    assert chain.keys() == expected.keys()
+    assert [key for key in chain if not torch.equal(chain[key], expected[key])] == []
 
 
 def test_inception_transforms_its_input_as_torchvision_does():
@@ -197,5 +191,5 @@ def test_inception_transforms_its_input_as_torchvision_does():
 
 
 @pytest.mark.parametrize(("name", "size"), [("vgg16_bn", 224), ("densenet121", 224), ("inception_v3", 299)])
-def test_images_of_the_papers_size_become_logits(network, name, size):
+def test_images_of_the_papers_size_become_logits(name, size):
     assert network(name)(torch.empty(2, 3, size, size, device="meta")).shape == (2, 1000)

@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -26,21 +25,13 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
 NAMES = ["resnet", pytest.param("inception_v3", marks=pytest.mark.slow)]
 
 
-@cache
-def measured(name: str) -> tuple[Checkpointable, nn.Sequential, torch.Tensor]:
-    """A plan for the network, the network as it was before any step, and a batch."""
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_by_any_sequence_are_those_of_plain_training_and_the_measured_peak_is_as_predicted(name: str) -> None:
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
-    model = make()
-    plain = copy.deepcopy(model)
-    planned, batch = Checkpointable(model, loss=square, fresh_grads=True), torch.randn(shape)
+    plain, batch = make(), torch.randn(shape)
+    planned = Checkpointable(copy.deepcopy(plain), loss=square, fresh_grads=True)
     planned.measure(batch)
-    return planned, plain, batch
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_steps_by_any_sequence_are_those_of_plain_training(name: str) -> None:
-    planned, plain, batch = measured(name)
     # Whole stages alone: whoever replays a sequence by hand has no names of other ways.
     chain = replace(planned.inspection_values, ways=()).chain(fresh_gradients=True)
     model = copy.deepcopy(plain)
@@ -50,15 +41,9 @@ def test_steps_by_any_sequence_are_those_of_plain_training(name: str) -> None:
     for sequence in sequences | {any_sequence(len(planned.names), random.Random(3))}:
         model = copy.deepcopy(plain)
         assert_same(steps(model, replayed(cut_of(model, batch), sequence), batch), expected)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_measured_peak_is_inside_the_limit_and_as_predicted(name: str) -> None:
-    planned, _, batch = measured(name)
-    limit = between(planned, 0.3)
-    predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
+    predicted = planned.budget.peak_bytes(planned.compute_sequence(between(planned, 0.3)))
     step_peak(planned, batch)
-    assert 0.98 * predicted <= step_peak(planned, batch, fresh_grads=True) <= limit
+    assert 0.98 * predicted <= step_peak(planned, batch, fresh_grads=True) <= planned.mem_limit
 
 
 @pytest.mark.gpu
