@@ -7,11 +7,6 @@ import pytest
 from benchmarks import soak
 
 
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak, "SIZE", 8)
-
-
 # Smaller ones save too little for a file.
 @pytest.mark.parametrize(("name", "size"), [("chain", 8), ("captured", 8), ("file", 12)])
 def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(
