@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 class Fickle(nn.Linear):
-    \"\"\"Does something else during a backward: it cannot be computed again.\"\"\"
+    # Does something else during a backward: it cannot be computed again.
     def forward(self, x):
         return super().forward(x) * (1 if torch._C._current_graph_task_id() < 0 else 2)
 
@@ -72,7 +72,6 @@ def report() -> Callable[..., dict[str, Any]]:
     def run(*arguments: object) -> dict[str, Any]:
         result = invoke(*arguments, "--json", "-")
         assert result.exit_code == 0, result.output
-        found: dict[str, Any] = json.loads(result.stdout)
-        return found
+        return json.loads(result.stdout)
 
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 from rotor_cli.charts import CHOSEN, PLANNED, STORED, batch_chart
 from rotor_py.report.batch_choice import BatchChoice, BatchPoint
@@ -11,17 +12,8 @@ from tests.fields import ends
 
 TWO_INPUTS = """
 import torch
-from torch import nn
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-    def forward(self, x, bias):
-        return self.layer(x) + bias.sum()
-
-model = Model()
-sample = torch.randn(8, 4), torch.randn(3, 4)
+model, sample = torch.nn.Bilinear(4, 4, 4), (torch.randn(8, 4), torch.randn(3, 4))
 """
 
 
@@ -40,12 +32,9 @@ def test_max_is_the_batch_of_which_one_more_finds_no_plan(plan, report, model_fi
 
 
 def test_best_is_a_multiple_has_a_plan_a_chart_and_a_picture(plan, model_file, tmp_path):
-    page = tmp_path / "plan.html"
-    saved = tmp_path / "plan.json"
-    result = plan(
-        model_file(), "--mem-limit", "4MB", "--batch", "best", "--batch-multiple", 3,
-        "--json", saved, "--html", page,
-    )  # fmt: skip
+    page, saved = tmp_path / "plan.html", tmp_path / "plan.json"
+    options = ("--batch", "best", "--batch-multiple", 3, "--json", saved, "--html", page)
+    result = plan(model_file(), "--mem-limit", "4MB", *options)
     assert result.exit_code == 0, result.output
     found = json.loads(saved.read_text())["batch"]
     assert found["batch"] % 3 == 0
@@ -55,8 +44,7 @@ def test_best_is_a_multiple_has_a_plan_a_chart_and_a_picture(plan, model_file, t
     assert f"# {found['batch']} samples" in result.stdout
     assert CHOSEN in result.stdout
     assert '<svg id="batch"' in page.read_text()
-    measured = found["measured_samples_per_second"]
-    if measured:
+    if measured := found["measured_samples_per_second"]:
         assert measured[str(found["batch"])] == max(measured.values())
 
 
@@ -70,43 +58,27 @@ def test_accumulation_keeps_the_effective_batch(plan, model_file, tmp_path):
 
 
 def test_a_tensor_of_the_file_or_of_the_command_line_is_scaled_along_its_first_dimension(report, model_file):
-    sample = SMALL.replace(
-        "def sample(batch):\n    return torch.randn(batch, 3, 32, 32)", "sample = torch.randn(4, 3, 32, 32)"
-    )
-    options = ("--mem-limit", "2.6MB", "--batch", "max")
+    sample = SMALL.replace("def sample(batch):\n    return torch.randn(batch,", "sample = torch.randn(4,")
     expected, found = (
-        report(model_file(text), *options, *more)["batch"]["batch"]
+        report(model_file(text), "--mem-limit", "2.6MB", "--batch", "max", *more)["batch"]["batch"]
         for text, more in ((sample, ()), (SMALL, ("--input", "4,3,32,32")))
     )
     assert found == expected > 4
 
 
-def test_inputs_without_a_dimension_in_common_are_refused(plan, model_file):
-    result = plan(model_file(TWO_INPUTS), "--mem-limit", "1MB", "--batch", "max")
-    ends(result, 2, "no_batch_dimension")
-
-
-def test_a_limit_that_no_batch_fits_ends_with_what_the_least_needs(plan, model_file):
-    result = plan(model_file(), "--mem-limit", "100kB", "--batch", "best")
-    ends(result, 3, "no_batch_fits")
-
-
-def choice_of(points: tuple[BatchPoint, ...], **changes) -> BatchChoice:
-    return BatchChoice(
-        **{
-            "aim": "max", "batch": points[-1].batch, "mem_limit": 1000, "step_seconds": 1.0, "optimizer_seconds": 0.5,
-            "overhead": 1.5, "samples_per_second": points[-1].samples_per_second, "largest": points[-1].batch,
-            "largest_stored": 4, "points": points, **changes,
-        }
-    )  # fmt: skip
+def test_inputs_without_a_dimension_in_common_and_a_limit_that_no_batch_fits_are_refused(plan, model_file):
+    ends(plan(model_file(TWO_INPUTS), "--mem-limit", "1MB", "--batch", "max"), 2, "no_batch_dimension")
+    ends(plan(model_file(), "--mem-limit", "100kB", "--batch", "best"), 3, "no_batch_fits")
 
 
 def test_the_chart_has_a_line_for_plans_and_one_for_storing_everything():
     points = (BatchPoint(1, 10, 10, False), BatchPoint(4, 20, 20, True), BatchPoint(16, 40, None, True))
-    lines = batch_chart(choice_of(points), 60)
+    seconds = {"step_seconds": 1.0, "optimizer_seconds": 0.5, "overhead": 1.5, "samples_per_second": 40.0}
+    choice = BatchChoice(aim="max", batch=16, mem_limit=1000, largest=16, largest_stored=4, points=points, **seconds)
+    lines = batch_chart(choice, 60)
     assert max(map(len, lines)) <= 60
     assert sum(line.count(STORED) for line in lines) == 2
     assert sum(line.count(PLANNED) for line in lines) == 0, "where both are, nothing is recomputed"
     assert lines[0].endswith(CHOSEN)
     assert lines[0].startswith("    40.0")
-    assert batch_chart(choice_of(points[:1], largest_stored=1), 60), "of a single batch"
+    assert batch_chart(replace(choice, batch=1, largest=1, points=points[:1]), 60)

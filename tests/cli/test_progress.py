@@ -23,22 +23,19 @@ from rotor_solver.jit_policy import PREPARING
 SLOW = """
 import time
 import torch
-from torch import nn
 
-class Slow(nn.Linear):
+class Slow(torch.nn.Linear):
     def forward(self, x):
         time.sleep(0.005)
         return super().forward(x)
 
-model = nn.Sequential(*[Slow(16 + i, 17 + i) for i in range(5)])
-sample = torch.randn(64, 16)
+model, sample = torch.nn.Sequential(*[Slow(16 + i, 17 + i) for i in range(5)]), torch.randn(64, 16)
 """
 _markers = count()
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
@@ -149,9 +146,8 @@ def test_a_line_says_what_is_done_and_how_much_of_it_within_the_terminal(termina
     shown.doing("solving")(480_000, 480_000, "5 slots")
     before = len(terminal.text)
     shown.doing("solving")(0, 0, PREPARING)
-    drawn = terminal.text[before:]
-    assert "solving (preparing the solver, once on this machine)" in drawn
-    assert "%" not in drawn
+    assert "solving (preparing the solver, once on this machine)" in terminal.text[before:]
+    assert "%" not in terminal.text[before:]
     shown.stop()
     assert terminal.read().endswith("\x1b[2K")  # the line is erased
     before = len(terminal.text)
@@ -171,7 +167,11 @@ def test_the_first_part_of_long_work_is_shown_before_it_is_done(terminal: Termin
         assert "1 of 8" in terminal.text
 
 
-def test_short_work_and_quiet_show_nothing(terminal: Terminal, run, model_file, monkeypatch) -> None:
+def test_short_work_quiet_and_a_pipe_show_nothing(terminal: Terminal, run, model_file, capfd, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("FORCE_COLOR", "1")
+        main([model_file(), "--mem-limit", "1GB", "--json", "-"], standalone_mode=False)
+        assert capfd.readouterr().err == "", "also where colours are forced"
     terminal.on()
     assert "fits" in run(model_file(), "--mem-limit", "1GB", "--quiet")
     monkeypatch.setattr(progress, "PATIENCE_SECONDS", 60.0)
@@ -179,7 +179,7 @@ def test_short_work_and_quiet_show_nothing(terminal: Terminal, run, model_file, 
     assert terminal.read() == ""
 
 
-def test_long_work_shows_what_is_done_and_the_time_left_and_leaves_stdout_alone(
+def test_long_work_shows_what_is_done_and_the_time_left_and_an_error_is_on_a_new_line(
     terminal: Terminal, run, model_file
 ) -> None:
     terminal.on()
@@ -192,17 +192,6 @@ def test_long_work_shows_what_is_done_and_the_time_left_and_leaves_stdout_alone(
     ):  # fmt: skip
         assert words in terminal.text, words
     assert re.search(r"measuring 3 .*4 of 5, about \d+ (s|min) left", terminal.text)
-
-
-def test_a_piped_stderr_gets_nothing_even_where_colours_are_forced(run, model_file, capfd, monkeypatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    main([model_file(), "--mem-limit", "1GB", "--json", "-"], standalone_mode=False)
-    assert capfd.readouterr().err == ""
-
-
-def test_a_failure_is_on_a_line_of_its_own_after_the_progress(terminal: Terminal, run, model_file) -> None:
-    terminal.on()
     with pytest.raises(Exception, match="a limit of"):
         run(model_file(SLOW, "slow.py"), "--mem-limit", "19kB")
-    assert "measuring" in terminal.text
     assert terminal.read().endswith("\x1b[2K")

@@ -1,4 +1,4 @@
-"""What rotor-plan prints and writes when all is well."""
+"""What rotor-plan prints and writes when all is well, with --compare too."""
 
 from __future__ import annotations
 
@@ -15,30 +15,25 @@ from rotor_py import Checkpointable, parse_bytes
 from rotor_py.report.terminal import folded
 from rotor_py.units import format_seconds
 from rotor_solver import Sequence
-from tests.cli.conftest import SMALL
+from tests.cli.conftest import FICKLE, SMALL
 from tests.fields import invoke
 
 STEPPING, INPUT = "step-in-backward", ("--input", "16,3,32,32")
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> tuple[dict, str]:
-    """The report for a limit that holds everything, as JSON and as text."""
+def loose(tmp_path_factory) -> dict:
+    """The report for a limit that holds everything, with its text."""
     file, found = (tmp_path_factory.mktemp("loose") / name for name in ("net.py", "found.json"))
     file.write_text(SMALL)
     text = invoke(file, "--mem-limit", "1GB", "--json", found).stdout
-    return json.loads(found.read_text()), text
-
-
-@pytest.fixture(scope="module")
-def loose(shown) -> dict:
-    return shown[0]
+    return {**json.loads(found.read_text()), "text": text}
 
 
 def test_json_has_every_key_and_everything_is_stored_where_it_fits(loose):
     assert (loose["schema"], loose["device"], loose["mem_limit"]) == (1, "cpu", 10**9)
     expected = {"schema", "device", "mem_limit", "fixed_bytes", "min_bytes", "store_all", "plan", "stages"}
-    assert set(loose) == expected | {"time_spread"}
+    assert set(loose) == expected | {"time_spread", "text"}
     assert set(loose["store_all"]) == {"peak_bytes", "step_seconds"}
     expected = {"peak_bytes", "step_seconds", "overhead", "sequence", "algorithm", "gap"}
     assert set(loose["plan"]) == expected | {"forwards_in_flight", "backward_order", "sequences"}
@@ -53,8 +48,8 @@ def test_json_has_every_key_and_everything_is_stored_where_it_fits(loose):
     assert loose["fixed_bytes"] == 3 * parameters + loss_and_its_gradient  # with gradients and momenta
 
 
-def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(shown):
-    text = shown[1]
+def test_the_text_shows_memory_time_stages_sequence_and_how_to_use_it(loose):
+    text = loose["text"]
     for words in ("net.py fits", "limit", "least", "store-all", "planned", "overhead", "stage", "5.1", "what happens"):
         assert words in text
     assert "sequence  Fe_0…11, L, B_11…0" in text
@@ -111,13 +106,10 @@ def test_limits_seconds_and_sequences_are_written_so_that_people_can_read_them()
     assert ", ".join(folded(sequence)) == "Fe_0, CF_1, Fn_2…4, Fe_5, Fe_6, L, B_6, B_5, Fe_1, Fe_3"
 
 
-def test_batch_and_input_replace_the_sample(report, model_file, loose):
+def test_batch_and_input_replace_the_sample_which_may_be_a_tensor_tuple_dict_or_function(report, model_file, loose):
     twice, same = (report(model_file(), "--mem-limit", "1GB", *more) for more in (("--batch", 16), INPUT))
     assert twice["stages"][0]["activation_bytes"] == 2 * loose["stages"][0]["activation_bytes"]
     assert same["min_bytes"] == twice["min_bytes"]
-
-
-def test_a_sample_may_be_a_tensor_tuple_dict_or_function(report, model_file):
     head = "import torch\nfrom torch import nn\ndef model():\n    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())\n"
     zeros = "torch.zeros(8, 4)"
     samples = (zeros, f"({zeros},)", f"{{'input': {zeros}}}", "lambda n: torch.zeros(n, 4)")
@@ -149,3 +141,58 @@ def test_the_order_of_backwards_is_planned_for_and_shown(plan, model_file, tmp_p
     assert (found["forwards_in_flight"], found["backward_order"]) == (2, "reverse")
     assert len(found["sequences"]) == 2
     assert "forwards_in_flight=2,backward_order='reverse'" in text
+
+
+def test_the_optimal_plan_comes_first_nothing_that_fits_is_faster_and_all_of_it_trains(
+    plan, report, model_file, tmp_path
+):
+    stored, file = report(model_file(), "--sweep")["store_all"]["peak_bytes"], tmp_path / "report.json"
+    shown = plan(model_file(), "--mem-limit", int(0.85 * stored), "--compare", "--verify", "--json", file).stdout
+    found = json.loads(file.read_text())
+    listed, rows = found["compare"], {row["strategy"]: row for row in found["compare"]}
+    assert listed[0]["strategy"] == "optimal"
+    assert listed[0]["peak_bytes"] == found["plan"]["peak_bytes"]
+    assert listed[0]["overhead"] == found["plan"]["overhead"]
+    expected = {"optimal", "level 1", "sqrt", "revolve", "griewank-heterogeneous", "store-all", "recompute-all"}
+    assert expected < set(rows)
+    (every,) = (name for name in rows if name.startswith("every "))
+    fitting = [row for row in listed if row["fits"]]
+    assert 1 < len(fitting) < len(listed)
+    assert listed[: len(fitting)] == fitting
+    for row in listed:
+        assert row["fits"] == (row["peak_bytes"] <= found["mem_limit"]) == ("measured_peak_bytes" in row)
+        assert row["overhead"] == pytest.approx(row["step_seconds"] / found["store_all"]["step_seconds"])
+        if row["fits"]:
+            assert 0.98 * row["peak_bytes"] <= row["measured_peak_bytes"] <= row["peak_bytes"]
+            assert row["max_grad_difference"] == 0
+            assert row["measured_step_seconds"] > 0
+    peaks = {row["measured_peak_bytes"] for row in fitting}
+    assert max(peaks) > 1.1 * min(peaks), "all strategies trained in the same way"
+    assert rows["optimal"]["measured_peak_bytes"] == found["verify"]["measured_peak_bytes"]
+    assert rows["store-all"]["peak_bytes"] == found["store_all"]["peak_bytes"] == stored
+    assert rows["store-all"]["overhead"] == 1
+    assert rows["recompute-all"]["peak_bytes"] == found["min_bytes"]
+    # The table is shown below the plan.
+    heading, *lines = shown.partition("\nstrategy ")[2].splitlines()
+    assert heading.split() == ["fits", "peak", "time", "overhead", "peak", "time"]
+    cells = {line.split("  ")[0]: line.split() for line in lines if line.strip()}
+    assert next(iter(cells)) == "optimal"
+    assert "yes" in cells["optimal"]
+    assert "+0.0%" in cells["store-all"]
+    assert "no" in cells["store-all"]
+    # A row is what a Checkpointable does that is asked for it by hand.
+    for name, argument in (("level 1", {"level": 1}), (every, {"every_n_layers": int(every.split()[1])})):
+        given = runpy.run_path(model_file())
+        model, given["optimizer"] = given["model"], given["optimizer"](given["model"].parameters())
+        options = {name: given[name] for name in ("loss", "optimizer")}
+        network = Checkpointable(model, torch.randn(8, 3, 32, 32), **options, **argument)
+        assert network.budget.peak_bytes(network.sequence) == rows[name]["peak_bytes"]
+
+
+def test_a_strategy_that_changes_gradients_ends_with_5_and_is_named(plan, model_file):
+    path = model_file(FICKLE, "fickle_net.py")
+    assert plan(path, "--mem-limit", "1GB", "--verify").exit_code == 0
+    result = plan(path, "--mem-limit", "1GB", "--verify", "--compare")
+    assert result.exit_code == 5
+    differ = r"rotor-plan: (?!optimal|store-all)\S.*: gradients or buffers differ from plain training by up to \S+\n"
+    assert re.fullmatch(differ, result.stderr), result.stderr

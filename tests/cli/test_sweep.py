@@ -1,10 +1,11 @@
-"""rotor-plan --sweep: memory against time; and --max-overhead, which plans for time."""
+"""rotor-plan --sweep: memory against time; and --max-overhead, which plans for time, and needs close times."""
 
 from __future__ import annotations
 
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,19 +16,16 @@ from torch import nn
 
 from rotor_cli.charts import chart, curve
 from rotor_cli.facts import Facts
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, least_limit, sweep
+from rotor_py.measure.rounds import StageTimes
 from rotor_py.report.report import sweep_of
 from rotor_py.report.sweep import Point, Sweep, saving
 from rotor_solver import Persistent, Sequence, recompute_all, store_all
+from tests.cli.conftest import SMALL
 from tests.fields import ends
 
 NONE = Sequence([])
-POINTS = (
-    Point("", 400, 1.5, 1.5, NONE),
-    Point("", 520, 1.1, 1.1, NONE),
-    Point("", 900, 1.05, 1.05, NONE),
-    Point("", 1100, 1.0, 1.0, NONE),
-)
+POINTS = tuple(Point("", size, more, more, NONE) for size, more in ((400, 1.5), (520, 1.1), (900, 1.05), (1100, 1.0)))
 HAND = Sweep(100, 1100, POINTS, (Point("sqrt", 700, 1.3, 1.3, NONE), Point("revolve", 390, 4.0, 4.0, NONE)))
 
 
@@ -50,8 +48,7 @@ def facts_of(**changes: int) -> Facts:
 def test_a_sweep_needs_no_limit_and_goes_from_the_least_to_storing_everything(report, model_file):
     found = report(model_file(), "--sweep")
     assert not {"plan", "mem_limit"} & {*found}
-    points = found["sweep"]["points"]
-    stored = found["store_all"]["peak_bytes"]
+    points, stored = found["sweep"]["points"], found["store_all"]["peak_bytes"]
     assert (points[0]["mem_limit"], points[-1]["mem_limit"]) == (found["min_bytes"], stored)
     assert (points[-1]["overhead"], points[-1]["activations_saved"]) == (1, 0)
     saved, activations = stored - found["min_bytes"], stored - found["fixed_bytes"]
@@ -95,9 +92,8 @@ def test_the_sentence_says_what_more_time_saves():
     )
     assert saving(HAND, 0.07).startswith("5.0 % more time saves 20 % of activation memory: a limit of 900 ")
     assert saving(HAND, 0.01) == saving(HAND, 0.07), "the first saving, where there is none for so little time"
-    assert saving(HAND, 2) == (
-        "50 % more time saves 70 % of activation memory: a limit of 400 instead of 1.10 kB. Less is not possible."
-    )
+    assert saving(HAND, 2).startswith("50 % more time saves 70 % of activation memory: a limit of 400 instead of 1.10")
+    assert saving(HAND, 2).endswith(" Less is not possible.")
     # The least limit for a time is the first that is fast enough.
     limits = {overhead: HAND.least_for(overhead).mem_limit for overhead in (0, 0.04, 0.05, 0.09, 0.1001, 0.4, 0.5, 9)}
     assert limits == {0: 1100, 0.04: 1100, 0.05: 900, 0.09: 900, 0.1001: 520, 0.4: 520, 0.5: 400, 9: 400}
@@ -184,3 +180,44 @@ def test_the_plot_is_written_with_the_strategies_on_it(plan, model_file, tmp_pat
     text = image.read_text()
     for words in ("net.py", "recompute-all", "store-all", "sqrt", "revolve", "more time than"):
         assert words in text
+
+
+SCRIPT = SMALL.replace("model =", "net =") + "loss(net(sample(8))).backward()\n"
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.fixture
+def closely(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], set[bool]]:
+    """Whether close times are measured while a function runs."""
+    found: set[bool] = set()
+    begin = StageTimes.__init__
+
+    def noting(times: StageTimes, *, closely: bool = False) -> None:
+        found.add(closely)
+        begin(times, closely=closely)
+
+    def during(run: Callable[[], object]) -> set[bool]:
+        found.clear()
+        run()
+        return {*found}
+
+    monkeypatch.setattr(StageTimes, "__init__", noting)
+    return during
+
+
+def test_only_a_limit_that_is_read_off_the_curve_needs_close_times(closely) -> None:
+    batch = torch.randn(4, 8)
+    assert closely(lambda: least_limit(layers(), batch, max_overhead=0.1, loss=torch.sum)) == {True}
+    assert closely(lambda: sweep(layers(), batch, loss=torch.sum)) == {False}
+    assert closely(lambda: least_limit(layers(), batch, loss=torch.sum)) == {False}
+    assert closely(lambda: Checkpointable(layers(), mem_limit="1MB", loss=torch.sum)(batch)) == {False}
+
+
+@pytest.mark.parametrize("text", [SMALL, SCRIPT])
+def test_the_command_measures_closely_for_an_overhead_only(text, model_file, report, closely) -> None:
+    options = (model_file(text), "--quiet", "--no-cache")
+    for more, expected in ((("--max-overhead", "50%"), True), (("--mem-limit", "1GB"), False)):
+        assert closely(lambda more=more: report(*options, *more)) == {expected}

@@ -14,14 +14,11 @@ from torch import nn
 
 from rotor_cli.facts import Facts
 from rotor_cli.write_outputs import AFTER, AGAIN, BACKWARD, FORWARD, LIMIT, MEASURED, PREDICTED, WHILE, trace
-from rotor_py import Chain, Checkpointable, Verification, simulate
+from rotor_py import Checkpointable, Verification, simulate
 from tests.checkpointable.steps import between, square
 
-KEYS = {
-    "X": {"ph", "name", "pid", "tid", "ts", "dur", "args"},
-    "C": {"ph", "name", "pid", "tid", "ts", "args"},
-    "M": {"ph", "name", "pid", "tid", "args"},
-}
+ALWAYS = {"ph", "name", "pid", "tid", "args"}
+KEYS = {"X": ALWAYS | {"ts", "dur"}, "C": ALWAYS | {"ts"}, "M": ALWAYS}
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +31,6 @@ def facts() -> Facts:
     limit = between(model, 0.4)
     sequence = model.compute_sequence(limit)
     return Facts("net", "cpu", limit, model.budget, model.inspection_values, sequence)
-
-
-def _timed(chain: Chain, seconds: float) -> Chain:
-    """The same with times that have no end in binary."""
-    times = {"forward_time": seconds / 3, "backward_time": seconds * 0.7}
-    stages = (
-        replace(each, options=tuple(replace(one, **times) for one in each.options), skipped_output_time=0.0)
-        for each in chain.stages
-    )
-    return replace(chain, stages=tuple(stages), loss_time=seconds / 7)
 
 
 def events(facts: Facts, phase: str, pid: int = PREDICTED) -> list[dict[str, Any]]:
@@ -80,7 +67,13 @@ def test_every_event_has_the_fields_of_its_phase_and_a_named_track(facts: Facts)
 
 @pytest.mark.parametrize("seconds", [1e-7, 3.3e-5, 0.7])
 def test_slices_of_a_track_do_not_overlap_where_time_is_counted_in_nanoseconds(facts: Facts, seconds: float) -> None:
-    scaled = replace(facts, budget=replace(facts.budget, chain=_timed(facts.budget.chain, seconds)), verified=VERIFIED)
+    times, chain = {"forward_time": seconds / 3, "backward_time": seconds * 0.7}, facts.budget.chain
+    stages = tuple(
+        replace(each, options=tuple(replace(one, **times) for one in each.options), skipped_output_time=0.0)
+        for each in chain.stages
+    )
+    timed = replace(chain, stages=stages, loss_time=seconds / 7)  # which have no end in binary
+    scaled = replace(facts, budget=replace(facts.budget, chain=timed), verified=VERIFIED)
     tracks = defaultdict(list)
     for event in json.loads(json.dumps(trace(scaled)))["traceEvents"]:
         if event["ph"] == "X":
@@ -133,8 +126,7 @@ def test_a_verified_step_stands_beside_the_predicted_one(facts: Facts, plain: tu
     assert not events(facts, "X", MEASURED)
     verified = replace(facts, verified=Verification(1000, 0.5, 0.0, *plain))
     found = {event["name"]: (event["dur"], event["args"]["peak_bytes"]) for event in events(verified, "X", MEASURED)}
-    expected = {"planned step": (0.5e6, 1000)} | ({"plain step": (0.25e6, 2000)} if plain[0] else {})
-    assert found == expected
+    assert found == {"planned step": (0.5e6, 1000)} | ({"plain step": (0.25e6, 2000)} if plain[0] else {})
 
 
 def test_the_command_writes_trace_and_page(plan, model_file, tmp_path) -> None:

@@ -18,14 +18,7 @@ from rotor_py import Checkpointable, Verification, format_bytes
 from rotor_py.report.terminal import Prose
 from rotor_py.units import format_seconds
 from rotor_py.validate.comparison import compare_at_limit
-from tests.checkpointable.steps import between, square
-
-
-class Block(nn.Sequential):
-    """A stage of several layers."""
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return super().forward(value)
+from tests.checkpointable.steps import Residual, between, square
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +28,7 @@ def facts() -> Facts:
     model = nn.Sequential()
     for at in range(8):
         name = f"encoder_layers_{at}_self_attention_query_projection_and_output_dense_{at}"
-        model.add_module(name, Block(nn.Linear(64, 64), nn.Tanh()))
+        model.add_module(name, Residual(nn.Linear(64, 64), nn.Tanh()))
     planned = Checkpointable(model, torch.randn(256, 64), loss=square)
     limit = between(planned, 0.3)
     sequence, arguments = planned.compute_sequence(limit), ("loss=loss", "optimizer=optimizer", "fresh_grads=True")
