@@ -51,9 +51,7 @@ def pages(report: Report, swept: Report, mixed: Report, tmp_path_factory: pytest
 def assert_good(seen: dict[str, Any]) -> None:
     assert seen["texts"] > 100
     assert seen["width"] <= seen["screen"]
-    assert not seen["cut"]
-    assert not seen["overlapping"]
-    assert not seen["faint"]
+    assert [seen[each] for each in ("cut", "overlapping", "faint")] == [[], [], []]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
@@ -63,9 +61,7 @@ def test_every_text_can_be_read(driver: Chrome, pages: dict[str, Path], name: st
     assert_good(look(driver))
 
 
-def test_a_phone_shows_the_verdict_whole_pictures_and_what_happens(
-    driver: Chrome, pages: dict[str, Path], report: Report
-) -> None:
+def test_a_phone_shows_the_verdict_whole_pictures_and_what_happens(driver, pages, report) -> None:
     show(driver, pages["swept"], 340, "light")
     assert inside(driver, driver.find_element(By.TAG_NAME, "h1"), None)
     shown = [picture for picture in driver.find_elements(By.TAG_NAME, "svg") if picture.is_displayed()]
@@ -96,16 +92,7 @@ def test_a_notebook_shows_the_same_in_a_frame(driver: Chrome, pages: dict[str, P
     assert driver.get_log("browser") == []
 
 
-def test_nothing_is_asked_for_but_the_page_and_nothing_complains(driver: Chrome, pages: dict[str, Path]) -> None:
-    show(driver, pages["swept"], 1280, "light")
-    heads(driver)["forward"].click()
-    assert requests(driver) == [pages["swept"].as_uri()]
-    assert driver.get_log("browser") == []
-
-
-def test_pointing_at_memory_and_schedule_says_operation_and_bytes(
-    driver: Chrome, pages: dict[str, Path], report: Report
-) -> None:
+def test_pointing_at_memory_and_schedule_says_operation_and_bytes(driver, pages, report) -> None:
     show(driver, pages["plain"], 1280, "light")
     columns = driver.find_elements(By.CSS_SELECTOR, "#memory .column")
     operations = list(map(str, report.sequence))
@@ -120,7 +107,7 @@ def test_pointing_at_memory_and_schedule_says_operation_and_bytes(
     assert point_at(driver, cells[3], "schedule").startswith(f"{operations[3]} ")
 
 
-def test_pointing_at_the_curve_says_limit_peak_and_time(driver: Chrome, pages: dict[str, Path], swept: Report) -> None:
+def test_pointing_at_the_curve_says_limit_peak_and_time_and_asks_for_nothing_but_the_page(driver, pages, swept) -> None:
     show(driver, pages["swept"], 1280, "light")
     points = swept.sweep.points
     columns = driver.find_elements(By.CSS_SELECTOR, "#curve .column")
@@ -132,8 +119,11 @@ def test_pointing_at_the_curve_says_limit_peak_and_time(driver: Chrome, pages: d
     assert f"{points[0].overhead - 1:+.1%} time" in said
     plan = point_at(driver, driver.find_element(By.CSS_SELECTOR, "#curve .plan"), "curve")
     assert plan.startswith(f"this plan: peak {format_bytes(swept.peak_bytes)}, ")
-    marks = [point_at(driver, mark, "curve") for mark in driver.find_elements(By.CSS_SELECTOR, "#curve .mark")[:1]]
-    assert marks[0].split(":")[0] in {point.name for point in swept.sweep.strategies}
+    mark = point_at(driver, driver.find_element(By.CSS_SELECTOR, "#curve .mark"), "curve")
+    assert mark.split(":")[0] in {point.name for point in swept.sweep.strategies}
+    heads(driver)["forward"].click()
+    assert requests(driver) == [pages["swept"].as_uri()], "nothing else is asked for"
+    assert driver.get_log("browser") == []
 
 
 def test_the_heads_of_the_table_sort_it_both_ways(driver: Chrome, pages: dict[str, Path], report: Report) -> None:
@@ -162,12 +152,11 @@ def point_at(driver: Chrome, element: Any, picture: str) -> str:
 
 def inside(driver: Chrome, element: Any, box: Any) -> bool:
     """Whether all of the element is seen in the box, or in the first screen of the page, without any scrolling."""
-    rectangle = "const {left, top, right, bottom} = arguments[1]?.getBoundingClientRect() ?? "
-    rectangle += (
-        "{left: 0, top: 0, right: innerWidth, bottom: innerHeight}; const it = arguments[0].getBoundingClientRect();"
-    )
-    within = "it.left >= left && it.right <= right && it.top >= top && it.bottom <= bottom"
-    return bool(driver.execute_script(f"{rectangle} return it.width > 0 && {within}", element, box))
+    code = """const screen = {left: 0, top: 0, right: innerWidth, bottom: innerHeight};
+    const {left, top, right, bottom} = arguments[1]?.getBoundingClientRect() ?? screen;
+    const it = arguments[0].getBoundingClientRect(), within = it.left >= left && it.right <= right;
+    return it.width > 0 && within && it.top >= top && it.bottom <= bottom"""
+    return bool(driver.execute_script(code, element, box))
 
 
 def heads(driver: Chrome) -> dict[str, Any]:

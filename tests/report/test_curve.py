@@ -1,16 +1,19 @@
-"""Memory against time as a picture, against the sweep and the solver."""
+"""Memory against time, and samples a second over the batch, as pictures."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from rotor_py import Report
-from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, RIGHT, TOP, WIDTH, curve_picture, round_numbers
+from rotor_py.report import curve_pictures
+from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
+from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, TOP, WIDTH, batch_picture, curve_picture
 from rotor_py.report.page import page
 from rotor_py.report.report import sweep_of
 from rotor_py.report.sweep import Point, Sweep, saving
@@ -42,7 +45,7 @@ def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: R
     assert [text.endswith("(outside the picture)") for _, text in picture.legend] == [False, True]
 
 
-def test_the_plan_lies_on_the_curve_whose_columns_fill_the_width(report: Report) -> None:
+def test_the_plan_lies_on_the_curve_which_fills_the_width_of_a_screen_and_of_a_phone(report: Report) -> None:
     found = sweep_of(report)
     picture = curve_picture(report, found)
     assert 0 <= picture.limit_x - picture.plan.x < WIDTH / 4
@@ -50,13 +53,15 @@ def test_the_plan_lies_on_the_curve_whose_columns_fill_the_width(report: Report)
     height = next(y for x, y in reversed(steps) if x <= picture.plan.x + 0.1)
     assert picture.plan.y == pytest.approx(height, abs=2), "a plan for one limit is as fast as the curve"
     assert len(steps) == len(found.points)
-    end = float(LEFT)
-    for column in picture.columns:
-        assert column.x == pytest.approx(end)
-        end = column.x + column.width
-    assert end == pytest.approx(LEFT + WIDTH)
+    ends = [LEFT, *(column.x + column.width for column in picture.columns)]
+    assert [*(column.x for column in picture.columns), LEFT + WIDTH] == pytest.approx(ends)
     assert picture.columns[0].title.startswith("no plan needs less than ")
     assert all(re.search(r"limit .*: peak .* a step, \+.* time, ", column.title) for column in picture.columns[1:])
+    phone = curve_picture(report, found, PHONE)
+    assert LEFT + phone.width + curve_pictures.RIGHT == PHONE
+    assert [column.title for column in phone.columns] == [column.title for column in picture.columns]
+    assert 2 <= len(phone.sizes) < len(picture.sizes)
+    assert all(LEFT <= x <= LEFT + phone.width for x, _ in corners(phone.line))
 
 
 def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Report, tmp_path: Path) -> None:
@@ -74,21 +79,9 @@ def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Rep
     assert 'id="curve"' not in text
 
 
-def test_a_phone_has_the_same_curve_in_less_room_with_fewer_sizes(report: Report) -> None:
-    swept = sweep_of(report)
-    wide, phone = curve_picture(report, swept), curve_picture(report, swept, PHONE)
-    assert LEFT + phone.width + RIGHT == PHONE
-    assert [column.title for column in phone.columns] == [column.title for column in wide.columns]
-    assert 2 <= len(phone.sizes) < len(wide.sizes)
-    assert all(LEFT <= x <= LEFT + phone.width for x, _ in corners(phone.line))
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "numbers"),
-    [(0, 10, [0, 2, 4, 6, 8, 10]), (7.2, 9.1, [7.5, 8, 8.5, 9]), (3, 3, [3]), (0, 1e9, [k * 2e8 for k in range(6)])],
-)
-def test_numbers_on_an_axis_are_round(low: float, high: float, numbers: list[float]) -> None:
-    assert round_numbers(low, high, 6) == pytest.approx(numbers)
+def test_numbers_on_an_axis_are_round() -> None:
+    for low, high, numbers in ((0, 10, [0, 2, 4, 6, 8, 10]), (7.2, 9.1, [7.5, 8, 8.5, 9]), (3, 3, [3])):
+        assert curve_pictures.round_numbers(low, high, 6) == pytest.approx(numbers)
 
 
 def test_letters_stand_apart_and_beside_the_plan_and_its_limit(report: Report) -> None:
@@ -99,3 +92,52 @@ def test_letters_stand_apart_and_beside_the_plan_and_its_limit(report: Report) -
     for at, (x, y) in enumerate(places):
         assert at == 0 or abs(x - picture.limit_x) >= 8
         assert all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in places[:at])
+
+
+STORED = (BatchPoint(2, 10.0, 10.0, True), BatchPoint(4, 16.0, 16.0, True))
+POINTS = (*STORED, BatchPoint(8, 22.0, None, False), BatchPoint(32, 30.0, None, True))
+CHOICE = BatchChoice(
+    aim="best", batch=32, mem_limit=10**6, step_seconds=1.0, optimizer_seconds=0.1, overhead=1.4,
+    samples_per_second=30.0, largest=32, largest_stored=4, points=POINTS, gap=0.003, beyond=33, beyond_bytes=1_012_000,
+    measured_peak_bytes=990_000, measured_per_second=((4, 15.0), (32, 29.0)),
+)  # fmt: skip
+
+
+def test_points_are_at_the_logarithm_of_their_batch_and_higher_where_more_samples_are_trained() -> None:
+    picture = batch_picture(CHOICE)
+    xs = [mark.x for mark in picture.measured]
+    assert xs == pytest.approx([LEFT, LEFT + WIDTH / 4, LEFT + WIDTH])
+    heights = [mark.y for mark in picture.measured]
+    assert heights == sorted(heights, reverse=True)
+    assert (picture.chosen.x, picture.chosen.y) == (xs[-1], heights[-1])
+    assert all(TOP <= mark.y <= TOP + HEIGHT for mark in picture.measured)
+    assert (picture.line.count("L"), picture.stored.count("L")) == (3, 1)
+    assert [text for _, text in picture.batches] == ["2", "4", "8", "32"]
+    assert sum(column.width for column in picture.columns) == pytest.approx(WIDTH)
+    said = [column.title for column in picture.columns]
+    assert said[0] == "batch 2: 10.0 samples a second, storing everything 10.0"
+    assert said[2] == "batch 8: 22.0 samples a second, storing everything does not fit (predicted)"
+    assert batch_picture(replace(CHOICE, points=POINTS[-1:])) is None
+    # A phone has the numbers of fewer batches, and always the largest.
+    points = tuple(BatchPoint(2**at, 10.0 + at, None, True) for at in range(13))
+    many = replace(CHOICE, batch=4096, points=points)
+    wide, phone = batch_picture(many), batch_picture(many, PHONE)
+    assert len(wide.batches) == 13
+    assert phone.batches[-1][1] == "4096"
+    assert len(phone.batches) > 3
+    assert all(after - before >= 32 for (before, _), (after, _) in pairwise(phone.batches))
+
+
+def test_a_page_has_the_picture_and_the_sentences_if_the_batch_was_chosen(report: Report, tmp_path) -> None:
+    for choice in (None, CHOICE):
+        page = tmp_path / "page.html"
+        replace(report, batches=choice).to_html(page)
+        text = page.read_text()
+        assert ('<svg id="batch"' in text) == (choice is not None)
+        assert ("A batch of 32 has the most samples a second" in text) == (choice is not None)
+    assert "Samples a second in real steps, taken in turns: 15.0 with 4, 29.0 with 32." in str(CHOICE)
+    assert "One of 33 would need 12.0 kB more than there is (predicted)." in str(CHOICE)
+    assert "one might have 30.0% more: times vary here" in str(replace(CHOICE, gap=0.3))
+    assert "no step was taken" in str(replace(CHOICE, measured_peak_bytes=None)).lower()
+    texts = {1254.0: "1,250", 83.24: "83.2", 8.324: "8.32", 0.05224: "0.052", 999.6: "1,000", 125_400.0: "125,000"}
+    assert {rate: format_rate(rate) for rate in texts} == texts

@@ -81,9 +81,8 @@ def test_the_last_column_of_the_picture_is_the_optimizer_step_and_reaches_the_pe
     layers = list(layers_of(report, found, step))
     assert sum(layer.sizes[-1] for layer in layers) == report.peak_bytes == step.total
     assert len(picture.columns) == len(found) + 1
-    assert picture.columns[-1].title.startswith(
-        f"optimizer step: {format_bytes(report.peak_bytes)} while it runs; most"
-    )
+    said = f"optimizer step: {format_bytes(report.peak_bytes)} while it runs; most"
+    assert picture.columns[-1].title.startswith(said)
     assert picture.columns[-1].x + picture.columns[-1].width <= picture.width
     highest = min(float(y) for y in re.findall(r"V(-?[\d.]+)", " ".join(layer.outline for layer in picture.layers)))
     assert TOP <= highest < TOP + 0.05 * HEIGHT
@@ -102,12 +101,10 @@ def test_an_optimizer_that_was_not_given_is_reported_from_its_first_step_on() ->
 def test_the_trace_shows_the_step_after_the_last_operation_up_to_the_peak(report: Report) -> None:
     facts = Facts("net", "cpu", report.peak_bytes, report.budget, report.measurement, report.sequence)
     events = [event for event in trace(facts)["traceEvents"] if event["pid"] == PREDICTED]
-    operations = [event for event in events if event["ph"] == "X"]
-    assert operations[-1]["name"] == OPTIMIZER
-    assert operations[-1]["args"]["bytes_while_it_runs"] == report.peak_bytes
-    assert operations[-1]["ts"] == pytest.approx(operations[-2]["ts"] + operations[-2]["dur"])
-    assert operations[-1]["dur"] > 0
-    counted = [(event["ts"], event["args"]["bytes"]) for event in events if event["name"] == WHILE]
-    assert max(size for _, size in counted) == report.peak_bytes
-    assert dict(counted)[operations[-1]["ts"]] == report.peak_bytes
-    assert counted[-1][0] == pytest.approx(operations[-1]["ts"] + operations[-1]["dur"])
+    *_, before, last = (event for event in events if event["ph"] == "X")
+    assert (last["name"], last["args"]["bytes_while_it_runs"]) == (OPTIMIZER, report.peak_bytes)
+    assert last["ts"] == pytest.approx(before["ts"] + before["dur"])
+    assert last["dur"] > 0
+    counted = {event["ts"]: event["args"]["bytes"] for event in events if event["name"] == WHILE}
+    assert max(counted.values()) == counted[last["ts"]] == report.peak_bytes
+    assert max(counted) == pytest.approx(last["ts"] + last["dur"])

@@ -1,20 +1,29 @@
-"""The page: well formed, self-contained, complete and escaped."""
+"""`Checkpointable.report()`: in a terminal, in a notebook, and as a page: self-contained, complete and escaped."""
 
 from __future__ import annotations
 
+import html
+import itertools
 import platform
 import re
-from datetime import datetime, timezone
+from collections.abc import Hashable
+from dataclasses import replace
+from datetime import datetime, timezone, tzinfo
 from html.parser import HTMLParser
 
 import pytest
 import torch
+from torch import nn
 
 import rotor_py
-from rotor_py import Report
-from rotor_py.report.numbers import WORDS
+from rotor_profiling.stage.seconds import StageRun
+from rotor_py import Checkpointable, Report, format_bytes, store_all
+from rotor_py.measure.rounds import StageTimes
+from rotor_py.report.numbers import NOISY, WORDS
 from rotor_py.report.page import page
 from rotor_py.report.report import sweep_of
+from rotor_py.report.sweep import format_share
+from tests.fields import raises
 from tests.report.conftest import EVIL
 
 _VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -32,14 +41,14 @@ class Elements(HTMLParser):
         self.close()
         assert not self.open
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.found.append((tag, dict(attrs)))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
         if tag not in _VOID:
             self.open.append(tag)
             self.texts.setdefault(tag, []).append("")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -59,7 +68,10 @@ def elements(text: str) -> Elements:
     return Elements(text)
 
 
-def test_nothing_is_loaded_from_elsewhere(text: str, elements: Elements) -> None:
+def test_nothing_is_loaded_from_elsewhere_and_names_are_escaped(text: str, elements: Elements) -> None:
+    assert sum(tag == "script" for tag, _ in elements.found) == 1
+    assert EVIL not in text
+    assert any(EVIL in cell for cell in elements.texts["td"])
     tags = {tag for tag, _ in elements.found}
     assert not tags & {"link", "img", "iframe", "object", "embed", "image", "use", "base", "video", "audio", "source"}
     assert not {name for _, attributes in elements.found for name in attributes} & {"src", "href", "srcset", "action"}
@@ -101,12 +113,6 @@ def test_the_page_says_how_to_use_it_and_where_it_comes_from(report: Report) -> 
     assert f"Made on {datetime.now(timezone.utc):%Y-}" in page(report, known)
 
 
-def test_names_are_escaped(text: str, elements: Elements) -> None:
-    assert sum(tag == "script" for tag, _ in elements.found) == 1
-    assert EVIL not in text
-    assert any(EVIL in cell for cell in elements.texts["td"])
-
-
 def test_wide_things_scroll_in_their_own_box_and_colours_follow_the_reader(text: str) -> None:
     boxes = text.split('<div class="box"')[1:]
     assert len(boxes) == 4
@@ -119,9 +125,7 @@ def test_wide_things_scroll_in_their_own_box_and_colours_follow_the_reader(text:
     assert 'name="viewport" content="width=device-width' in text
 
 
-def test_colours_used_are_defined_for_light_and_dark_and_can_be_told_from_their_ground(
-    text: str, mixed: Report, report: Report
-) -> None:
+def test_colours_used_are_defined_for_light_and_dark_and_can_be_told_from_their_ground(text, mixed, report) -> None:
     whole = page(mixed, sweep_of(report))
     for written in (text, whole):
         light, _, dark = written.partition("@media (prefers-color-scheme: dark)")
@@ -143,3 +147,61 @@ def brightness(colour: str) -> float:
     values = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_text_begins_with_the_verdict_and_names_every_stage(model: Checkpointable, report: Report) -> None:
+    text = str(report)
+    assert report.peak_bytes == model.budget.peak_bytes(model.sequence)
+    limit, peak = format_bytes(model.mem_limit), format_bytes(report.peak_bytes)
+    assert " ".join(text.split()).startswith(f"Sequential fits in {limit} on cpu: predicted peak {peak}")
+    assert all(name in text for name in model.names)
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 100
+    over = replace(report, mem_limit=report.peak_bytes - 1)
+    assert (report.fits, over.fits, replace(report, mem_limit=report.peak_bytes).fits) == (True, False, True)
+    assert str(over).startswith("Sequential does not fit in")
+
+
+def test_a_strategy_by_hand_is_reported_without_a_limit() -> None:
+    model = Checkpointable(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(8, 4), every_n_layers=0)
+    report = model.report()
+    assert report.mem_limit is None
+    assert report.sequence == store_all(report.chain)
+    assert str(report).startswith("Sequential is planned without a limit on cpu")
+    with raises(ValueError, "not_measured"):
+        Checkpointable(nn.Sequential(nn.Linear(4, 4))).report()
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize(("factor", "noisy"), [(1.02, False), (1.8, True)])
+def test_a_noisy_machine_is_told_of(factor: float, noisy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, seconds = StageTimes.add, itertools.cycle((1, factor))
+
+    def add_other(times: StageTimes, kind: Hashable, run: StageRun, **more: bool) -> None:
+        now = next(seconds)
+        add(times, kind, StageRun(((now, now),) * len(run.ways), run.node and (now, 2 * now)), **more)
+
+    monkeypatch.setattr(StageTimes, "add", add_other)
+    model = Checkpointable(nn.Sequential(nn.Linear(4, 4)), mem_limit="1GB", cache=False)
+    model.measure(torch.randn(8, 4))
+    model.compute_sequence()
+    report = model.report()
+    shown = [" ".join(each.split()) for each in (str(report), html.unescape(report._repr_html_()))]
+    assert all(("times vary by" in each) == noisy for each in shown)
+    assert (report.measurement.spread >= NOISY) == noisy
+    assert not noisy or f"times vary by {format_share(report.measurement.spread)}" in shown[0]
+
+
+def test_a_notebook_shows_the_page_that_is_written_to_a_file(report, tmp_path, monkeypatch) -> None:
+    class Stopped(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime(2026, 1, 2, tzinfo=tz)
+
+    monkeypatch.setattr("rotor_py.report.page.datetime", Stopped)
+    report.to_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe ")
+    assert shown.count("<") == 2
+    assert html.unescape(shown.partition('srcdoc="')[2].partition('"')[0]) == page

@@ -1,17 +1,22 @@
-"""Real steps beside plain ones, taken from Python; and what they leave behind, which is nothing."""
+"""Real steps beside plain ones, their operations, and what they leave behind, which is nothing."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from rotor_profiling import tensors_in
 from rotor_py import Checkpointable, UnsupportedModelError, recompute_all, verify
 from rotor_py.capture.captured_graph import CapturedGraph
-from rotor_py.validate.verification import default_loss
-from tests.checkpointable.steps import between, square
+from rotor_py.validate.steps import TimedOperation, measured_operations
+from rotor_py.validate.verification import Rounded, Verification, default_loss
+from rotor_solver import Backward, ForwardEnable, Loss, Sequence, moments
+from tests.checkpointable.steps import Tower, between, square
 from tests.fields import raises
 
 
@@ -53,9 +58,8 @@ def test_a_plan_is_verified_and_nothing_is_left_of_the_steps(steps_before: int) 
     network.eval()
     before, planned, limit = state_of(plain, optimizer), network.sequence, network.mem_limit
     told: list[Any] = []
-    (found,) = verify(
-        network, batch, loss=square, optimizer=optimizer, operations=True, progress=lambda *state: told.append(state)
-    )
+    options = {"loss": square, "optimizer": optimizer, "progress": lambda *state: told.append(state)}
+    (found,) = verify(network, batch, operations=True, **options)
     assert found.max_grad_difference == found.noise == 0
     assert 0.98 * network.report().peak_bytes <= found.measured_peak_bytes <= limit < found.plain_peak_bytes
     assert min(found.measured_step_seconds, found.plain_step_seconds) > 0
@@ -69,21 +73,10 @@ def test_a_plan_is_verified_and_nothing_is_left_of_the_steps(steps_before: int) 
     assert not any(module.training for module in plain.modules())
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)])
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value = value + layer(value)
-        return value
-
-
 def test_of_a_captured_model_the_graph_runs_without_a_plan_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its operators round otherwise than the model's own code is noise, and no fault of the plan."""
     batch = torch.randn(64, 32)
-    network = Checkpointable(Residual(), batch, loss=square)
+    network = Checkpointable(Tower(32, 4), batch, loss=square)
     network.compute_sequence(between(network, 0.5))
     ran = []
     whole = CapturedGraph.run_unplanned
@@ -118,3 +111,100 @@ def test_other_strategies_are_verified_and_the_plan_and_an_input_with_a_gradient
     assert [each.max_grad_difference for each in found] == [0, 0]
     peaks = [network.budget.peak_bytes(sequence) for sequence in (planned, other)]
     assert [each.measured_peak_bytes for each in found] == pytest.approx(peaks, rel=0.01)
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(64), nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x).sin()
+
+
+def test_differences_of_gradients_are_told_and_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
+    torch.manual_seed(0)
+    batch = torch.randn(64, 64)
+    network = Checkpointable(nn.Sequential(Normed(), Normed()), batch, mem_limit="1GB", keep="bf16")
+    (exact,) = verify(network, batch)
+    assert (exact.rounded, exact.max_grad_difference) == (None, 0)
+    rounding = (replace(each, option=1) if isinstance(each, ForwardEnable) else each for each in network.sequence)
+    network.sequence = Sequence(tuple(rounding))
+    (found,) = verify(network, batch)
+    assert 0 < found.rounded.gradient_error < 0.01
+    assert found.rounded.buffer_difference == 0
+    assert found.loss == exact.loss
+    assert found.problem(10**9) is None
+
+
+def test_what_is_a_problem_beyond_rounding() -> None:
+    for error, difference, noise, problem in (
+        (0.2, 0.0, 0.0, "None"),
+        (float("nan"), 0.0, 0.0, "gradients of stages kept in int8 are not finite"),
+        (0.2, 0.1, 0.0, "buffers differ from plain training by up to 0.1"),
+        (0.2, 0.1, 0.05, "None"),
+    ):
+        rounded = Rounded("int8", error, difference)
+        assert problem in str(Verification(100, 1.0, 5.0, 100, 1.0, noise, rounded=rounded).problem(100))
+
+
+BATCH = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
+
+
+def blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(5)))
+
+
+def planned(model: nn.Module, share: float) -> Checkpointable:
+    found = Checkpointable(model, BATCH, loss=square)
+    found.compute_sequence(between(found, share))
+    return found
+
+
+def operations(model: Checkpointable, step: Any = None) -> tuple[TimedOperation, ...]:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    present = [*model.parameters(), *(p.grad for p in model.parameters()), BATCH]
+
+    def train() -> None:
+        output = model(BATCH)
+        square(output).backward()
+
+    return measured_operations(step or train, model.sequence, model.names, tensors_in(present), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("network", "share"), [(blocks, 0.5), (blocks, 1.0), (lambda: Tower(256, 5), 0.5)])
+def test_a_step_does_what_the_plan_says_in_the_memory_that_it_predicts(network: Any, share: float) -> None:
+    model = planned(network(), share)
+    found = operations(model)
+    predicted = moments(model.budget.chain, model.sequence)
+    assert [(ran.operation, ran.again) for ran in found] == [(moment.operation, moment.again) for moment in predicted]
+    assert any(ran.again for ran in found) == (share < 1)
+    beside, peak = model.budget.beside_chain(model.sequence), model.budget.peak_bytes(model.sequence)
+    assert 0.97 * peak < max(ran.during for ran in found) <= peak
+    for ran, moment in zip(found, predicted, strict=True):
+        if not isinstance(ran.operation, Backward | Loss):
+            assert ran.during == pytest.approx(beside + moment.during, rel=0.05)
+    assert all(ran.seconds > 0 for ran in found)
+    assert all(ran.after <= ran.during for ran in found)
+    for ran, following in pairwise(found):
+        assert ran.begin + ran.seconds == pytest.approx(following.begin)
+
+
+def test_backwards_that_no_gradient_reaches_and_the_second_gradient_of_a_stage_are_left_out() -> None:
+    model = planned(blocks(), 1.0)
+    found = operations(model, lambda: model(BATCH))
+    assert [type(ran.operation) for ran in found] == [ForwardEnable] * len(model.names) + [Loss]
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x * 2, x * 3
+
+    class Sum(nn.Module):
+        def forward(self, pair: Any) -> torch.Tensor:
+            return pair[0] + pair[1]
+
+    model = planned(nn.Sequential(nn.Linear(256, 9), Two(), Sum(), nn.Linear(9, 9)), 1.0)
+    model.sequence = Sequence.parse("Fe_0, Fe_1, Fe_2, Fe_3, L, B_3, B_2, B_1, B_0")
+    assert [ran.operation for ran in operations(model)] == list(model.sequence)
