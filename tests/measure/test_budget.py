@@ -35,9 +35,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_a_sequence_takes_no_more_in_any_process_than_in_the_costliest(chains: list[Chain], share: float) -> None:
     length = min(map(len, chains))
     # Gradients that free what a stage behind the cut has left would be refused.
-    chains = [
-        replace(chain, stages=tuple(replace(stage, gradient=0) for stage in chain.stages[:length])) for chain in chains
-    ]
+    cut = [tuple(replace(stage, gradient=0) for stage in chain.stages[:length]) for chain in chains]
+    chains = [replace(chain, stages=stages) for chain, stages in zip(chains, cut, strict=True)]
     together = costliest(chains)
     least, most = min_bytes(together), simulate(together, store_all(together)).peak
     sequence = Persistent().solve(together, least + int(share * max(0, most - least)))
@@ -69,7 +68,6 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
     held, sent, batch = 10**6, 3 * 10**5, torch.randn(4, 8)
     monkeypatch.setattr(fixed_memory, "allocated_bytes", lambda device: held)
     planned = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), batch, loss=square)
-    assert planned.inspection_values is not None
     make = partial(make_budget, planned.model, batch, planned.inspection_values, CPU, fresh_gradients=True)
     alone, there, to_come = (
         make(optimizer=None, communication=communication, buckets=buckets).fixed

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.planning_lock import freeze_gc
+from tests.checkpointable.steps import same_gradients
 from tests.fields import raises
 
 
@@ -63,18 +64,14 @@ class Watched(nn.Linear):
 def test_stages_like_one_that_decides_nothing_are_not_watched_for_it() -> None:
     """Watching takes longer than small operators do: timed, the first run of a stage would count as all of them."""
     seen, batch = Watched.seen, torch.randn(3, 4)
-    planned = Checkpointable(nn.Sequential(*(Watched(4, 4) for _ in range(6))), loss=torch.sum, cache=False)
-    planned.measure(batch)
+    planned = Checkpointable(nn.Sequential(*(Watched(4, 4) for _ in range(6))), batch, loss=torch.sum, cache=False)
     assert 1 <= sum(seen) <= 3  # of six stages: the first, the last and those between them are three kinds
     seen.clear()
-    assert planned.budget is not None
     planned.compute_sequence(planned.budget.least_bytes())
     planned(batch).sum().backward()
-    assert seen
-    assert not any(seen)
+    assert {*seen} == {False}
     seen.clear()
-    deciding = nn.Sequential(Watched(4, 5), nn.Linear(5, 4))
-    Checkpointable(deciding, loss=torch.sum, cache=False).measure(batch)
+    Checkpointable(nn.Sequential(Watched(4, 5), nn.Linear(5, 4)), batch, loss=torch.sum, cache=False)
     assert any(seen[len(seen) // 2 :])
 
 
@@ -102,9 +99,7 @@ def chain(user: Callable[[nn.Linear], nn.Module]) -> nn.Sequential:
 
 
 def least(model: nn.Module) -> Checkpointable:
-    planned = Checkpointable(model, loss=torch.sum, fresh_grads=True, cache=False)
-    planned.measure(ROWS)
-    assert planned.budget is not None
+    planned = Checkpointable(model, ROWS, loss=torch.sum, fresh_grads=True, cache=False)
     planned.compute_sequence(planned.budget.least_bytes())
     return planned
 
@@ -118,9 +113,7 @@ class Scaled(InAList):
 
 
 @pytest.mark.parametrize("user", [InAList, Scaled])
-def test_a_parameter_that_a_stage_does_not_own_is_refused_and_measuring_leaves_no_gradient(
-    user: Callable[[nn.Linear], nn.Module],
-) -> None:
+def test_a_parameter_that_a_stage_does_not_own_is_refused_and_measuring_leaves_no_gradient(user) -> None:
     model = chain(user)
     with raises(UnsupportedModelError, "foreign_parameter", name="2"):
         least(model)
@@ -133,5 +126,4 @@ def test_a_detached_parameter_of_another_stage_is_read_again_with_the_same_numbe
     planned = least(model)
     assert "CF_" in str(planned.sequence)
     planned(ROWS).sum().backward()
-    for expected, found in zip(plain.parameters(), model.parameters(), strict=True):
-        assert torch.equal(expected.grad, found.grad)
+    assert same_gradients(model, plain)

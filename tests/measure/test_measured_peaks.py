@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from rotor_profiling import loss_layouts, measured_peak
-from rotor_py import Checkpointable, store_all
+from rotor_py import Checkpointable
 from rotor_py.measure.discovery_pass import DiscoveryPass
+from tests.checkpointable.steps import between, square
 
 CPU = torch.device("cpu")
 LABELS = torch.randint(200, (16, 12), generator=torch.Generator().manual_seed(0))
@@ -45,10 +43,6 @@ def with_large_output() -> nn.Sequential:
     return nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 200))
 
 
-def square(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
 def cross_entropy(output: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.transpose(1, 2), LABELS)
 
@@ -57,20 +51,16 @@ def cross_entropy(output: torch.Tensor) -> torch.Tensor:
     ("make", "loss"),
     [(lstms, square), (with_elementwise_layers, square), (with_large_output, cross_entropy)],
 )
-def test_copies_that_backwards_begin_with_are_inside_the_limit(
-    make: Callable[[], nn.Sequential], loss: Callable[[Any], torch.Tensor]
-) -> None:
+def test_copies_that_backwards_begin_with_are_inside_the_limit(make, loss) -> None:
     torch.manual_seed(0)
     planned, sample = Checkpointable(make(), loss=loss, fresh_grads=True), torch.randn(16, 12, 48)
     planned.measure(sample)
-    assert planned.budget is not None
-    least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
 
     def step() -> None:
         output = planned(sample)
         loss(output).backward()
 
-    for limit in (least, (least + whole) // 2, whole):
+    for limit in (between(planned, share) for share in (0, 0.5, 1)):
         predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
         planned.zero_grad()
         assert 0.98 * predicted <= measured_peak(step, [*planned.parameters(), sample], CPU) <= limit
@@ -85,11 +75,9 @@ def test_a_loss_says_in_which_layout_it_gives_gradients() -> None:
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[DiscoveryPass]:
     """The discovery passes that walk a chain from now on, once for each walk."""
-    found: list[DiscoveryPass] = []
-    walk = DiscoveryPass.walk
-    monkeypatch.setattr(
-        DiscoveryPass, "walk", lambda survey, *rest, **until: (found.append(survey), walk(survey, *rest, **until))[1]
-    )
+    found, walk = [], DiscoveryPass.walk
+    noting = lambda survey, *rest, **until: (found.append(survey), walk(survey, *rest, **until))[1]  # noqa: E731
+    monkeypatch.setattr(DiscoveryPass, "walk", noting)
     return found
 
 
@@ -97,9 +85,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[DiscoveryPass]:
     ("make", "batch", "count"),
     [(with_large_output, 16, 1), (lstms, 16, 2), (with_elementwise_layers, 16, 5), (with_elementwise_layers, 1, 1)],
 )
-def test_a_chain_is_walked_again_only_where_layouts_differ(
-    make: Callable[[], nn.Sequential], batch: int, count: int, walks: list[DiscoveryPass]
-) -> None:
+def test_a_chain_is_walked_again_only_where_layouts_differ(make, batch, count, walks) -> None:
     """Those of a batch of one mean the same in any order."""
     Checkpointable(make(), loss=square).measure(torch.randn(batch, 12, 48))
     assert len(walks) == count
@@ -125,8 +111,6 @@ def test_a_gradient_that_only_passes_through_stages_needs_few_walks(walks: list[
     assert sum((22, 1) in layouts for layouts in walks[-1].arriving) > 6
     assert len(walks) <= 3
 
-
-# Tensors that are carried past cuts count as long as they are in memory.
 
 WIDTH = 32
 
@@ -171,17 +155,14 @@ def test_a_tensor_that_several_stages_read_is_in_memory_until_the_first_of_them_
     model, batch = ReadAgain(trained).train(), torch.randn(256, WIDTH)
     planned = Checkpointable(model, loss=square, fresh_grads=True, cache=False, watch=False)
     planned.measure(batch)
-    assert planned.budget is not None
-    assert planned.inspection_values is not None
     assert (0 in [each.gradient_bytes for each in planned.inspection_values.carried]) is not trained
 
     def step() -> None:
         output = planned(batch)  # held to the end, as people do
         square(output).backward()
 
-    least, most = planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
     for share in (0.1, 1):
-        sequence = planned.compute_sequence(least + int(share * (most - least)))
+        sequence = planned.compute_sequence(between(planned, share))
         model.zero_grad()
         step()
         model.zero_grad()

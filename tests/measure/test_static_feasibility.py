@@ -41,8 +41,8 @@ BATCH = 16 * WIDTH * 4
 )
 def test_the_first_step_is_refused_before_a_stage_is_run(fresh: bool, parts: tuple[str, ...], least: int) -> None:
     model = unused()
-    optimizer = torch.optim.AdamW(model.parameters())
-    network = Checkpointable(model, mem_limit="700kB", optimizer=optimizer, fresh_grads=fresh, cache=False)
+    options = {"optimizer": torch.optim.AdamW(model.parameters()), "fresh_grads": fresh, "cache": False}
+    network = Checkpointable(model, mem_limit="700kB", **options)
     with raises(InfeasibleError, "limit_below_held") as caught:
         network(torch.randn(16, WIDTH))
     least += 4 * PARAMETERS + 8 * 4  # and a count of steps for each of eight parameters
@@ -54,16 +54,14 @@ def test_the_first_step_is_refused_before_a_stage_is_run(fresh: bool, parts: tup
         Checkpointable(unused(), torch.randn(16, WIDTH), mem_limit="100kB")
 
 
-def test_a_model_that_is_larger_than_the_device_is_refused_without_a_limit() -> None:
-    def made() -> nn.Module:
+def test_a_model_larger_than_the_device_is_refused_without_a_limit_and_of_several_each_holds_its_part() -> None:
+    def large() -> nn.Module:
         return nn.Sequential(*(Unused(2**17, 2**17, dtype=torch.bfloat16) for _ in range(3)))  # 103 GB
 
     with raises(InfeasibleError, "limit_below_held") as caught:
-        estimate(made, torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta"), "h100", fresh_grads=True)
+        estimate(large, torch.empty(8, 2**17, dtype=torch.bfloat16, device="meta"), "h100", fresh_grads=True)
     assert caught.value.numbers["min_bytes"] >= 3 * 2**35
 
-
-def test_of_several_devices_each_holds_its_part() -> None:
     def made() -> nn.Module:
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
 
@@ -90,22 +88,15 @@ def tied() -> nn.Module:
     return model
 
 
-STEPS: dict[str, dict[str, Any]] = {
-    "kept": {},
-    "fresh": {"fresh_grads": True},
-    "stepped": {"fresh_grads": True},
-    "two forwards": {"forwards_in_flight": 2},
-}
+FRESH = {"fresh_grads": True}
+HOW = [("optimizer", {}), ("optimizer", FRESH), ("step_in_backward", FRESH), ("optimizer", {"forwards_in_flight": 2})]
 
 
-@pytest.mark.parametrize("how", STEPS)
-def test_nothing_is_refused_that_a_plan_fits(how: str) -> None:
+@pytest.mark.parametrize(("role", "how"), HOW)
+def test_nothing_is_refused_that_a_plan_fits(role: str, how: dict[str, Any]) -> None:
     model, value = tied(), torch.randn(16, 64)
     optimizer = torch.optim.Adam(each for each in model.parameters() if each.requires_grad)
-    role = "step_in_backward" if how == "stepped" else "optimizer"
-    network = Checkpointable(model, loss=torch.mean, cache=False, **STEPS[how], **{role: optimizer})
-    network.measure(value)
-    assert network.budget is not None
+    network = Checkpointable(model, value, loss=torch.mean, cache=False, **how, **{role: optimizer})
     least = network.budget.least_bytes()
     network.mem_limit = least
     network.refuse_what_cannot_fit(value)

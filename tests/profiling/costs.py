@@ -8,18 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import (
-    StageContext,
-    StageCost,
-    measure_ways,
-    stage_layouts,
-    storage_bytes,
-    storages,
-    tensors_in,
-    time_ways,
-)  # fmt: skip
+from rotor_profiling import StageContext, StageCost, measure_ways, stage_layouts, storage_bytes, storages, tensors_in
 from rotor_profiling.backends import stopwatch
-from rotor_profiling.stage.seconds import estimate
+from rotor_profiling.stage.seconds import estimate, time_ways
 from rotor_py.stage.runner import StageRunner
 
 CPU = torch.device("cpu")

@@ -30,13 +30,10 @@ class Everything(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self.output = 0, Refusing()
         self.stats: dict[str, Any] = {"shapes": []}
-        self.last = deque([0], maxlen=2)
-        self.names = {"a"}
-        self.total = torch.zeros(2)
-        self.state = torch.zeros(2)
-        self.output = Refusing()
+        self.last, self.names = deque([0], maxlen=2), {"a"}
+        self.total, self.state = torch.zeros(2), torch.zeros(2)
         self.cache: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +56,7 @@ def present(layer: Everything) -> dict[str, Any]:
     return {name: str(getattr(layer, name)) for name in names} | {"made": getattr(layer, "made", None)}
 
 
-def test_all_is_put_back_and_containers_and_tensors_are_the_same_objects() -> None:
+def test_all_is_put_back_in_the_same_objects_and_kept_bytes_are_those_of_tensors_that_change() -> None:
     layer = Everything()
 
     def objects() -> list[Any]:
@@ -72,14 +69,13 @@ def test_all_is_put_back_and_containers_and_tensors_are_the_same_objects() -> No
         layer(torch.ones(2))
     assert present(layer) == before
     assert all(a is b for a, b in zip(objects(), same, strict=True))
+    assert kept_bytes(layer) == 2 * 8 + 8  # what is written into twice; what is replaced once
 
 
 def test_a_recomputation_finds_everything_as_the_run_before_it_found_it() -> None:
     layer = Everything()
     layer(torch.ones(2))
-    before = Attributes(layer)
-    first = layer(torch.ones(2))
-    after = present(layer)
+    before, first, after = Attributes(layer), layer(torch.ones(2)), present(layer)
     changes = before.changes()
     for _ in range(2):  # as often as it is recomputed
         with attributes_kept(layer):
@@ -107,13 +103,6 @@ def test_measuring_restores_everything_except_a_cache(around: bool) -> None:
     assert {**present(layer), "made": None} == before
 
 
-def test_kept_bytes_are_those_of_tensors_that_change() -> None:
-    layer = Everything()
-    with attributes_kept(layer):
-        layer(torch.ones(2))
-    assert kept_bytes(layer) == 2 * 8 + 8  # what is written into twice; what is replaced once
-
-
 class Late(nn.Module):
     """Writes into a tensor from its second run on."""
 
@@ -132,8 +121,7 @@ def test_a_tensor_that_is_written_to_for_the_first_time_is_refused_once() -> Non
     layer = Late()
 
     def run() -> Attributes:
-        found = Attributes(layer)
-        layer(torch.ones(1))
+        found, _ = Attributes(layer), layer(torch.ones(1))
         return found
 
     run().changes()

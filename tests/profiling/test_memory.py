@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from queue import Queue
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -74,7 +75,6 @@ def test_views_take_nothing_and_allocations_of_a_backward_count() -> None:
         meter.mark("backward")
         leaf.exp().sum().backward()
     assert meter.phases[""] == Phase(0, 0, 0)
-    assert leaf.grad is not None
     assert meter.phases["backward"].end == leaf.grad.nbytes
     # exp's result and the gradient, two scalars
     assert 2 * leaf.nbytes <= meter.phases["backward"].peak <= 2 * leaf.nbytes + 8
@@ -115,15 +115,13 @@ def test_on_cuda_a_backward_that_begins_with_a_matrix_product_is_measured_withou
 
 
 def test_the_curve_of_a_meter_shows_the_bytes_held_at_each_time() -> None:
-    kept: list[torch.Tensor] = []
     with CpuMeter() as meter:
-        first = block(5)
-        kept.append(block(7))
+        first, kept = block(5), block(7)
         del first
-    assert [size for _, size in meter.curve] == [5 * KIB, 12 * KIB, 7 * KIB]
-    times = [seconds for seconds, _ in meter.curve]
-    assert times[0] == 0
-    assert times == sorted(times)
+    times, sizes = zip(*meter.curve, strict=True)
+    assert sizes == (5 * KIB, 12 * KIB, 7 * KIB)
+    assert times == (0, *sorted(times[1:]))
+    del kept
 
 
 def test_frees_by_other_threads_show_when_the_memory_is_used_again() -> None:
@@ -151,9 +149,6 @@ def test_frees_by_other_threads_show_when_the_memory_is_used_again() -> None:
     thread.join()
     # How often an address comes back is up to malloc. A block is never counted twice at one address.
     assert peak == len(addresses) * 2**18
-
-
-# A watch counts, phase by phase, what runs outside of any context of ours.
 
 
 def watching() -> CpuWatch:
@@ -185,7 +180,6 @@ def test_phases_are_those_of_a_meter() -> None:
     with memory_meter(CPU) as meter:
         work(meter.mark)
     watch = watch_step(CPU, 100, 0)
-    assert watch is not None
     work(watch.mark)
     phases = watch.stop()
     assert phases == {name: Phase(100 + p.start, 100 + p.peak, 100 + p.end) for name, p in meter.phases.items()}
@@ -207,29 +201,22 @@ def test_a_thread_has_one_profiler_and_a_watch_is_the_one_to_go() -> None:
     watch.mark("nothing")
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_watch_that_is_to_stop_inside_of_a_backward_ends_with_the_pass(depth: int) -> None:
+def measure() -> None:
+    with raises(RuntimeError, "profiler_in_backward"), memory_meter(CPU):
+        pass
+
+
+@pytest.mark.parametrize(("do", "depth"), [(CpuWatch.stop, 1), (CpuWatch.stop, 2), (lambda watch: measure(), 1)])
+def test_a_watch_that_is_to_stop_or_give_way_inside_of_a_backward_ends_with_the_pass(do: Any, depth: int) -> None:
     watch = watching()
     found: list[object] = []
-    _backward_with(lambda: found.append(watch.stop()), depth)
+    _backward_with(lambda: found.append(do(watch)), depth)
     assert found == [None]
     assert not torch.autograd._profiler_enabled()
     assert watch.stop() is None
+    assert_a_meter_works()
     watching()
     give_way()
-
-
-def test_no_profiler_starts_inside_of_a_backward_that_is_watched() -> None:
-    watch = watching()
-
-    def measure() -> None:
-        with raises(RuntimeError, "profiler_in_backward"), memory_meter(CPU):
-            pass
-
-    _backward_with(measure, 1)
-    assert not torch.autograd._profiler_enabled()
-    assert watch.stop() is None
-    assert_a_meter_works()
 
 
 def _backward_with(do: Callable[[], object], depth: int) -> None:
@@ -279,11 +266,8 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 
 @pytest.mark.parametrize("limit", [60, 40])
-def test_cudas_counters_are_read_and_only_an_older_peak_beyond_the_limit_is_reset(
-    allocator: Allocator, limit: int
-) -> None:
+def test_cudas_counters_are_read_and_only_an_older_peak_beyond_the_limit_is_reset(allocator, limit) -> None:
     watch = watch_step(torch.device("cuda"), 0, limit_bytes=limit)
-    assert watch is not None
     allocator.take(20, kept=15)  # below the peak that was there before: it cannot be seen, and is no harm
     watch.mark("loss")
     allocator.take(45, kept=5)

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import (
-    UnknownOptimizerError,
-    measured_peak,
-    memory_meter,
-    optimizer_cost,
-    storage_bytes,
-    tensors_in,
-)
-from rotor_profiling.optimizer import scratch_alone, step_bytes_without
+from rotor_profiling import UnknownOptimizerError, measured_peak, memory_meter, storage_bytes, tensors_in
+from rotor_profiling.optimizer import optimizer_cost, scratch_alone, step_bytes_without
 from tests.fields import raises
 from tests.profiling.costs import CPU
 
@@ -76,7 +69,7 @@ def test_a_fused_step_copies_parameters_that_are_not_contiguous(make: Any) -> No
     assert 0 < meter.phases[""].peak <= predicted.step_bytes
 
 
-def test_an_optimizer_that_reads_values_is_tried_on_zeros() -> None:
+def test_an_optimizer_that_reads_values_is_tried_on_zeros_and_one_that_cannot_be_tried_is_refused() -> None:
     class Reading(torch.optim.SGD):
         def step(self, closure=None):
             for group in self.param_groups:
@@ -84,18 +77,15 @@ def test_an_optimizer_that_reads_values_is_tried_on_zeros() -> None:
                     if float(p.grad.sum()) >= 0:
                         self.state[p]["kept"] = p.clone()
 
-    model = network()
-    found = optimizer_cost(Reading(model.parameters(), lr=0.1))
-    assert found.state_bytes == storage_bytes(model.parameters())
-
-
-def test_one_that_cannot_be_tried_is_refused_in_words() -> None:
     class Broken(torch.optim.SGD):
         def step(self, closure=None):
             raise KeyError("mine")
 
+    model = network()
+    found = optimizer_cost(Reading(model.parameters(), lr=0.1))
+    assert found.state_bytes == storage_bytes(model.parameters())
     with raises(UnknownOptimizerError, "unknown_optimizer", name="Broken"):
-        optimizer_cost(Broken(network().parameters(), lr=0.1))
+        optimizer_cost(Broken(model.parameters(), lr=0.1))
 
 
 def parameters() -> list[nn.Parameter]:
@@ -103,7 +93,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("make", [OPTIMIZERS["AdamW, amsgrad"], OPTIMIZERS["SGD"], lambda p: torch.optim.Adafactor(p)])
-def test_scratch_of_one_parameter_is_that_of_its_own_step(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_scratch_of_one_parameter_is_that_of_its_own_step_and_the_others_need_theirs(make) -> None:
     given = parameters()
     found = scratch_alone(make(given))
     assert set(found) == {id(each) for each in given[:2]}
@@ -113,13 +103,8 @@ def test_scratch_of_one_parameter_is_that_of_its_own_step(make: Callable[[Any], 
         alone.step()
         measured = measured_peak(alone.step, [], CPU)
         assert measured <= found[id(each)] <= measured + 128
-
-
-def test_the_step_of_the_others_takes_what_they_need() -> None:
-    given = parameters()
-    optimizer = torch.optim.AdamW(given)
-    scratch = scratch_alone(optimizer)
-    assert step_bytes_without(optimizer, set()) >= max(scratch.values())
-    assert step_bytes_without(optimizer, {id(given[1])}) == scratch[id(given[0])]
+    optimizer = make(given)
+    assert step_bytes_without(optimizer, set()) >= max(found.values())
+    assert step_bytes_without(optimizer, {id(given[1])}) == found[id(given[0])]
     assert step_bytes_without(optimizer, {id(given[0]), id(given[1])}) == 0
     assert not optimizer.state

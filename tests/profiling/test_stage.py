@@ -50,10 +50,7 @@ class Slow(nn.Module, StageOffers):
 
 # Of a backward, the solver adds δ_{i+1} and δ_i itself.
 UNITS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
-    "saves its output": (
-        Exp,
-        {"activation": 1, "saved": 1, "forward_temp": 0, "nograd_temp": 0, "backward_temp": 0, "replay_temp": 0},
-    ),
+    "saves its output": (Exp, {"activation": 1, "saved": 1, "forward_temp": 0, "nograd_temp": 0, "backward_temp": 0}),
     "saves in the middle": (lambda: nn.Sequential(Exp(), Exp()), {"saved": 2, "forward_temp": 0, "nograd_temp": 1}),
     "scratch": (Scratch, {"saved": 1, "forward_temp": 2, "nograd_temp": 2}),
     "a view": (nn.Flatten, {"saved": 0, "forward_temp": 0, "nograd_temp": 0}),
@@ -81,27 +78,17 @@ def test_bytes_of_a_stage_are_those_worked_out_by_hand(which: str) -> None:
         (square(), unit(requires_grad=False), True, WEIGHT - UNIT + START),  # the solver adds a δ_i that there is not
     ],
 )
-def test_scratch_of_a_backward_counts_beside_the_gradients_of_input_and_output(
-    stage: nn.Module, value: torch.Tensor, held: bool, expected: int
-) -> None:
+def test_scratch_of_a_backward_counts_beside_the_gradients_of_input_and_output(stage, value, held, expected) -> None:
     assert cost(stage, value, output_held=held).backward_temp_bytes == expected
 
 
-def test_parameters_are_not_saved_and_a_stage_without_any_gradient_has_no_backward() -> None:
+def test_parameters_are_not_saved_and_tensors_of_the_caller_that_a_stage_hands_on_do_not_count() -> None:
     found = cost(square(bias=True).requires_grad_(False), unit(requires_grad=False))
     assert (found.activation_bytes, found.saved_bytes) == (UNIT, UNIT)
-    assert found.backward_temp_bytes <= 0
-
-
-def test_tensors_of_the_caller_that_a_stage_hands_on_do_not_count() -> None:
-    batch = unit()
-
-    class PassOn(nn.Module):
-        def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return value, value.exp()
-
-    assert cost(PassOn(), batch).activation_bytes == 2 * UNIT
-    assert cost(PassOn(), batch, owned=storages([batch])).activation_bytes == UNIT
+    assert found.backward_temp_bytes <= 0, "without any gradient, it has no backward"
+    batch, hand_on = unit(), lambda value: (value, value.exp())
+    assert cost(hand_on, batch).activation_bytes == 2 * UNIT
+    assert cost(hand_on, batch, owned=storages([batch])).activation_bytes == UNIT
 
 
 def test_measuring_changes_nothing_of_a_stage() -> None:
@@ -110,14 +97,11 @@ def test_measuring_changes_nothing_of_a_stage() -> None:
     for p in stage.parameters():
         p.grad = torch.ones_like(p)
     tensors = [*stage.parameters(), *(p.grad for p in stage.parameters()), *stage.buffers(), value]
-    before = [(t._version, t.clone()) for t in tensors]
-    state = torch.get_rng_state()
+    before, state = [(t._version, t.clone()) for t in tensors], torch.get_rng_state()
     cost(stage, value)
     assert value.grad is None
     assert torch.equal(state, torch.get_rng_state())
-    for tensor, (version, old) in zip(tensors, before, strict=True):
-        assert tensor._version == version
-        assert torch.equal(tensor, old)
+    assert all(t._version == version and torch.equal(t, old) for t, (version, old) in zip(tensors, before, strict=True))
 
 
 @pytest.mark.timed

@@ -11,7 +11,7 @@ from rotor_profiling import isolated, stage_signature, value_signature
 from rotor_profiling.stage.stage_signature import HasKind
 
 
-def kind(stage: nn.Module, value: object = None):
+def kind(stage: object, value: object = None):
     return stage_signature(stage, torch.zeros(2, 8) if value is None else value)
 
 
@@ -19,7 +19,7 @@ def block(width: int = 8, p: float = 0.1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, width), nn.Dropout(p), nn.BatchNorm1d(width))
 
 
-def test_blocks_are_of_one_kind_unless_more_than_their_numbers_differs() -> None:
+def test_blocks_and_functions_are_of_one_kind_unless_more_than_their_numbers_differs() -> None:
     usual = kind(block())
     assert kind(block()) == usual
     frozen, evaluated, hooked = block(), block(), block()
@@ -28,28 +28,17 @@ def test_blocks_are_of_one_kind_unless_more_than_their_numbers_differs() -> None
     hooked[0].register_forward_hook(lambda *_: None)
     others = [block(9), block(p=0.2), frozen, evaluated, hooked, block().half(), nn.Sequential(*block(), nn.ReLU())]
     assert all(kind(other) != usual for other in others)
+    assert kind(torch.relu) == kind(torch.relu)
+    assert kind(lambda x: x) != kind(lambda x: x)
 
 
 def test_inputs_matter_by_shape_strides_type_and_need_of_gradient() -> None:
     value = torch.zeros(4, 8)
-    others = [
-        torch.zeros(5, 8),
-        torch.zeros(8, 4).t(),
-        torch.zeros(4, 8).double(),
-        torch.zeros(4, 8, requires_grad=True),
-        (value,),
-        {"x": value},
-        (value, 3),
-    ]
-    kinds = [kind(block(), each) for each in (value, *others)]
+    others = [torch.zeros(5, 8), torch.zeros(8, 4).t(), value.double(), torch.zeros(4, 8, requires_grad=True)]
+    kinds = [kind(block(), each) for each in (value, *others, (value,), {"x": value}, (value, 3))]
     assert len(set(kinds)) == len(kinds)
     assert kind(block(), torch.ones(4, 8)) == kinds[0]
     assert kind(block(), (value, 3)) != kind(block(), (value, 4))
-
-
-def test_functions_are_kinds_of_their_own() -> None:
-    assert stage_signature(torch.relu, torch.zeros(1)) == stage_signature(torch.relu, torch.zeros(1))
-    assert stage_signature(lambda x: x, torch.zeros(1)) != stage_signature(lambda x: x, torch.zeros(1))
 
 
 class Generated(nn.Module, HasKind):
