@@ -81,4 +81,5 @@ def test_the_chart_has_a_line_for_plans_and_one_for_storing_everything():
     assert sum(line.count(PLANNED) for line in lines) == 0, "where both are, nothing is recomputed"
     assert lines[0].endswith(CHOSEN)
     assert lines[0].startswith("    40.0")
-    assert batch_chart(replace(choice, batch=1, largest_stored=1, points=points[:1]), 60)
+    one = {"batch": 1, "largest": 1, "largest_stored": 1, "samples_per_second": 10.0}
+    assert batch_chart(replace(choice, points=points[:1], **one), 60), "of a single batch"
