@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, frontier, limit_for, min_bytes, simulate, solve, store_all
 from tests.fields import raises
@@ -18,8 +19,8 @@ from tests.solver.strategies import rich_chains, unit_chain
 
 
 @settings(max_examples=40, deadline=None)
-@given(rich_chains())
-def test_the_frontier_is_the_optimum_at_every_limit(chain: Chain) -> None:
+@given(rich_chains(), st.floats(0, 3))
+def test_the_frontier_is_the_optimum_at_every_limit(chain: Chain, overhead: float) -> None:
     whole = simulate(chain, store_all(chain)).peak
     found = frontier(chain)
     assert found.limits[0] == min_bytes(chain)
@@ -33,6 +34,9 @@ def test_the_frontier_is_the_optimum_at_every_limit(chain: Chain) -> None:
         result = simulate(chain, sequence)
         assert (result.peak, result.makespan) == (limit, makespan)
         assert found.sequence(limit) == sequence
+    limit, most = found.limit_for(overhead), found.stored * (1 + overhead)
+    assert found.makespan(limit) <= most
+    assert limit == min_bytes(chain) or found.makespan(limit - 1) > most
 
 
 def test_a_long_chain_has_a_frontier_close_to_single_plans_and_bounds_that_hold() -> None:
@@ -42,18 +46,13 @@ def test_a_long_chain_has_a_frontier_close_to_single_plans_and_bounds_that_hold(
     assert len(found) > 20
     for limit in found.limits[:: len(found) // 5]:
         single = solve(chain, limit)
-        assert single.lower_bound is not None
         assert found.makespan(limit) <= simulate(chain, single).makespan * 1.02
         position = found.limits.index(limit)
         assert found.lower_bounds[position] <= simulate(chain, single).makespan
         assert single.lower_bound <= found.makespans[position]
-
-
-def test_where_few_sizes_fit_together_the_frontier_is_as_fast_as_plans_for_single_limits() -> None:
-    times = [38, 19] * 6
-    chain = Chain.from_arrays(
-        times, [99, 21] * 6 + [20], [65536] * 13, [65536] * 12, [5064] * 12, [16640, 65536] * 6 + [65536]
-    )
+    # Where few sizes fit together
+    times, size = ([38, 19] * 6, [99, 21] * 6 + [20]), 65536
+    chain = Chain.from_arrays(*times, [size] * 13, [size] * 12, [5064] * 12, [16640, size] * 6 + [size])
     found, whole = frontier(chain), simulate(chain, store_all(chain)).peak
     for limit in range(min_bytes(chain), whole, (whole - min_bytes(chain)) // 20):
         assert found.makespan(limit) <= simulate(chain, solve(chain, limit)).makespan
@@ -64,36 +63,24 @@ def test_only_the_limits_that_were_asked_for() -> None:
     least, whole = min_bytes(chain), simulate(chain, store_all(chain)).peak
     found = frontier(chain, [whole + 100, least - 1, least + 3, 7.9])
     assert found.limits == (7, least + 3, whole + 100)
-    assert [found.makespan(limit) for limit in found.limits] == [
-        simulate(chain, solve(chain, limit)).makespan for limit in found.limits
-    ]
+    singles = [simulate(chain, solve(chain, limit)).makespan for limit in found.limits]
+    assert [found.makespan(limit) for limit in found.limits] == singles
     assert len(frontier(chain, [0])) == 0
-
-
-@pytest.mark.parametrize("overhead", [0.0, 0.1, 3.0])
-def test_the_limit_for_an_overhead_keeps_it_and_less_memory_does_not(overhead: float) -> None:
-    chain = unit_chain(15)
-    stored = simulate(chain, store_all(chain)).makespan
-    limit = limit_for(chain, overhead)
-    assert simulate(chain, solve(chain, limit)).makespan <= stored * (1 + overhead)
-    if limit > min_bytes(chain):
-        assert naive_optimum(chain, limit - 1) > stored * (1 + overhead)
+    assert limit_for(chain, 0.1) == frontier(chain).limit_for(0.1)
 
 
 def test_bad_questions_about_the_frontier_are_refused_in_words() -> None:
     chain = unit_chain(4)
     found = frontier(chain)
-    with raises(ValueError, "not_an_overhead"):
-        found.limit_for(-0.1)
-    with raises(ValueError, "not_an_overhead"):
-        limit_for(chain, math.nan)
+    for overhead in (-0.1, math.nan):
+        with raises(ValueError, "not_an_overhead"):
+            limit_for(chain, overhead)
     with raises(ValueError, "not_a_count", name="slots"):
         frontier(chain, slots=0)
     with raises(ValueError, "not_bytes", name="mem_limit"):
         frontier(chain, ["4GB"])  # type: ignore[list-item] # that is the point
-    with raises(InfeasibleError, "limit_too_small", min_bytes=5, mem_limit=4) as caught:
+    with raises(InfeasibleError, "limit_too_small", min_bytes=5, mem_limit=4):
         found.sequence(4)
-    assert caught.value.min_bytes == 5
     with raises(ValueError, "overhead_too_low", got=0):
         frontier(chain, [5]).limit_for(0)
 
@@ -105,27 +92,21 @@ def test_a_chain_of_no_stages_and_one_without_times() -> None:
     assert list(frontier(still)) == [(min_bytes(still), 0.0)]
 
 
-def test_the_overheads_at_all_limits_are_drawn_as_the_ending_of_the_file_says(tmp_path: Path, monkeypatch) -> None:
+def test_overheads_are_drawn_as_the_ending_says_or_the_error_says_what_to_install(tmp_path: Path, monkeypatch) -> None:
     figures = pytest.importorskip("matplotlib.figure")
-    found = frontier(unit_chain(6))
+    found, (svg, png, txt) = frontier(unit_chain(6)), (tmp_path / f"curve.{each}" for each in ("svg", "png", "txt"))
     assert pickle.loads(pickle.dumps(found)) == found
-    found.plot(tmp_path / "curve.svg")
-    found.plot(str(tmp_path / "curve.png"))
-    assert "more time than storing everything" in (tmp_path / "curve.svg").read_text()
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    found.plot(svg)
+    found.plot(str(png))
+    assert "more time than storing everything" in svg.read_text()
+    assert png.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="txt"):
-        found.plot(tmp_path / "curve.txt")
+        found.plot(txt)
     drawn: list[list[float]] = []
-    monkeypatch.setattr(
-        figures.Figure, "savefig", lambda self, *_, **__: drawn.extend(self.axes[0].lines[0].get_data())
-    )
-    found.plot("curve.svg")
+    monkeypatch.setattr(figures.Figure, "savefig", lambda f, *_, **__: drawn.extend(f.axes[0].lines[0].get_data()))
+    found.plot(svg)
     assert [*map(list, drawn)] == [list(found.limits), [made / found.stored - 1 for made in found.makespans]]
-
-
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'rotor-plan\[plot\]'") as caught:
-        frontier(unit_chain(3)).plot(tmp_path / "curve.svg")
+        found.plot(svg)
     assert caught.value.name == "matplotlib"
-    assert not (tmp_path / "curve.svg").exists()
