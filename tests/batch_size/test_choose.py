@@ -33,15 +33,13 @@ class Masked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
-        self.out = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(16, 48) for _ in range(2))
 
     def forward(self, x: torch.Tensor, *, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        batch, length, _ = x.shape
-        mask = torch.ones(batch, length, length, dtype=torch.bool).tril()
-        for into, out in zip(self.into, self.out, strict=True):
-            q, k, v = into(x).chunk(3, dim=-1)
-            x = x + out(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+        mask = torch.ones(len(x), 12, 12, dtype=torch.bool).tril()
+        for layer in self.layers:
+            q, k, v = layer(x).chunk(3, dim=-1)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return {"loss": nn.functional.mse_loss(x, labels)}
 
 
@@ -84,28 +82,21 @@ def test_the_largest_is_what_measuring_every_batch_finds(make, sample_of):
         assert found.network.budget.least_bytes() == every[found.batch][0]
 
 
-def test_the_network_that_comes_back_is_planned_for_the_batch_and_trains_with_plain_gradients():
-    model, plain = convolutions(), convolutions()
-    limit = needs(model, images, 12)[0] + 1000
-    before = [tensor.clone() for tensor in model.state_dict().values()]
-    state = torch.get_rng_state()
-    found = largest_batch(model, images, limit, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    assert all(map(torch.equal, before, model.state_dict().values())), "choosing changes nothing"
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert found.overhead > 1
-    torch.set_rng_state(state)
-    batch = images(found.batch)
-    found.network(batch).square().mean().backward()
-    plain(batch).square().mean().backward()
+def assert_plain_gradients(found: Any, plain: nn.Module, batch: torch.Tensor, model: nn.Module) -> None:
+    default_loss(found.network(batch)).backward()
+    default_loss(plain(batch)).backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
 
 
-def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_inside_the_limit():
-    model = convolutions()
+def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_its_network_trains_inside_the_limit():
+    model, plain = convolutions(), convolutions()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     limit = needs(model, images, 12, optimizer=optimizer)[0]
+    before, state = [tensor.clone() for tensor in model.state_dict().values()], torch.get_rng_state()
     found = best_batch(model, images, limit, optimizer=optimizer, multiple=2)
+    assert all(map(torch.equal, before, model.state_dict().values())), "choosing changes nothing"
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert found.batch % 2 == 0
     assert found.largest == 12
     assert found.optimizer_seconds > 0
@@ -116,6 +107,8 @@ def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_inside_t
     assert found.measured_peak_bytes <= limit
     assert [point.batch for point in found.points if point.stored_per_second is not None][-1] == found.largest_stored
     assert "samples a second" in str(found)
+    torch.set_rng_state(state)
+    assert_plain_gradients(found, plain, images(found.batch), model)
 
 
 def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path, monkeypatch):
@@ -134,11 +127,7 @@ def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path
     assert moving.overhead < alone.overhead
     assert moving.measured_peak_bytes <= limit
     assert moving.network.sequence.moves is not None
-    value = rows(moving.batch)
-    default_loss(moving.network(value)).backward()
-    default_loss(plain(value)).backward()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert_plain_gradients(moving, plain, rows(moving.batch), model)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -166,22 +155,16 @@ def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(monke
     assert found.beyond_bytes > limit
 
 
-def test_the_smallest_batch_that_does_not_fit_is_told_with_its_bytes():
-    model = convolutions()
-    least = needs(model, images, 2)[0]
-    with raises(InfeasibleError, "no_batch_fits") as error:
-        largest_batch(model, images, least // 3)
-    assert error.value.mem_limit == least // 3
-    with raises(InfeasibleError, "no_batch_fits"):
-        best_batch(model, images, least, multiple=8)
-
-
-def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_the_model_refuses_it():
+def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_it_does_not_fit_or_the_model_refuses_it():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 4), nn.ReLU())
     limit = needs(model, images, 2)[0] - 1
     found = largest_batch(model, images, limit)
     assert (found.batch, found.beyond, found.beyond_measured) == (1, 2, True)
-
+    with raises(InfeasibleError, "no_batch_fits") as error:
+        largest_batch(model, images, limit // 3)
+    assert error.value.mem_limit == limit // 3
+    with raises(InfeasibleError, "no_batch_fits"):
+        best_batch(model, images, limit, multiple=8)
     normed = nn.Sequential(model, nn.Linear(4, 4), nn.BatchNorm1d(4))
     with raises(InfeasibleError, "no_batch_fits"):
         largest_batch(normed, images, needs(normed, images, 2)[0] - 1)
@@ -198,6 +181,7 @@ def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_the_model_refuses_
         ({"level": 2}, "excluded", "level"),
         ({"step_in_backward": torch.optim.SGD([torch.ones(1)])}, "excluded", "step_in_backward"),
         ({"mem_limit": "4 apples"}, "unknown_unit", "apples"),
+        ({"mem_limit": "4MB", "autocast": torch.bfloat16}, "device_elsewhere", "autocast"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_measured(options, kind, name):
@@ -208,15 +192,13 @@ def test_what_cannot_be_is_refused_before_anything_is_measured(options, kind, na
         best_batch(nn.Sequential(nn.Linear(2, 2)), never, **options)
 
 
-def test_samples_that_do_not_grow_with_the_batch_are_refused():
-    with raises(UnsupportedModelError, "sample_ignores_batch"):
-        largest_batch(convolutions(), lambda batch: images(8), "1GB")
-
-
-def test_no_batch_is_asked_about_beyond_the_most():
-    found = largest_batch(nn.Sequential(nn.Linear(4, 4)), lambda batch: torch.randn(batch, 4), "1GB", most=100)
+def test_no_batch_is_asked_about_beyond_the_most_and_samples_have_to_grow_with_it():
+    model = nn.Sequential(nn.Linear(4, 4))
+    found = largest_batch(model, lambda batch: torch.randn(batch, 4), "1GB", most=100)
     assert (found.batch, found.largest_stored, found.beyond) == (100, 100, None)
     assert "Larger batches than 100 were not asked about." in str(found)
+    with raises(UnsupportedModelError, "sample_ignores_batch"):
+        largest_batch(model, lambda batch: torch.randn(8, 4), "1GB")
 
 
 def test_both_questions_take_the_same_arguments_which_editors_are_shown() -> None:

@@ -11,7 +11,6 @@ from torch import nn
 
 from rotor_py import InfeasibleError, best_batch, estimate, largest_batch
 from rotor_py.estimation.device_table import find_device
-from tests.fields import raises
 
 LIMIT = "22MB"
 
@@ -65,8 +64,3 @@ def test_without_a_limit_the_allocator_has_room_for_what_it_reserves() -> None:
     assert found.mem_limit <= int(0.9 * small.usable_bytes)
     report = estimate(model, sample_of(found.batch), small, loss=torch.mean, mem_limit=found.mem_limit)
     assert not report.reserved.missing_bytes
-
-
-def test_autocast_without_a_device_is_refused() -> None:
-    with raises(ValueError, "device_elsewhere", name="autocast"):
-        largest_batch(model(), sample_of, LIMIT, autocast=torch.bfloat16)

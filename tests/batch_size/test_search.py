@@ -16,18 +16,9 @@ from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_solver import Chain, Option, Stage
 from rotor_solver.moving import Link
 
-ANY_STAGE = st.fixed_dictionaries(
-    {
-        "launch": st.integers(0, 9),
-        "work": st.integers(1, 5),
-        "output": st.integers(1, 6),
-        "kept": st.integers(0, 12),
-        "weights": st.integers(0, 20),
-        "scratch": st.integers(0, 6),
-        "in_part": st.booleans(),
-        "elsewhere": st.booleans(),
-    }
-)
+NUMBERS = {"launch": (0, 9), "work": (1, 5), "output": (1, 6), "kept": (0, 12), "weights": (0, 20), "scratch": (0, 6)}
+DRAWN = {name: st.integers(*ends) for name, ends in NUMBERS.items()}
+ANY_STAGE = st.fixed_dictionaries({**DRAWN, "in_part": st.booleans(), "elsewhere": st.booleans()})
 LINK = Link(3.0, 2.0)
 STAGES = st.lists(ANY_STAGE, min_size=1, max_size=5)
 
@@ -53,30 +44,23 @@ def costs_of(stages: list[dict[str, int]], batch: int, disturbed: float = 1.0) -
     incoming = 2 * batch
     for each in stages:
         ways = [option(each, each["kept"], 1.0)]
+        output, rest = each["output"] * batch, {"input_released": incoming // 2, "name": "stage"}
         if each["in_part"]:
             ways.append(replace(option(each, each["kept"] // 2, 1.3), name="in part"))
         if each.get("elsewhere"):
-            ways.append(replace(ways[0], saved=each["output"] * batch, moved=each["kept"] * batch, name="elsewhere"))
-        made.append(
-            Stage(
-                each["output"] * batch,
-                tuple(ways),
-                nograd_time=seconds(each["launch"], 0.9 * each["work"]),
-                nograd_temp=each["scratch"] * batch,
-                input_released=incoming // 2,
-                skipped_output_time=disturbed * 0.05 * each["work"] * batch,
-                name="stage",
-            )
-        )
-        incoming = each["output"] * batch
+            ways.append(replace(ways[0], saved=output, moved=each["kept"] * batch, name="elsewhere"))
+        rest["nograd_time"] = seconds(each["launch"], 0.9 * each["work"])
+        rest["skipped_output_time"] = disturbed * 0.05 * each["work"] * batch
+        made.append(Stage(output, tuple(ways), nograd_temp=each["scratch"] * batch, **rest))
+        incoming = output
     chain = Chain(tuple(made), 2 * batch, loss_time=seconds(1, 0.1), loss_temp=batch, output_held=True)
     link = LINK if any(each.get("elsewhere") for each in stages) else None
     budget = Budget(FixedMemory(parameters=50, batch=batch), chain, link=link)
     return StepCosts(budget, before_chain_seconds=seconds(1, 0.2))
 
 
-def measured(stages: list[dict[str, int]], batches: dict[int, float]) -> dict[int, StepCosts]:
-    return {batch: costs_of(stages, batch, disturbed) for batch, disturbed in batches.items()}
+def measured(stages: list[dict[str, int]], *batches: int) -> dict[int, StepCosts]:
+    return {batch: costs_of(stages, batch) for batch in batches}
 
 
 STAGE = {"launch": 5, "work": 2, "output": 3, "kept": 8, "weights": 4, "scratch": 1, "in_part": 0}
@@ -88,25 +72,18 @@ def brute_force(curve: Curve, candidates: range) -> float:
     found = math.inf
     for batch in candidates:
         costs = interpolated(curve.measured, batch)
-        assert costs is not None
         found = min(found, curve.with_optimizer(costs.seconds_within(curve.mem_limit, curve.slots), batch))
     return found
 
 
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None)
-@given(
-    STAGES,
-    DISTURBED,
-    st.integers(0, 100),
-    st.sampled_from([None, 480]),
-    st.floats(0.0, 1.0),
-    st.sampled_from([range(1, 41), range(4, 41, 4)]),
-)
+@given(STAGES, DISTURBED, st.integers(0, 100), st.sampled_from([None, 480]), st.floats(0, 1), st.sampled_from([1, 4]))
 def test_the_best_batch_is_within_two_percent_of_solving_for_every_batch(
-    stages, disturbed, optimizer_seconds, effective_batch, room, candidates
+    stages, disturbed, optimizer_seconds, effective_batch, room, step
 ):
-    costs = measured(stages, dict(zip((2, 4, 13, 40), disturbed, strict=True)))
+    candidates = range(step, 41, step)
+    costs = {batch: costs_of(stages, batch, by) for batch, by in zip((2, 4, 13, 40), disturbed, strict=True)}
     least, most = costs_of(stages, candidates[0]).least_bytes, costs_of(stages, 40).stored_bytes
     curve = Curve(costs, int(least + room * (most - least)), float(optimizer_seconds), effective_batch)
     best = curve.best(candidates)
@@ -116,7 +93,7 @@ def test_the_best_batch_is_within_two_percent_of_solving_for_every_batch(
 
 def test_few_batches_of_many_are_solved_for():
     stages = [STAGE] * 5
-    curve = Curve(measured(stages, {2: 1.0, 4: 1.0, 3000: 1.0}), costs_of(stages, 2000).stored_bytes, 500.0)
+    curve = Curve(measured(stages, 2, 4, 3000), costs_of(stages, 2000).stored_bytes, 500.0)
     best = curve.best(range(1, 3001))
     around = min(map(curve.per_sample, range(best - 40, best + 40)))
     assert len(curve.planned) < 60 + 80
@@ -125,7 +102,7 @@ def test_few_batches_of_many_are_solved_for():
 
 def test_the_optimizer_step_makes_larger_batches_pay_and_accumulation_takes_that_away():
     stages = [{**STAGE, "launch": 0}] * 4
-    costs, limit = measured(stages, {2: 1.0, 4: 1.0, 64: 1.0}), costs_of(stages, 20).stored_bytes
+    costs, limit = measured(stages, 2, 4, 64), costs_of(stages, 20).stored_bytes
     assert Curve(costs, limit, 1000.0).best(range(1, 25)) > 20
     # Once in 480 samples, whatever the batch: nothing is gained by recomputing for a larger one.
     assert Curve(costs, limit, 1000.0, 480).best(range(1, 25)) <= 20
@@ -133,7 +110,7 @@ def test_the_optimizer_step_makes_larger_batches_pay_and_accumulation_takes_that
 
 def test_the_curve_has_the_measured_batches_and_tells_where_everything_can_be_stored():
     stages = [STAGE] * 4
-    curve = Curve(measured(stages, {2: 1.0, 4: 1.0, 64: 1.0}), costs_of(stages, 20).stored_bytes, 10.0)
+    curve = Curve(measured(stages, 2, 4, 64), costs_of(stages, 20).stored_bytes, 10.0)
     points = {point.batch: point for point in curve.points(range(1, 100), 30, {20, 21})}
     assert {1, 2, 4, 20, 21, 30} <= points.keys()
     assert max(points) == 30
@@ -143,21 +120,13 @@ def test_the_curve_has_the_measured_batches_and_tells_where_everything_can_be_st
     assert len(points) < 30
 
 
-def test_stages_that_were_cut_otherwise_have_no_costs_between_them():
-    stages = [{**STAGE, "launch": 1, "weights": 0}] * 3
-    costs = measured(stages, {2: 1.0, 4: 1.0}) | {32: costs_of(stages[:2], 32)}
-    near = interpolated(costs, 8)
-    assert near is not None
-    assert near.stored_bytes == costs_of(stages, 8).stored_bytes, "on the line of those that are alike"
-    assert interpolated(costs, 31) is None
-
-
-def test_times_that_vary_give_costs_beyond_the_measured_batches():
+def test_stages_that_were_cut_otherwise_have_no_costs_between_them_and_times_that_vary_give_some_beyond():
     stages = [{**STAGE, "launch": 1, "weights": 0, "in_part": 1}] * 3
-    costs = measured(stages, {4: 1.0, 5: 5.0})
+    costs = measured(stages, 2, 4) | {32: costs_of(stages[:2], 32)}
+    assert interpolated(costs, 8).stored_bytes == costs_of(stages, 8).stored_bytes, "on the line of those alike"
+    assert interpolated(costs, 31) is None
+    costs = {4: costs_of(stages, 4), 5: costs_of(stages, 5, 5.0)}
     one, many = interpolated(costs, 1), interpolated(costs, 40)
-    assert one is not None
-    assert many is not None
     assert one.stored_seconds == pytest.approx(costs[4].stored_seconds / 4)
     assert many.stored_seconds == pytest.approx(8 * costs[5].stored_seconds)
 
@@ -165,10 +134,8 @@ def test_times_that_vary_give_costs_beyond_the_measured_batches():
 @pytest.mark.parametrize("batch", [1, 3, 9, 100])
 def test_affine_costs_come_out_as_they_are(batch):
     stages = [{"launch": 2, "work": 3, "output": 4, "kept": 5, "weights": 6, "scratch": 1, "in_part": 1}] * 3
-    found, expected = interpolated(measured(stages, {2: 1.0, 4: 1.0, 40: 1.0}), batch), costs_of(stages, batch)
-    assert found is not None
-    assert found.least_bytes == expected.least_bytes
-    assert found.stored_bytes == expected.stored_bytes
+    found, expected = interpolated(measured(stages, 2, 4, 40), batch), costs_of(stages, batch)
+    assert (found.least_bytes, found.stored_bytes) == (expected.least_bytes, expected.stored_bytes)
     inside = 2 <= batch <= 40
     assert found.stored_seconds == pytest.approx(expected.stored_seconds) or not inside
     assert found.stored_seconds >= expected.stored_seconds * (0.5 if batch < 2 else 1 - 1e-9)
@@ -176,10 +143,6 @@ def test_affine_costs_come_out_as_they_are(batch):
 
 LINES = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 60)), min_size=1, max_size=4)
 """A step needs the largest of sums, each with a constant part and one per sample."""
-
-
-def convex(lines: list[tuple[int, int]], batch: int) -> int:
-    return max(fixed + each * batch for fixed, each in lines)
 
 
 def find(candidates: Sequence[int], needs: list[int], limit: int) -> tuple[Largest | None, list[int]]:
@@ -195,20 +158,16 @@ def find(candidates: Sequence[int], needs: list[int], limit: int) -> tuple[Large
 
 @given(LINES, st.integers(1, 3000), st.sampled_from([range(1, 65), range(8, 65, 8), [1, 2, 3, 4, 6, 12, 24, 48]]))
 def test_it_is_what_trying_every_batch_finds(lines, limit, candidates):
-    needs = [convex(lines, batch) for batch in range(65)]
+    needs = [max(fixed + each * batch for fixed, each in lines) for batch in range(65)]
     fitting = [batch for batch in candidates if needs[batch] <= limit]
     found, asked = find(candidates, needs, limit)
     if not fitting:
         assert found is None
         return
-    assert found is not None
     assert (found.batch, found.needs) == (max(fitting), needs[max(fitting)])
     larger = [batch for batch in candidates if batch > max(fitting)]
-    if larger:
-        assert found.beyond == larger[0]
-        assert limit < found.beyond_bytes <= needs[larger[0]]
-    else:
-        assert found.beyond is None
+    assert found.beyond == (larger[0] if larger else None)
+    assert not larger or limit < found.beyond_bytes <= needs[larger[0]]
     assert len(asked) <= 12
 
 
@@ -216,11 +175,9 @@ def test_it_is_what_trying_every_batch_finds(lines, limit, candidates):
 def test_bytes_that_only_grow_are_followed_to_a_batch_that_fits_and_whose_next_was_seen_not_to(steps, limit):
     needs = [sum(steps[: batch + 1]) for batch in range(65)]
     found, _ = find(range(1, 65), needs, limit)
-    if found is None:
-        return
-    assert needs[found.batch] <= limit
-    if found.beyond_measured:
-        assert needs[found.batch + 1] > limit
+    if found is not None:
+        assert needs[found.batch] <= limit
+        assert not found.beyond_measured or needs[found.batch + 1] > limit
 
 
 def test_a_law_without_a_bend_is_measured_where_it_leads_and_nowhere_else():
@@ -232,24 +189,16 @@ def test_a_law_without_a_bend_is_measured_where_it_leads_and_nowhere_else():
 def test_batches_grow_step_by_step_so_that_a_bend_shows_while_there_is_room():
     needs = [10 * batch for batch in range(100)] + [1000 * batch for batch in range(100, 1000)]
     found, asked = find(range(1, 1000), needs, 5000)
-    assert found is not None
-    assert found.batch == 99
+    assert (found.batch, found.beyond_measured) == (99, True)
     assert max(asked) <= 256
-    assert found.beyond_measured
 
 
 def test_a_prediction_within_the_rounding_of_an_allocator_is_measured():
-    def measure(batch: int) -> int:
-        return -(-(1000 * batch) // 512) * 512
-
-    found = largest(range(1, 100), measure, {batch: measure(batch) for batch in (2, 4)}, 10_240, slack=2048)
-    assert found is not None
+    needs = [-(-(1000 * batch) // 512) * 512 for batch in range(100)]
+    found = largest(range(1, 100), needs.__getitem__, {batch: needs[batch] for batch in (2, 4)}, 10_240, slack=2048)
     assert (found.batch, found.beyond_measured) == (10, True)
 
 
-@pytest.mark.parametrize("limit", [35, 45, 55, 65, 89])
-def test_measured_batches_that_are_no_candidates_do_not_end_the_search(limit):
-    needs = [10 * batch for batch in range(65)]
-    found, _ = find(range(3, 65, 3), needs, limit)
-    assert found is not None
-    assert found.batch == limit // 30 * 3
+def test_measured_batches_that_are_no_candidates_do_not_end_the_search():
+    for limit in (35, 45, 55, 65, 89):
+        assert find(range(3, 65, 3), [10 * batch for batch in range(65)], limit)[0].batch == limit // 30 * 3
