@@ -37,8 +37,7 @@ class Block(nn.Module):
         self.into, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = value + self.back(nn.functional.gelu(self.into(value)))
-        return out
+        return value + self.back(nn.functional.gelu(self.into(value)))
 
 
 class Blocks(nn.Module):
@@ -54,26 +53,19 @@ class Blocks(nn.Module):
         value = self.first(value)
         for block in self.blocks:
             value = block(value)
-        out: torch.Tensor = self.last(value)
-        return out
+        return self.last(value)
 
 
-def blocks_case() -> tuple[nn.Module, dict[str, Any]]:
-    return Blocks(), {"value": torch.randn(ROWS, WIDTH)}
-
-
-def llama_case() -> tuple[nn.Module, dict[str, Any]]:
-    return fsdp_models.llama(), fsdp_models.batches("llama", 0, 1)[0]
-
-
-CASES = {"blocks": blocks_case, "llama": llama_case}
+CASES = {
+    "blocks": lambda: (Blocks(), {"value": torch.randn(ROWS, WIDTH)}),
+    "llama": lambda: (fsdp_models.llama(), fsdp_models.batches("llama", 0, 1)[0]),
+}
 """Models that are made anew at each call, each with a batch."""
 
 
 def loss(output: Any) -> torch.Tensor:
     # Of 16 bits, the CPU's kernel would make numbers of 32 for itself.
-    found: torch.Tensor = output.loss if hasattr(output, "loss") else output.float().square().mean()
-    return found
+    return output.loss if hasattr(output, "loss") else output.float().square().mean()
 
 
 def plain_step(model: nn.Module, value: dict[str, Any]) -> Callable[[Callable[[str], None]], None]:
@@ -128,9 +120,8 @@ def planned_step(kind: str, count: int, precision: torch.dtype | None, share: fl
         plain, value = CASES[kind]()
         model = sharded(FakeCopies(mode).model(plain), over, precision)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        network = Checkpointable(
-            model, mem_limit="1GB", loss=loss, optimizer=optimizer, fresh_grads=True, cache=False, watch=False
-        )
+        told = {"loss": loss, "optimizer": optimizer, "fresh_grads": True}
+        network = Checkpointable(model, mem_limit="1GB", cache=False, watch=False, **told)
         network.measure(value)
         bound = network.budget.fixed.communication
         step = SimulatedStep(network, value, loss, optimizer, fresh_grads=True)

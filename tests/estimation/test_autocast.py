@@ -13,15 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from rotor_py import estimate
-from rotor_py.estimation.cuda_autocast import (
-    FLOAT32,
-    FLOAT32_NORM,
-    FLOAT32_RESULT,
-    LOWER_PRECISION,
-    REFUSED,
-    WIDEST,
-    cuda_autocast,
-)
+from rotor_py.estimation import cuda_autocast as lists
+from rotor_py.estimation.cuda_autocast import cuda_autocast
 from rotor_py.estimation.fake_tensors import DeviceFakeMode
 from tests.fields import raises
 
@@ -30,19 +23,16 @@ HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
 
 
 def test_the_lists_are_those_that_this_torch_has_for_cuda() -> None:
-    known = {*LOWER_PRECISION, *FLOAT32, *FLOAT32_RESULT, *FLOAT32_NORM, *WIDEST, *REFUSED}
+    cuda = {"LOWER_PRECISION_FP": lists.LOWER_PRECISION, "FP32": lists.FLOAT32}
+    cuda |= {"FP32_SET_OPT_DTYPE": lists.FLOAT32_RESULT, "PROMOTE": lists.WIDEST}
+    known = {*(name for names in cuda.values() for name in names), *lists.FLOAT32_NORM, *lists.REFUSED}
     here = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
     # Named tensors and LSTMs of cuDNN, which torch 2.11 lists as well, are not planned.
     listed = {name.removeprefix("aten::") for name in here if not re.search("imname|names_|_cudnn_rnn", name)}
     assert listed - known == set()
     if not HEADER.exists() or torch.__version__ < "2.13":
         return
-    for macro, names in (
-        ("LOWER_PRECISION_FP", LOWER_PRECISION),
-        ("FP32", FLOAT32),
-        ("FP32_SET_OPT_DTYPE", FLOAT32_RESULT),
-        ("PROMOTE", WIDEST),
-    ):
+    for macro, names in cuda.items():
         found = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)+.*\n)", HEADER.read_text())
         listed = {".".join(each.split(", ")) for each in re.findall(r"_\(([\w, ]+)\)", found[1])}
         # cuDNN's own convolutions are registered beside the list.
@@ -75,14 +65,9 @@ CASES: list[tuple[str, Callable[[], torch.Tensor], torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_results_have_the_dtype_that_they_have_on_cuda(call: Callable[[], torch.Tensor], expected: torch.dtype) -> None:
+def test_results_have_the_dtype_that_they_have_on_cuda_where_they_are_not_refused() -> None:
     with cuda_autocast(), DeviceFakeMode(), torch.autocast("cuda", HALF):
-        assert call().dtype == expected
-
-
-def test_what_is_refused_on_cuda_is_refused() -> None:
-    with cuda_autocast(), DeviceFakeMode(), torch.autocast("cuda", HALF):
+        assert {what: call().dtype for what, call, _ in CASES} == {what: expected for what, _, expected in CASES}
         value = torch.empty(4, requires_grad=True)
         with raises(RuntimeError, "unsafe_autocast"):
             functional.binary_cross_entropy(value.sigmoid(), value.detach())

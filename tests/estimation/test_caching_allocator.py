@@ -16,29 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_py.estimation import caching_allocator as blocks
-from rotor_py.estimation.caching_allocator import (
-    Allocate,
-    CachingAllocator,
-    DeviceFullError,
-    Event,
-    Free,
-    Reserved,
-    replay,
-)
+from rotor_py.estimation.caching_allocator import Allocate, DeviceFullError, Event, Free, Reserved, replay
 from tests.fields import raises
 
 MIB = 2**20
-
-
-def after(*events: Event | tuple[str, int] | str, **options: bool) -> tuple[int, int]:
-    """Allocated and reserved bytes after events, of which ("a", 5) is an allocation and "a" a free."""
-    allocator = CachingAllocator(**options)
-    for event in events:
-        if isinstance(event, str):
-            allocator.free(event)
-        elif isinstance(event, tuple):
-            allocator.allocate(*event)
-    return allocator.allocated_bytes, allocator.reserved_bytes
 
 
 @pytest.mark.parametrize(
@@ -56,13 +37,7 @@ def after(*events: Event | tuple[str, int] | str, **options: bool) -> tuple[int,
     ],
 )
 def test_sizes_are_rounded_and_segments_are_of_three_kinds(size: int, allocated: int, reserved: int) -> None:
-    assert after(("a", size)) == (allocated, reserved)
-
-
-def test_small_requests_share_a_segment_and_large_ones_do_not_take_from_it() -> None:
-    assert after(("a", MIB), ("b", MIB)) == (2 * MIB, 2 * MIB)
-    assert after(("a", MIB), ("b", MIB), ("c", 1)) == (2 * MIB + 512, 4 * MIB)
-    assert after(("a", MIB), ("b", 2 * MIB)) == (3 * MIB, 22 * MIB)
+    assert replay([Allocate("a", size)]) == Reserved(allocated, reserved)
 
 
 def test_streams_do_not_share_blocks() -> None:
@@ -70,43 +45,20 @@ def test_streams_do_not_share_blocks() -> None:
     assert replay(events) == Reserved(30 * MIB, 60 * MIB)
 
 
-def test_the_best_fit_is_used_and_not_the_first() -> None:
-    start = [("a", 40 * MIB), ("b", 20 * MIB), "a", "b"]
-    # 19 MiB fit both; of 20 MiB, 1 MiB is left, which is not split off. Then 40 MiB still fit.
-    assert after(*start, ("c", 19 * MIB), ("d", 40 * MIB)) == (60 * MIB, 60 * MIB)
-
-
-def test_free_neighbours_become_one_block_and_stay_reserved() -> None:
-    thirds = [(name, 6 * MIB) for name in "abc"]
-    assert after(*thirds, "a", "c", "b", ("d", 20 * MIB)) == (20 * MIB, 20 * MIB)
-    # Fragmentation: 12 MiB are free on both sides of what is held, and 13 MiB do not fit.
-    held = after(*thirds, "a", "c", ("d", 13 * MIB))
-    assert held == (6 * MIB + 14 * MIB, 34 * MIB)
-
-
-def test_expandable_segments_grow_instead_of_fragmenting() -> None:
-    def events(sizes: list[int]) -> list[Event]:
-        """Each is freed before the next, slightly larger one."""
-        return [event for size in sizes for event in (Allocate(size, size * MIB), Free(size))]
-
-    growing = events(list(range(20, 200, 4)))
+def test_expandable_segments_grow_instead_of_fragmenting_and_their_end_is_the_last_to_be_used() -> None:
+    # Each is freed before the next, slightly larger one.
+    growing = [event for size in range(20, 200, 4) for event in (Allocate(size, size * MIB), Free(size))]
     assert replay(growing).reserved_bytes == sum(range(20, 200, 4)) * MIB
     assert replay(growing, expandable=True).reserved_bytes == 200 * MIB  # 196, by pages of 20
     # What the others do not split off.
-    assert after(("a", 13 * MIB), ("b", 7 * MIB), expandable=True) == (20 * MIB, 20 * MIB)
-    assert after(("a", 13 * MIB), ("b", 8 * MIB), expandable=True) == (21 * MIB, 40 * MIB)
-
-
-def test_the_end_of_an_expandable_segment_is_the_last_to_be_used() -> None:
-    """Rule 7: the hole of 30 MiB before a block that is held serves, though the end is a better fit as it is."""
-    allocator = CachingAllocator(expandable=True)
-    for name, size in (("a", 30), ("b", 30), ("c", 19)):
-        allocator.allocate(name, size * MIB)
-    allocator.free("a")
-    allocator.free("c")  # 20 MiB at the end are mapped and free
-    allocator.allocate("d", 20 * MIB)  # into the hole: the end could become larger than any
-    allocator.allocate("e", 30 * MIB)  # 10 MiB of the hole are left, so the end grows
-    assert allocator.reserved_bytes == 100 * MIB
+    for size, reserved in ((7, 20), (8, 40)):
+        both = [Allocate("a", 13 * MIB), Allocate("b", size * MIB)]
+        assert replay(both, expandable=True) == Reserved((13 + size) * MIB, reserved * MIB)
+    # Rule 7: the hole of 30 MiB before a block that is held serves, though the end, with 20 MiB that are mapped and
+    # free, is a better fit as it is: it could become larger than any. Then 10 MiB of the hole are left: the end grows.
+    events: list[Event] = [Allocate("a", 30 * MIB), Allocate("b", 30 * MIB), Allocate("c", 19 * MIB)]
+    events += [Free("a"), Free("c"), Allocate("d", 20 * MIB), Allocate("e", 30 * MIB)]
+    assert replay(events, expandable=True).reserved_bytes == 100 * MIB
 
 
 def test_a_full_device_gives_back_whole_segments_first_and_then_has_no_more() -> None:
@@ -121,9 +73,7 @@ def test_a_full_device_gives_back_whole_segments_first_and_then_has_no_more() ->
 
 
 def test_a_full_device_unmaps_pages_of_expandable_segments() -> None:
-    events: list[Event] = [
-        Allocate("a", 60 * MIB), Allocate("b", 10 * MIB), Free("a"), Allocate("c", 20 * MIB, stream=1),
-    ]  # fmt: skip
+    events = [Allocate("a", 60 * MIB), Allocate("b", 10 * MIB), Free("a"), Allocate("c", 20 * MIB, stream=1)]
     assert replay(events, expandable=True).reserved_bytes == 100 * MIB
     assert replay(events, expandable=True, limit=80 * MIB).reserved_bytes == 80 * MIB
     with pytest.raises(DeviceFullError):
@@ -141,13 +91,9 @@ def test_constants_are_those_of_the_installed_pytorch() -> None:
     include = Path(torch.__file__).parent / "include" / "c10"
     headers = [include / "core" / "AllocatorConfig.h", include / "cuda" / "CUDAAllocatorConfig.h"]
     text = "".join(each.read_text() for each in headers if each.exists())
-    for name, value in {
-        "kMinBlockSize": blocks.MIN_BLOCK,
-        "kSmallSize": blocks.SMALL_SIZE,
-        "kSmallBuffer": blocks.SMALL_SEGMENT,
-        "kMinLargeAlloc": blocks.MIN_LARGE_ALLOCATION,
-        "kRoundLarge": blocks.ROUND_LARGE,
-    }.items():
+    names = {"kMinBlockSize": blocks.MIN_BLOCK, "kSmallSize": blocks.SMALL_SIZE, "kSmallBuffer": blocks.SMALL_SEGMENT}
+    names |= {"kMinLargeAlloc": blocks.MIN_LARGE_ALLOCATION, "kRoundLarge": blocks.ROUND_LARGE}
+    for name, value in names.items():
         if name in text:  # older releases have them in the .cpp alone
             assert f"{name} = {value};" in text
 
@@ -203,10 +149,8 @@ STEPS = st.lists(st.one_of(st.integers(1, 30 * MIB), st.integers(1, 2 * MIB), st
 
 @settings(max_examples=100, deadline=None)
 @given(STEPS, st.randoms(use_true_random=False), st.booleans())
-def test_it_does_what_the_naive_twin_does_gives_all_back_and_keeps_a_limit(
-    steps: list[int], choose: random.Random, expandable: bool
-) -> None:
-    allocator, twin, held, events = CachingAllocator(expandable=expandable), Twin(), [], []
+def test_it_does_what_the_naive_twin_does_gives_all_back_and_keeps_a_limit(steps, choose, expandable) -> None:
+    allocator, twin, held, events = blocks.CachingAllocator(expandable=expandable), Twin(), [], []
     for key, size in enumerate(steps):
         if size > 0:
             held.append(key)
@@ -250,7 +194,7 @@ def follow_cuda(seed: int) -> None:
     assert torch.cuda.memory_reserved() == 0
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     expandable = "expandable_segments:True" in settings
-    allocator, held = CachingAllocator(expandable=expandable), {}
+    allocator, held = blocks.CachingAllocator(expandable=expandable), {}
     for number in range(300):
         if held and choose.random() < 0.45:
             key = choose.choice(sorted(held))

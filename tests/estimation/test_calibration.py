@@ -14,15 +14,12 @@ from rotor_py.estimation.calibration import Sizes, as_toml, calibrate
 from rotor_py.estimation.device_table import device_from_file, find_device
 from tests.fields import ends, invoke
 
-TINY = Sizes(
-    matrices=((64, 64, 64), (64, 32, 128)), attention=(1, 2, 32, 16), convolution=(1, 4, 8), copied_bytes=2**16
-)
+MATRICES = ((64, 64, 64), (64, 32, 128))
+TINY = Sizes(matrices=MATRICES, attention=(1, 2, 32, 16), convolution=(1, 4, 8), copied_bytes=2**16)
 CPU = torch.device("cpu")
 
 
-def test_a_measured_device_survives_its_file_and_measuring_restores_the_random_state(
-    tmp_path: Path,
-) -> None:
+def test_a_device_survives_its_file_and_measuring_restores_the_random_state(tmp_path: Path) -> None:
     torch.manual_seed(3)
     expected, precision = torch.rand(3), torch.get_float32_matmul_precision()
     torch.manual_seed(3)
@@ -32,21 +29,15 @@ def test_a_measured_device_survives_its_file_and_measuring_restores_the_random_s
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_float32_matmul_precision() == precision
     path = tmp_path / "mine.toml"
-    path.write_text(as_toml("mine", found))
-    assert replace(device_from_file(path), sources=()) == found
+    for device in (found, replace(find_device("h100"), name='my "own"', sources=())):
+        path.write_text(as_toml("mine", device))
+        assert replace(device_from_file(path), sources=()) == device
     assert found.memory_bytes == found.usable_bytes == 16 * 10**9
     known = found.efficiencies
     numbers = [*astuple(found.rates), found.bandwidth, found.pcie_bandwidth, known.convolution, known.attention]
     assert all(math.isfinite(each) and each > 0 for each in [*numbers, known.attention_backward])
     assert max(known.matmul, known.streaming) <= 1
     assert known.anchor == f"measured on this CPU with torch {torch.__version__}"
-
-
-def test_a_device_of_the_table_survives_its_file_too(tmp_path: Path) -> None:
-    path = tmp_path / "h100.toml"
-    device = replace(find_device("h100"), name='my "own"')
-    path.write_text(as_toml("h100", device))
-    assert replace(device_from_file(path), sources=()) == replace(device, sources=())
 
 
 def test_the_command_needs_no_model_and_prints_the_file_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -56,9 +47,6 @@ def test_the_command_needs_no_model_and_prints_the_file_alone(monkeypatch: pytes
     path = tmp_path / "mine.toml"
     path.write_text(result.stdout)
     assert device_from_file(path).name == "CPU"
-
-
-def test_the_command_refuses_unknown_devices() -> None:
     ends(invoke("--calibrate", "model.py"), 2, "unknown_device", name="--calibrate")
 
 

@@ -30,9 +30,7 @@ def measured(model: nn.Module, sample: Any, loss: Any) -> Checkpointable:
     return found
 
 
-def both(
-    make: Callable[[], nn.Module], sample: Callable[[], Any], loss: Any = torch.mean
-) -> tuple[Checkpointable, Checkpointable]:
+def both(make: Any, sample: Any, loss: Any = torch.mean) -> tuple[Checkpointable, Checkpointable]:
     torch.manual_seed(0)
     model, batch = make(), sample()
     real = measured(model, batch, loss)
@@ -43,32 +41,21 @@ def both(
 
 
 def assert_alike(real: Checkpointable, predicted: Checkpointable, trifle: int = 0) -> None:
-    assert predicted.inspection_values.names == real.inspection_values.names
+    found, expected = predicted.inspection_values, real.inspection_values
     for name in EXACT:
-        found, expected = (
-            [getattr(stage, name) for stage in each.inspection_values.stages] for each in (predicted, real)
-        )
-        assert found == pytest.approx(expected, abs=trifle), name
+        bytes_found, here = ([getattr(stage, name) for stage in each.stages] for each in (found, expected))
+        assert bytes_found == pytest.approx(here, abs=trifle), name
     assert predicted.budget.fixed == real.budget.fixed
-    assert predicted.inspection_values.gradient_bytes == real.inspection_values.gradient_bytes
-    assert predicted.inspection_values.carried == real.inspection_values.carried
-    assert predicted.inspection_values.snapshot_bytes == real.inspection_values.snapshot_bytes
-    for stage in predicted.inspection_values.stages:
+    for name in ("names", "gradient_bytes", "carried", "snapshot_bytes"):
+        assert getattr(found, name) == getattr(expected, name), name
+    for stage in found.stages:
         assert stage.forward_seconds >= 0
         assert round(stage.forward_seconds * 1e6, 6) % 1 == pytest.approx(0)
 
 
-@pytest.mark.parametrize(
-    ("make", "sample"),
-    [
-        (convolutions, lambda: torch.randn(4, 3, 8, 8)),
-        (dropouts, lambda: torch.randn(8, 7)),
-        (moving_buffers, lambda: torch.randn(8, 6)),
-    ],
-    ids=["convolutions", "dropouts", "buffers"],
-)
-def test_what_stages_hold_is_what_is_measured(make: Callable[[], nn.Module], sample: Callable[[], Any]) -> None:
-    assert_alike(*both(make, sample))
+@pytest.mark.parametrize(("make", "size"), [(convolutions, (4, 3, 8, 8)), (dropouts, (8, 7)), (moving_buffers, (8, 6))])
+def test_what_stages_hold_is_what_is_measured(make: Callable[[], nn.Module], size: tuple[int, ...]) -> None:
+    assert_alike(*both(make, lambda: torch.randn(size)))
 
 
 def unpadded(inputs: dict[str, Any]) -> dict[str, Any]:

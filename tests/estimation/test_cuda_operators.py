@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,9 +56,7 @@ def call(
         (V100, "math", {}),
     ],
 )
-def test_the_kernel_is_the_first_that_takes_the_call(
-    capability: tuple[int, int], expected: str, options: dict[str, Any]
-) -> None:
+def test_the_kernel_is_the_first_that_takes_the_call(capability, expected: str, options: dict[str, Any]) -> None:
     with FakeTensorMode():
         assert call(**options).backend(capability) == expected
         with sdpa_kernel(SDPBackend.MATH):  # others are switched off
@@ -75,9 +73,7 @@ def test_the_kernel_is_the_first_that_takes_the_call(
         (V100, {}),
     ],
 )
-def test_attention_goes_forward_and_backward_with_the_shapes_of_plain_attention(
-    capability: tuple[int, int], options: dict[str, Any]
-) -> None:
+def test_attention_goes_forward_and_backward_with_the_shapes_of_plain_attention(capability, options) -> None:
     with FakeTensorMode():
         attention = call(**options)
         made = attention.on(capability)
@@ -91,11 +87,8 @@ def attend(value: torch.Tensor) -> torch.Tensor:
     return functional.scaled_dot_product_attention(value, value, value, is_causal=True)
 
 
-def test_what_a_checkpoint_runs_again_in_the_backward_runs_the_same_operators() -> None:
-    starts: list[Callable[[torch.Tensor], object]] = [
-        torch.Tensor.backward,
-        lambda loss: torch.autograd.grad(loss, leaf),
-    ]
+def test_what_a_checkpoint_runs_again_in_the_backward_runs_the_same_operators_until_the_context_ends() -> None:
+    starts = (torch.Tensor.backward, lambda loss: torch.autograd.grad(loss, leaf))
     for start in starts:
         with seen_on(A100) as calls:
             leaf = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -104,9 +97,7 @@ def test_what_a_checkpoint_runs_again_in_the_backward_runs_the_same_operators() 
             start(loss)
         assert "_scaled_dot_product_flash_attention" in calls.names
         assert "_scaled_dot_product_flash_attention_backward" in calls.names
-
-
-def test_afterwards_the_operators_are_those_of_the_cpu() -> None:
+    # Afterwards the operators are those of the CPU.
     run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]  # private
     with pytest.raises(KeyError), cuda_operators(A100):
         raise KeyError
@@ -128,25 +119,18 @@ def test_dropout_keeps_one_byte_for_each_number() -> None:
     assert [each.dtype for each in saved] == [torch.bool, torch.bool]
 
 
-FUSED = pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has no such kernel")
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_fused_rms_norm"), reason="this torch has no such kernel")
+def test_rms_norm_is_one_operator_in_each_direction_and_keeps_a_number_for_each_row() -> None:
+    for weight in (True, False):
+        with DeviceFakeMode(), cuda_operators(H100), Calls() as seen:
+            norm = nn.RMSNorm(64, elementwise_affine=weight, dtype=torch.bfloat16)
+            value = torch.empty(4, 64, dtype=torch.bfloat16, requires_grad=True)
+            norm(value).sum().backward()
+            assert value.grad is not None
+            assert (norm.weight is None) or norm.weight.grad.shape == (64,)
+        names = [name for name in seen.names if "rms" in name or "pow" in name or "mean" in name]
+        assert names == ["_fused_rms_norm", "_fused_rms_norm_backward"]
 
-
-@FUSED
-@pytest.mark.parametrize("weight", [True, False])
-def test_rms_norm_is_one_operator_in_each_direction(weight: bool) -> None:
-    with DeviceFakeMode(), cuda_operators(H100), Calls() as seen:
-        norm = nn.RMSNorm(64, elementwise_affine=weight, dtype=torch.bfloat16)
-        value = torch.empty(4, 64, dtype=torch.bfloat16, requires_grad=True)
-        seen.seen.clear()
-        norm(value).sum().backward()
-        assert value.grad is not None
-        assert (norm.weight is None) or norm.weight.grad.shape == (64,)
-    names = [name for name in seen.names if "rms" in name or "pow" in name or "mean" in name]
-    assert names == ["_fused_rms_norm", "_fused_rms_norm_backward"]
-
-
-@FUSED
-def test_rms_norm_keeps_a_number_for_each_row() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(256, 256), nn.RMSNorm(256), nn.Linear(256, 256)).to(torch.bfloat16)
 

@@ -46,7 +46,7 @@ def test_every_cell_of_the_table_has_a_source_that_is_written_out() -> None:
     assert all(len(find_device(name).sources) == 9 for name in device_names())
 
 
-def test_rates_are_dense_and_in_their_order() -> None:
+def test_rates_are_dense_and_in_their_order_also_where_public_tables_have_them_wrong() -> None:
     for device in map(find_device, device_names()):
         rates = device.rates
         assert rates.fp16 >= rates.tf32 >= rates.fp32, device.name
@@ -54,9 +54,6 @@ def test_rates_are_dense_and_in_their_order() -> None:
         assert 70 <= rates.fp16 / device.bandwidth <= 450, device.name
         assert device.link_bandwidth >= device.pcie_bandwidth, device.name
         assert device.memory_bytes > device.usable_bytes > 0, device.name
-
-
-def test_numbers_that_public_tables_have_wrong() -> None:
     h100, h200, l4 = find_device("h100"), find_device("h200"), find_device("l4")
     assert h100.rates.bf16 == pytest.approx(1979e12 / 2, rel=1e-3)  # the data sheet's is with sparsity
     assert l4.bandwidth == 300e9  # torch/_inductor/analysis/device_info.py has the H100's
@@ -75,13 +72,19 @@ def test_names_are_found_however_people_write_them_and_families_are_asked_back()
         find_device("mi300")
 
 
-def test_a_file_of_ones_own_needs_numbers_alone(tmp_path: Path) -> None:
+def test_a_file_of_ones_own_needs_numbers_alone_and_of_several_devices_one_is_named(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(OWN)
     device = device_from_file(path)
     assert (device.name, device.memory_bytes, device.compute_capability) == ("mine", 24 * 10**9, (8, 6))
     assert device.efficiencies is UNANCHORED
     assert dict(device.sources)["bf16"] == "the file itself"
+    path.write_text(OWN + OWN.replace("[mine]", "[other]"))
+    with raises(ValueError, "which_device"):
+        device_from_file(path)
+    assert device_from_file(path, "other").name == "other"
+    with raises(ValueError, "unknown_device", name="third"):
+        device_from_file(path, "third")
 
 
 @pytest.mark.parametrize(
@@ -97,9 +100,7 @@ def test_a_file_of_ones_own_needs_numbers_alone(tmp_path: Path) -> None:
         (("pcie = 3e10", "pcie = 3e10\n[mine.efficiencies]\nmatmul = 0.5"), "missing_fields", None),
     ],
 )  # fmt: skip
-def test_a_file_that_is_wrong_is_refused_in_one_sentence(
-    tmp_path: Path, change: tuple[str, str], kind: str, name: str | None
-) -> None:
+def test_a_file_that_is_wrong_is_refused_in_one_sentence(tmp_path: Path, change, kind: str, name: str | None) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(OWN.replace(*change))
     with raises(ValueError, kind) as error:
@@ -107,13 +108,3 @@ def test_a_file_that_is_wrong_is_refused_in_one_sentence(
     assert name in (None, error.value.name)
     assert "mine.toml" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_of_several_devices_in_a_file_one_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "two.toml"
-    path.write_text(OWN + OWN.replace("[mine]", "[other]"))
-    with raises(ValueError, "which_device"):
-        device_from_file(path)
-    assert device_from_file(path, "other").name == "other"
-    with raises(ValueError, "unknown_device", name="third"):
-        device_from_file(path, "third")

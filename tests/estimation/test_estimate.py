@@ -29,8 +29,8 @@ def rounded(tensors: Any) -> int:
 
 
 def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda_also_of_a_model_made_by_a_function() -> None:
-    model, batch = blocks(), torch.randn(64, 256)
-    report = estimate(model, batch, "a100-80", optimizer=torch.optim.AdamW, loss=torch.mean)
+    model, batch, told = blocks(), torch.randn(64, 256), {"optimizer": torch.optim.AdamW, "loss": torch.mean}
+    report = estimate(model, batch, "a100-80", **told)
     parameters = rounded(model.parameters())
     assert report.budget.fixed.parameters == report.budget.fixed.gradients == parameters
     # Two moments, and the count of steps stays on the CPU.
@@ -38,9 +38,7 @@ def test_parameters_state_and_batch_are_exact_in_the_blocks_of_cuda_also_of_a_mo
     assert report.measurement.input_bytes == 64 * 256 * 4
     device = find_device("a100-80")
     assert (report.device, report.mem_limit, report.fits) == (device.name, int(0.9 * device.usable_bytes), True)
-    made, slow = (
-        estimate(blocks, batch, name, optimizer=torch.optim.AdamW, loss=torch.mean) for name in ("a100-80", "l4")
-    )
+    made, slow = (estimate(blocks, batch, name, **told) for name in ("a100-80", "l4"))
     assert (made.budget, made.measurement.stages) == (report.budget, report.measurement.stages)
     assert slow.store_all_seconds > report.store_all_seconds > 0, "seconds are those of the device"
 
@@ -106,21 +104,18 @@ def test_a_model_larger_than_this_machine_is_planned_without_its_memory() -> Non
     assert report.budget.fixed.parameters > 68 * 10**9
 
 
-def test_where_nothing_fits_the_least_limit_is_said() -> None:
-    told = partial(estimate, blocks, torch.randn(64, 256), loss=torch.mean)
-    with pytest.raises(InfeasibleError) as raised:
-        told(mem_limit="20MB")
-    least = raised.value.min_bytes
-    assert told(mem_limit=least).peak_bytes == least
-
-
 class Reads(nn.Linear):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         made = super().forward(value)
         return made * 2 if made.sum().item() > 0 else made
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_what_cannot_be_planned_is_refused_and_where_nothing_fits_the_least_limit_is_said() -> None:
+    told = partial(estimate, blocks, torch.randn(64, 256), loss=torch.mean)
+    with pytest.raises(InfeasibleError) as raised:
+        told(mem_limit="20MB")
+    least = raised.value.min_bytes
+    assert told(mem_limit=least).peak_bytes == least
     with raises(ValueError, "unknown_device", name="h1000"):
         estimate(blocks, torch.randn(2, 256), "h1000")
     with raises(UnsupportedModelError, "not_a_module"):
@@ -129,14 +124,10 @@ def test_what_cannot_be_planned_is_refused() -> None:
         estimate(nn.Sequential(nn.Linear(4, 4), Reads(4, 4)), torch.randn(2, 4), loss=torch.mean)
 
 
-def test_counts_of_steps_keep_their_values() -> None:
+def test_counts_of_steps_keep_their_values_and_afterwards_models_are_measured_again() -> None:
     norm = nn.BatchNorm1d(4, momentum=None)  # divides by its count
-    for model in (nn.Sequential(nn.Linear(4, 4), norm), lambda: nn.Sequential(nn.Linear(4, 4), norm)):
-        assert estimate(model, torch.randn(2, 4), loss=torch.mean).fits
-
-
-def test_afterwards_models_are_measured_again() -> None:
-    estimate(blocks, torch.randn(64, 256), loss=torch.mean)
+    for make in (nn.Sequential(nn.Linear(4, 4), norm), lambda: nn.Sequential(nn.Linear(4, 4), norm)):
+        assert estimate(make, torch.randn(2, 4), loss=torch.mean).fits
     model = blocks()
     network = Checkpointable(model, torch.randn(64, 256), "1GB", loss=torch.mean)
     assert network.report().predicted_for is None

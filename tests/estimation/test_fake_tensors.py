@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -111,12 +110,7 @@ def batch_norm(value: torch.Tensor) -> torch.Tensor:
         ("batch_norm", batch_norm, (channels_last, 2, 16, 6, 6), torch.rand),
     ],
 )
-def test_results_are_laid_out_as_the_kernels_lay_them_out(
-    name: str,
-    run: Callable[[torch.Tensor], torch.Tensor],
-    value: tuple[Callable[..., torch.Tensor], int, int, int],
-    gradient: Callable[..., torch.Tensor],
-) -> None:
+def test_results_are_laid_out_as_the_kernels_lay_them_out(name, run, value, gradient) -> None:
     def strides() -> list[tuple[int, ...]]:
         with Calls() as calls:
             given = value[0](*value[1:]).requires_grad_()

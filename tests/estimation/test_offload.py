@@ -40,13 +40,11 @@ def test_stages_offload_as_much_on_fake_tensors(tmp_path: Path) -> None:
     here.measure(batch)
     # Its operators are those of the CPU; kernels of CUDA save other things.
     there = estimate(Captured(), batch, replace(find_device("l4"), vendor="cpu"), loss=torch.mean, offload="host")
-    found = [
-        [option.moved // 2**20 for stage in each.chain(fresh_gradients=True) for option in stage.options
-         if option.name == ELSEWHERE.name]
-        for each in (here.inspection_values, there.measurement)
-    ]  # fmt: skip
-    assert found[0] == found[1]
-    assert len(found[0]) >= 2
+    chains = (each.chain(fresh_gradients=True) for each in (here.inspection_values, there.measurement))
+    options = ([each for stage in chain for each in stage.options if each.name == ELSEWHERE.name] for chain in chains)
+    found, expected = ([each.moved // 2**20 for each in moving] for moving in options)
+    assert found == expected
+    assert len(found) >= 2
 
 
 def test_a_stage_may_be_stored_in_part_with_the_rest_elsewhere() -> None:
@@ -74,12 +72,9 @@ def test_a_plan_that_moves_is_faster_and_its_step_is_inside_the_limit() -> None:
     assert moving.reserved.step_bytes <= moving.peak_bytes <= limit
 
 
-def test_the_link_is_that_of_the_table() -> None:
+def test_the_link_is_that_of_the_table_and_moving_elsewhere_is_refused_in_a_sentence() -> None:
     link = estimate(chain(), torch.empty(64, WIDTH), "h100", loss=torch.mean, offload="host").budget.link
     assert link.out_bytes_per_second == link.in_bytes_per_second == pytest.approx(0.64 * 64e9)
-
-
-def test_what_moves_there_is_refused_in_a_sentence_where_it_cannot_be() -> None:
     with raises(ValueError, "device_elsewhere"):
         estimate(chain(), torch.empty(64, WIDTH), "h100", offload="file:/tmp")  # type: ignore[arg-type]
     with raises(UnsupportedModelError, "excluded_together", name="offload"):

@@ -104,10 +104,8 @@ class Unread(nn.Module):
 
 def test_what_a_step_takes_stands_beside_what_the_plan_promises() -> None:
     """The promise holds for a loss that reads all; the given one reads one output."""
-    value = torch.empty(8192, 256)
-    found = estimate(
-        Unread, value, H100, optimizer=torch.optim.SGD, loss=lambda outputs: outputs[0].mean(), fresh_grads=True
-    )
+    value, told = torch.empty(8192, 256), {"optimizer": torch.optim.SGD, "loss": lambda outputs: outputs[0].mean()}
+    found = estimate(Unread, value, H100, **told, fresh_grads=True)
     assert 0 < found.reserved.step_bytes < found.peak_bytes - 0.9 * value.nbytes
     assert "a step (predicted)" in " ".join(str(found).split())
 
@@ -118,10 +116,8 @@ def with_memory(size: int) -> Device:
 
 
 def report(size: int, **options: Any) -> Report:
-    batch = torch.empty(16384, 256, device="meta")
-    return estimate(
-        layers, batch, with_memory(size), loss=torch.mean, optimizer=torch.optim.SGD, fresh_grads=True, **options
-    )
+    batch, told = torch.empty(16384, 256, device="meta"), {"loss": torch.mean, "optimizer": torch.optim.SGD}
+    return estimate(layers, batch, with_memory(size), fresh_grads=True, **told, **options)
 
 
 @pytest.mark.slow
@@ -139,7 +135,7 @@ def test_the_default_limit_leaves_what_fragmentation_needs_and_a_users_limit_is_
     assert "reserved (predicted)" in str(default).replace("\N{NO-BREAK SPACE}", " ")
 
 
-def test_what_fits_by_giving_segments_back_is_told_of() -> None:
+def test_what_fits_by_giving_segments_back_is_told_of_and_else_how_large_a_device_would_have_to_be() -> None:
     # Tensors of 100, 120, ... MiB, each of which needs a segment of its own.
     growing = [event for size in range(100, 200, 20) for event in (Allocate(size, size * MiB), Free(size))]
     found = reservation_of(growing, with_memory(250 * MiB))
@@ -149,9 +145,6 @@ def test_what_fits_by_giving_segments_back_is_told_of() -> None:
     assert "takes time that is not counted" in warning
     plenty = reservation_of(growing, with_memory(800 * MiB))
     assert (plenty.reserved_bytes, plenty.gives_back, plenty.warning(180 * MiB)) == (700 * MiB, False, None)
-
-
-def test_what_does_not_fit_says_how_large_a_device_would_have_to_be() -> None:
     # Of every segment of 20 MiB, half stays in use, so none can be given back.
     events: list[Event] = [Allocate((part, key), 9 * MiB) for key in range(10) for part in "ab"]
     events += [Free(("a", key)) for key in range(10)]
@@ -170,10 +163,7 @@ def held(events: list[Event]) -> tuple[int, int]:
     sizes: dict[object, int] = {}
     most = 0
     for event in events:
-        if isinstance(event, Allocate):
-            sizes[event.key] = event.size
-        else:
-            del sizes[event.key]
+        sizes[event.key] = event.size if isinstance(event, Allocate) else 0
         most = max(most, sum(sizes.values()))
     return most, sum(sizes.values())
 
@@ -225,9 +215,7 @@ def test_what_is_let_go_of_is_freed_and_what_stays_is_not() -> None:
         for size in (0, 4000):  # as FSDP empties and fills what it gathers
             storage.resize_(size)
             assert held(step.events)[1] == size
-
-
-def test_results_in_place_are_nothing_new_and_scratch_comes_and_goes() -> None:
+    # Results in place are nothing new, and scratch comes and goes.
     with FakeTensorMode():
         table = nn.Embedding(1000, 8)
         tokens = torch.zeros(4000, dtype=torch.long)
@@ -236,9 +224,5 @@ def test_results_in_place_are_nothing_new_and_scratch_comes_and_goes() -> None:
             table.weight.detach().add_(1.0)
             assert len(step.events) == 2
             table(tokens).sum().backward()
-    inside = [
-        one.size
-        for one, other in pairwise(step.events)
-        if isinstance(one, Allocate) and isinstance(other, Free) and one.key == other.key
-    ]
-    assert max(inside) > 4000 * 8 * 4  # sums of rows in 32 bits
+    scratch = [a.size for a, b in pairwise(step.events) if (type(a), type(b), a.key) == (Allocate, Free, b.key)]
+    assert max(scratch) > 4000 * 8 * 4  # sums of rows in 32 bits

@@ -21,17 +21,9 @@ from tests.estimation.conftest import Calls
 
 aten = torch.ops.aten
 HALF = torch.bfloat16
-SIMPLE = Device(
-    name="one of each",
-    memory_bytes=10**9,
-    bandwidth=1e9,
-    rates=Rates(bf16=4e9, fp16=4e9, tf32=2e9, fp32=1e9),
-    compute_capability=(8, 0),
-    link_bandwidth=1e9,
-    pcie_bandwidth=1e9,
-    efficiencies=Efficiencies(1.0, 1.0, 1.0, 1.0, 1.0),
-    launch_seconds=0.0,
-)
+RATES, EXACT = Rates(bf16=4e9, fp16=4e9, tf32=2e9, fp32=1e9), Efficiencies(1.0, 1.0, 1.0, 1.0, 1.0)
+COSTS = {"bandwidth": 1e9, "link_bandwidth": 1e9, "pcie_bandwidth": 1e9, "launch_seconds": 0.0, "efficiencies": EXACT}
+SIMPLE = Device(name="one of each", memory_bytes=10**9, rates=RATES, compute_capability=(8, 0), **COSTS)
 """A byte takes a nanosecond, as does an operation in float32."""
 
 
@@ -71,11 +63,9 @@ def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 )
 def test_operations_and_bytes_of_single_operators(run: Callable[[], object], operations: int, size: int) -> None:
     assert sums(run) == (operations, size)
-
-
-def test_a_loss_reads_one_number_of_each_row() -> None:
-    _, size = sums(lambda: aten.nll_loss_forward(new(8, 1000), new(8, dtype=torch.long), None, 1, -100))
-    assert size < 4 * 8 * 1000
+    # A loss reads one number of each row.
+    loss = sums(lambda: aten.nll_loss_forward(new(8, 1000), new(8, dtype=torch.long), None, 1, -100))
+    assert loss[1] < 4 * 8 * 1000
 
 
 def attention(heads: int, key_heads: int, **options: Any) -> Callable[[], object]:
@@ -99,7 +89,7 @@ def test_attention_counts_what_pytorch_counts_and_half_of_it_under_a_causal_mask
     assert sums(attention(4, 1))[0] == expected, "fewer heads of keys are no less work"
 
 
-def test_an_lstm_computes_its_products_and_twice_as_many_backward() -> None:
+def test_an_lstm_computes_its_products_and_twice_as_many_backward_and_other_formulas_are_pytorchs() -> None:
     layer = {"batch_first": True, "bidirectional": True}
     forward = 2 * 5 * 8 * (4 * 32 * 16 + 4 * 32 * 32) * 2  # both ways, four gates each
 
@@ -109,8 +99,6 @@ def test_an_lstm_computes_its_products_and_twice_as_many_backward() -> None:
     assert sums(lambda: nn.LSTM(16, 32, **layer)(new(8, 5, 16)))[0] == forward
     assert sums(step)[0] == 3 * forward
 
-
-def test_every_other_formula_is_pytorchs() -> None:
     def run() -> None:
         convolution = torch.nn.Conv2d(3, 8, 3, groups=1)
         convolution(torch.empty(2, 3, 10, 10, requires_grad=True)).sum().backward()
@@ -121,23 +109,18 @@ def test_every_other_formula_is_pytorchs() -> None:
     assert sums(run)[0] == counter.get_total_flops() > 0
 
 
-def test_an_operator_takes_as_long_as_the_scarcer_of_the_two() -> None:
+def test_an_operator_takes_as_long_as_the_scarcer_of_the_two_by_their_efficiencies_or_a_launch() -> None:
     large = lambda: new(100, 100) @ new(100, 100)  # noqa: E731 # one expression, used three times
     assert seconds(SIMPLE, large, tf32=False) == pytest.approx(2e6 * 1e-9)
     assert seconds(SIMPLE, large, tf32=True) == pytest.approx(1e6 * 1e-9)
-    slim = lambda: new(100, 1) @ new(1, 100)  # noqa: E731
-    assert seconds(SIMPLE, slim) == pytest.approx(4 * 10_200 * 1e-9)
+    assert seconds(SIMPLE, lambda: new(100, 1) @ new(1, 100)) == pytest.approx(4 * 10_200 * 1e-9)
 
+    def halves() -> None:  # which have their rate though a sum is wider
+        given, seed = [new(1, 1, 256, 64, dtype=HALF) for _ in range(5)], torch.empty((), dtype=torch.long)
+        rest = new(1, 1, 256), seed, seed, 0.0, [True, True, True, False]
+        aten._scaled_dot_product_efficient_attention_backward(*given[:4], None, given[4], *rest)
 
-def test_half_precision_has_its_rate_though_a_sum_is_wider() -> None:
-    run = lambda: aten._scaled_dot_product_efficient_attention_backward(  # noqa: E731
-        *(new(1, 1, 256, 64, dtype=HALF) for _ in range(4)), None, new(1, 1, 256, 64, dtype=HALF), new(1, 1, 256),
-        torch.empty((), dtype=torch.long), torch.empty((), dtype=torch.long), 0.0, [True, True, True, False],
-    )  # fmt: skip
-    assert seconds(SIMPLE, run) == pytest.approx(10 * 256 * 256 * 64 / 4e9)
-
-
-def test_efficiencies_stretch_what_they_are_of_and_nothing_is_faster_than_a_launch() -> None:
+    assert seconds(SIMPLE, halves) == pytest.approx(10 * 256 * 256 * 64 / 4e9)
     slow = replace(SIMPLE, efficiencies=Efficiencies(0.5, 1.0, 1.0, 1.0, 0.25))
     for run, factor in ((lambda: new(100, 100) @ new(100, 100), 2), (lambda: new(100) + new(100), 4)):
         assert seconds(slow, run, tf32=False) == pytest.approx(factor * seconds(SIMPLE, run, tf32=False))
@@ -167,7 +150,15 @@ def flash(heads: int, key_heads: int, length: int, width: int, *, apart: bool = 
     backward_of(aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0])
 
 
-def test_the_backward_of_flash_attention_sums_queries_in_32_bits_by_blocks_of_128() -> None:
+def efficient(dtype: torch.dtype, width: int, length: int = 128) -> None:
+    given = [torch.empty(1, 2, length, width, dtype=dtype, requires_grad=True) for _ in range(3)]
+    backward_of(aten._scaled_dot_product_efficient_attention(*given, None, True)[0])
+
+
+def test_backwards_of_attention_sum_queries_in_32_bits_flash_by_blocks_of_128_efficient_wide_heads_all() -> None:
+    sums = 2 * 128 * 64 * 4
+    assert largest(efficient, HALF, 64) == largest(efficient, torch.float32, 64) == sums + 2 * 128 * 4
+    assert largest(efficient, HALF, 256) == 3 * 4 * sums + 2 * 128 * 4
     assert largest(flash, 4, 4, 128, 32) == 4 * 128 * 4 * (32 + 1)
     assert largest(flash, 4, 4, 100, 24) == 4 * 128 * 4 * (32 + 1)
     assert largest(flash, 1, 1, 128, 200) == 128 * 4 * (256 + 1)
@@ -189,17 +180,6 @@ def test_the_backward_of_an_embedding_sorts_long_batches_and_sums_them_in_32_bit
     assert largest(embedding, 4000, 50) < largest(embedding, 4000, 10_000)  # no more sums than rows
 
 
-def efficient(dtype: torch.dtype, width: int, length: int = 128) -> None:
-    given = [torch.empty(1, 2, length, width, dtype=dtype, requires_grad=True) for _ in range(3)]
-    backward_of(aten._scaled_dot_product_efficient_attention(*given, None, True)[0])
-
-
-def test_the_backward_of_efficient_attention_sums_queries_in_32_bits_and_wide_heads_all() -> None:
-    sums = 2 * 128 * 64 * 4
-    assert largest(efficient, HALF, 64) == largest(efficient, torch.float32, 64) == sums + 2 * 128 * 4
-    assert largest(efficient, HALF, 256) == 3 * 4 * sums + 2 * 128 * 4
-
-
 def norm(rows: int, width: int) -> None:
     value = torch.empty(rows, width, dtype=HALF, requires_grad=True)
     backward_of(torch.nn.LayerNorm(width, dtype=HALF)(value))
@@ -216,15 +196,9 @@ def summed(rows: int, width: int) -> None:
     torch.empty(rows, width).sum(0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "measured"),
-    [(4096, 1024, 33_556_992), (1024, 1024, 8_391_168), (4096, 256, 8_389_632)],
-)
-def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold(rows: int, width: int, measured: int) -> None:
-    assert largest(summed, rows, width) == pytest.approx(measured, abs=4 * width)
-
-
-def test_sums_of_few_rows_and_along_rows_hold_nothing() -> None:
+def test_sums_of_columns_hold_what_an_h100_was_seen_to_hold_and_those_of_few_rows_and_along_rows_nothing() -> None:
+    for rows, width, measured in ((4096, 1024, 33_556_992), (1024, 1024, 8_391_168), (4096, 256, 8_389_632)):
+        assert largest(summed, rows, width) == pytest.approx(measured, abs=4 * width)
     assert largest(lambda: (torch.empty(8, 8) @ torch.empty(8, 8)).relu().softmax(-1)) == 0
     assert largest(summed, 512, 2048) == 0
     assert largest(lambda: torch.empty(4096, 1024).sum(1)) == 0
@@ -232,28 +206,24 @@ def test_sums_of_few_rows_and_along_rows_hold_nothing() -> None:
     assert largest(lambda: torch.empty(1024, 4096).sum()) == largest(lambda: torch.empty(1024, 4096).sum((0, 1))) == 0
 
 
-def test_convolutions_whose_channels_are_last_need_no_copies() -> None:
+def unfolded(images: int, stride: int = 1) -> None:
+    torch.nn.functional.unfold(torch.empty(images, 8, 32, 32), 3, stride=stride)
+
+
+def test_convolutions_whose_channels_are_last_need_no_copies_and_columns_and_cublas_keep_what_they_need() -> None:
+    assert largest(unfolded, 4) == 4 * 8 * 32 * 32 * 4
+    assert largest(unfolded, 4, stride=3) == 0
+
     def run(layout: torch.memory_format) -> None:
         image, weight = torch.empty(2, 8, 16, 16), torch.empty(8, 8, 3, 3)
         torch.nn.functional.conv2d(image.to(memory_format=layout), weight.to(memory_format=layout))
 
     assert largest(run, torch.contiguous_format) >= 4 * 2 * 8 * 16 * 16
     assert largest(run, torch.channels_last) == 0
-
-
-def test_cublas_keeps_what_pytorch_gives_it_by_generation_in_two_threads() -> None:
+    # cuBLAS keeps what PyTorch gives it, by generation, in two threads.
     assert workspace_bytes(find_device("h100")) == workspace_bytes(find_device("b200")) == 2 * 32 * 2**20
     assert workspace_bytes(find_device("a100-80")) == 2 * (4096 * 2 + 16 * 8) * 1024
     assert workspace_bytes(replace(find_device("l4"), vendor="cpu")) == 0
-
-
-def unfolded(images: int, stride: int = 1) -> None:
-    torch.nn.functional.unfold(torch.empty(images, 8, 32, 32), 3, stride=stride)
-
-
-def test_columns_are_first_made_as_large_as_the_image() -> None:
-    assert largest(unfolded, 4) == 4 * 8 * 32 * 32 * 4
-    assert largest(unfolded, 4, stride=3) == 0
 
 
 @pytest.mark.gpu

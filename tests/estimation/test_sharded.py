@@ -81,6 +81,8 @@ def test_each_device_has_its_part_and_a_batch_of_its_own() -> None:
     assert "parameters that are whole" in text
     assert "sent while they compute" in text
     assert not dist.is_initialized()
+    narrow = report(precision=torch.bfloat16).budget.chain.activation
+    assert narrow[1] == found.budget.chain.activation[1] // 2, "the input is in the dtype in which layers run"
 
 
 def test_a_plan_made_for_too_little_room_promises_what_its_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,16 +121,9 @@ def test_parameters_may_be_sharded_by_the_users_function() -> None:
         *((f"h100:{count}", {}, "not_a_count", f"h100:{count}") for count in ("0", "", "two")),
     ],
 )
-def test_options_of_sharding_that_say_nothing_are_refused(
-    device: Any, options: dict[str, Any], kind: str, name: str
-) -> None:
+def test_options_of_sharding_that_say_nothing_are_refused(device, options, kind: str, name: str) -> None:
     with raises(ValueError, kind, name=name):
         estimate(blocks, BATCH, device, **options)
-
-
-def test_a_chain_of_layers_takes_its_input_in_the_dtype_in_which_it_runs() -> None:
-    wide, narrow = report(), report(precision=torch.bfloat16)
-    assert narrow.budget.chain.activation[1] == wide.budget.chain.activation[1] // 2
 
 
 def test_a_limit_that_no_plan_fits_says_what_is_least_and_a_process_group_is_refused() -> None:
