@@ -145,7 +145,7 @@ class CapturedLayer(StageOffers):
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """The numbers of a step, the random state, and, of a sharded layer, the saved tensors (the Note in `regions.py`)."""
+        """Return gradients, random state and, if sharded, saved tensors: see the Note in `regions.py`."""
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():
