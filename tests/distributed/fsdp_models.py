@@ -17,11 +17,10 @@ BATCH, LENGTH, WIDTH = 8, 64, 32
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.wide = nn.Linear(width, 4 * width)
-        self.narrow = nn.Linear(4 * width, width)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, value: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
         made = self.narrow(nn.functional.gelu(self.wide(self.norm(value))) * scale)
@@ -31,12 +30,12 @@ class Block(nn.Module):
 class Skips(nn.Module):
     """Blocks, the first of which is connected to the last over all in between."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.enter = nn.Linear(WIDTH, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(6))
-        self.head = nn.Linear(width, 4)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4 * width))
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, 4)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4 * WIDTH))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         value = kept = self.blocks[0](self.enter(value), scale=self.scale)
@@ -66,18 +65,9 @@ class Twice(nn.Module):
 def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attn_implementation="eager",
-        attention_dropout=0.1,
-        use_cache=False,
-        **options,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
+    drawn: dict[str, Any] = {"attn_implementation": "eager", "attention_dropout": 0.1, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **drawn, "num_attention_heads": 2, **options}))
 
 
 class Written(Block):
@@ -136,13 +126,6 @@ def sharded_together(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -
     return fully_shard(model, **{**layer, **whole})
 
 
-def layers_together(model: Any, layer: dict[str, Any], _: dict[str, Any]) -> nn.Module:
-    """The first layer of a chain alone, two together, and some with the model."""
-    fully_shard(model[0], **layer)
-    fully_shard([model[2], model[3]], **layer)
-    return fully_shard(model, **layer)
-
-
 def part_of_a_layer(model: Any, layer: dict[str, Any], whole: dict[str, Any]) -> nn.Module:
     fully_shard(model[2].wide, **layer)
     return sharded_alone(model, layer, whole)
@@ -161,14 +144,11 @@ def sharded_in_parts(model: Any, layer: dict[str, Any], _: dict[str, Any]) -> nn
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., nn.Module]]] = {
     "chain": (plain_chain, sharded_alone),
     "layers": (chain, sharded_alone),
-    "layers together": (chain, layers_together),
     "odd layers": (partial(chain, Odd, Otherwise), part_of_a_layer),
-    "llama": (llama, sharded_alone),
     "tied llama": (partial(llama, tie_word_embeddings=True), sharded_alone),
     "skips": (Skips, sharded_alone),
     "skips together": (Skips, sharded_together),
     "skips in parts": (Skips, sharded_in_parts),
-    "heavy skips": (partial(Skips, 8 * WIDTH), sharded_alone),
     "twice": (Twice, sharded_alone),
 }
 
@@ -200,8 +180,7 @@ def batches(kind: str, rank: int, count: int) -> list[dict[str, Any]]:
         return [{"input_ids": each, "labels": each} for each in ids]
     if "chain" in kind or "layers" in kind:
         return [{"input": torch.randn(BATCH * LENGTH, WIDTH, **drawn)} for _ in range(count)]
-    size = 1 if "heavy" in kind else BATCH
-    return [{"value": torch.randn(size, LENGTH, WIDTH, **drawn)} for _ in range(count)]
+    return [{"value": torch.randn(BATCH, LENGTH, WIDTH, **drawn)} for _ in range(count)]
 
 
 def loss(output: Any) -> torch.Tensor:

@@ -228,9 +228,9 @@ def peak_in_flight(pipeline: Pipeline, enough: int = 0) -> int:
     return least_peak(lambda: pipeline.step(given), present, enough)
 
 
-def inside(rank: int, name: str, kind: str, share: float, whole: bool = False) -> tuple[int, int, list[str]]:
+def inside(rank: int, name: str, whole: bool) -> tuple[int, int, list[str]]:
     """The measured peak of a rank with plans for what is in flight, the bytes it was given, and what was logged."""
-    pipeline, allowed, _ = planned_for_flight(rank, name, kind, share, whole)
+    pipeline, allowed, _ = planned_for_flight(rank, name, "chain", 0.0, whole)
     with logs() as said:
         measured = peak_in_flight(pipeline, allowed)
     return measured, allowed, said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from tests.distributed.fsdp_models import BATCH, LENGTH, WIDTH, llama
 from tests.distributed.processes import device
 
-BATCH, LENGTH, WIDTH = 8, 64, 32
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class MLP(nn.Sequential):
@@ -110,23 +112,6 @@ def uneven_parts(model: Any, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(model, mesh, {"out": ColwiseParallel(output_layouts=Replicate())})
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
 def heads(model: Any, mesh: DeviceMesh) -> nn.Module:
     """Each process has some of the heads, and a part of each MLP."""
     plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
@@ -170,8 +155,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.
     "chain": (chain, columns_and_rows),
     "all shared": (chain, all_shared),
     "uneven": (Skipped, uneven_parts),
-    "llama": (llama, heads),
-    "llama, sequence": (llama, heads_and_sequence),
+    "llama": (partial(llama, **HEADS), heads),
+    "llama, sequence": (partial(llama, **HEADS), heads_and_sequence),
 }
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rotor_py import Checkpointable, best_batch, largest_batch
+from rotor_py import Checkpointable, largest_batch
 from tests.distributed.processes import Processes, device
 
 
@@ -27,7 +26,7 @@ def least_of(rank: int, batch: int) -> int:
     return network.budget.least_bytes()
 
 
-def chosen(rank: int, aim: str, more: list[int], batch: int) -> tuple[int, str, int | None, int, bool]:
+def chosen(rank: int, more: list[int], batch: int) -> tuple[int, str, int | None, int, bool]:
     """The batch that is chosen where each process has `more` bytes than `batch` needs, its sequence, and its peak.
 
     Then a step is trained by it: whether all processes have the same gradients.
@@ -35,8 +34,7 @@ def chosen(rank: int, aim: str, more: list[int], batch: int) -> tuple[int, str, 
     model = DistributedDataParallel(chain().to(device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     limit = least_of(rank, batch) + more[rank]
-    choose = largest_batch if aim == "max" else best_batch
-    found = choose(model, sample_of, limit, optimizer=optimizer)
+    found = largest_batch(model, sample_of, limit, optimizer=optimizer)
     found.network(sample_of(found.batch) + rank).square().mean().backward()
     gradient = model.module[0][0].weight.grad
     assert gradient is not None
@@ -46,15 +44,13 @@ def chosen(rank: int, aim: str, more: list[int], batch: int) -> tuple[int, str, 
     return found.batch, str(found.network.sequence), found.measured_peak_bytes, limit, same
 
 
-@pytest.mark.parametrize("aim", ["max", pytest.param("best", marks=pytest.mark.slow)])
-def test_all_processes_take_the_batch_that_fits_the_smallest_limit(processes: Processes, aim: str) -> None:
+def test_all_processes_take_the_batch_that_fits_the_smallest_limit(processes: Processes) -> None:
     count = len(processes.processes)
-    found = processes.run(chosen, aim, [*range(0, (count - 1) * 100_000, 100_000), 50][::-1], 40)
+    found = processes.run(chosen, [*range(0, (count - 1) * 100_000, 100_000), 50][::-1], 40)
     ((batch, sequence),) = {(batch, sequence) for batch, sequence, *_ in found}
     for _, _, peak, limit, same in found:
         assert peak is not None
         assert peak <= limit
         assert same
-    if aim == "max":
-        assert batch == 40
-        assert "CF_" in sequence or "Fn_" in sequence
+    assert batch == 40
+    assert "CF_" in sequence or "Fn_" in sequence

@@ -35,7 +35,6 @@ def assert_same(found: list[tuple[str, list[str]]]) -> None:
         ("chain", "outside", 2, {"gradient_as_bucket_view": True}),  # accumulated without being sent
         ("captured", "inside", 1, {"static_graph": True}),
         ("partly chain", "outside", 1, {"find_unused_parameters": True}),
-        pytest.param("partly captured", "outside", 2, {"find_unused_parameters": True}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -43,13 +42,6 @@ def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
     processes: Processes, kind: str, order: str, accumulated: int, options: dict[str, Any]
 ) -> None:
     assert_same(processes.run(training.same_as_plain, kind, order, limit_of(processes, kind), accumulated, options))
-
-
-@pytest.mark.slow
-def test_four_processes_train_together(four_processes: Processes) -> None:
-    assert_same(
-        four_processes.run(training.same_as_plain, "captured", "outside", limit_of(four_processes, "captured"), 2)
-    )
 
 
 @pytest.mark.parametrize(("kind", "order"), CROSSED)
