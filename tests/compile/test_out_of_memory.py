@@ -36,7 +36,9 @@ class Starved:
 
 
 @pytest.mark.slow
-def test_numbers_are_those_of_the_compiled_step_wherever_it_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_those_of_the_compiled_step_where_it_runs_out_and_its_peak_is_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = network(blocks=3, on_oom="replan")
     assert found.chain is not None
     sequence = middle(found)
@@ -50,13 +52,9 @@ def test_numbers_are_those_of_the_compiled_step_wherever_it_runs_out(monkeypatch
         assert same(results(found, sequence, batch()), expected), at
         assert starved.errors == 1
         assert found.sequence is not sequence
-
-
-@pytest.mark.slow
-def test_the_step_takes_what_is_predicted() -> None:
-    found, value = network(blocks=3, on_oom="replan"), batch()
+    starved.begin(0)
     found.watch, found.sequence = False, middle(found)
-    peaks = []
+    peaks, value = [], batch()
     for _ in range(2):
         found.zero_grad()
         present = [*found.parameters(), *found.buffers(), value]

@@ -43,21 +43,6 @@ def test_who_loads_it_has_the_same_numbers(saved: tuple[Checkpointable, Path]) -
 
 
 @pytest.mark.slow
-def test_a_graph_compiled_as_a_whole_is_loaded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotor_py.capture.variants.slower", lambda *_: False)
-    torch.manual_seed(0)
-    found = Checkpointable(Net(2), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=2)
-    found.compute_sequence()
-    assert len(found.compiled) == len(found.names) == 1
-    found.save_plan(tmp_path / "plan.json")
-    assert json.loads((tmp_path / "plan.json").read_text())["compiled"]["room"] > 0
-    again = loaded(tmp_path / "plan.json", blocks=2)
-    assert found.sequence is not None
-    assert same(results(again, found.sequence, batch()), results(found, found.sequence, batch()))
-    assert len(again.compiled) == 1
-
-
-@pytest.mark.slow
 def test_options_have_to_be_given_again(tmp_path: Path) -> None:
     network(EAGER_DRAWS, blocks=1).save_plan(tmp_path / "plan.json")
     for given in ({}, {"compile": True}):
