@@ -1,22 +1,27 @@
-"""transformers' `Trainer` with `model=Checkpointable(model, mem_limit=...)`, and nothing else changed."""
+"""transformers' `Trainer` with `model=Checkpointable(model, mem_limit=...)`, or with `callbacks=[MemoryLimit(...)]`."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.measure.budget import recomputes
 from rotor_py.plan.step_in_backward import SpentGradientError
 from tests.fields import raises
-from tests.integrations.runs import assert_same_weights, halfway, run_peak, weights
+from tests.integrations.runs import assert_same_weights, halfway, run_peak
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+
+from rotor_py.integrations.transformers_callback import MemoryLimit  # noqa: E402  # it needs the library
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*isinstance.treespec, LeafSpec.*", "ignore:The .grad attribute of a Tensor", "ignore:.*pin_memory"
@@ -50,19 +55,10 @@ def examples(count: int = 24, *, classes: int | None = None) -> list[dict[str, A
 
 
 def trainer(model: torch.nn.Module, folder: Path, data: list[dict[str, Any]], **options: Any) -> Any:
-    given = {
-        "max_steps": 3,
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": BATCH,
-        "logging_steps": 1,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **options,
-    }
-    arguments = transformers.TrainingArguments(output_dir=str(folder), **given)
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), BATCH)
+    given = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no", **sizes, **options}
+    quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(output_dir=str(folder), **given, **quiet)
     return transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:BATCH])
 
 
@@ -78,55 +74,50 @@ def batch(data: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_run_of_the_trainer_is_the_plain_run_and_stays_inside_the_limit(tmp_path: Path) -> None:
-    data, make = examples(classes=3), bert
-    options = {"eval_strategy": "steps", "eval_steps": 2}
-    plain = trainer(make(), tmp_path, data, **options)
+def test_a_run_is_the_plain_run_inside_the_limit_its_files_are_those_of_the_plain_model_and_it_is_resumed(
+    tmp_path: Path,
+) -> None:
+    data, model = examples(classes=3), bert()
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    plain = trainer(bert(), tmp_path / "plain", data, **options)
     plain.train()
-    model = make()
-    adamw = torch.optim.AdamW(model.parameters())
-    limit = halfway(Checkpointable(copy.deepcopy(model), batch(data), optimizer=adamw))
-    planned = trainer(Checkpointable(model, mem_limit=limit), tmp_path, data, **options)
+    limit = halfway(Checkpointable(bert(), batch(data), optimizer=torch.optim.AdamW(model.parameters())))
+    planned = trainer(Checkpointable(model, mem_limit=limit), tmp_path / "planned", data, **options)
     planned.train()
     assert recomputes(planned.model.sequence)
     assert history(planned) == history(plain)
     assert_same_weights(planned.model, plain.model)
-    assert planned.label_names == plain.label_names
-    assert planned._signature_columns == plain._signature_columns
-    assert planned.model_accepts_loss_kwargs == plain.model_accepts_loss_kwargs
-    planned.args.eval_strategy = "no"
+    for name in ("label_names", "_signature_columns", "model_accepts_loss_kwargs"):
+        assert getattr(planned, name) == getattr(plain, name)
+    assert_same_files(tmp_path, plain.model)
+    for again in (Checkpointable(bert(), mem_limit="1GB"), bert()):
+        resumed = trainer(again, tmp_path / "resumed", data, **options)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-2"))
+        assert_same_weights(resumed.model, plain.model)
+    planned.args.eval_strategy = planned.args.save_strategy = "no"
     assert run_peak(planned.train, planned.model) <= limit
+
+
+def assert_same_files(folder: Path, model: torch.nn.Module) -> None:
+    names = {file.name for file in (folder / "plain" / "checkpoint-2").iterdir()}
+    assert {file.name for file in (folder / "planned" / "checkpoint-2").iterdir()} == names
+    assert_same_weights(type(model).from_pretrained(folder / "planned" / "checkpoint-3"), model)
 
 
 @pytest.mark.slow
 def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_plain_run(tmp_path: Path) -> None:
-    data, runs = examples(), []
     options = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "bf16": True, "max_steps": 2}
+    data, runs, callback = examples(), [], MemoryLimit("730kB")
     for model in (llama(1), Checkpointable(llama(1), mem_limit="1GB")):
         runs.append(trainer(model, tmp_path, data, **options))
-        runs[-1].train()
-    assert history(runs[1]) == history(runs[0])
-    assert_same_weights(runs[1].model, runs[0].model)
-
-
-@pytest.mark.slow
-def test_a_saved_run_is_resumed_and_its_files_are_those_of_the_plain_model(tmp_path: Path) -> None:
-    data = examples()
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3}
-    whole = trainer(Checkpointable(llama(1), mem_limit="1GB"), tmp_path / "planned", data, **saving)
-    whole.train()
-    plain = trainer(llama(1), tmp_path / "plain", data, **saving)
-    plain.train()
-    kept = tmp_path / "planned" / "checkpoint-2"
-    names = {file.name for file in (tmp_path / "plain" / "checkpoint-2").iterdir()}
-    assert {file.name for file in kept.iterdir()} == names
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "planned" / "checkpoint-3")
-    assert weights(again).keys() == weights(plain.model).keys()
-    assert_same_weights(again, plain.model)
-    for model in (Checkpointable(llama(1), mem_limit="1GB"), llama(1)):
-        resumed = trainer(model, tmp_path / "resumed", data, **saving)
-        resumed.train(resume_from_checkpoint=str(kept))
-        assert_same_weights(resumed.model, plain.model)
+    made = {"args": runs[0].args, "train_dataset": data, "model_init": lambda: llama(1), "callbacks": [callback]}
+    runs.append(transformers.Trainer(**made))  # a model that the trainer makes
+    for run in runs:
+        run.train()
+        assert history(run) == history(runs[0])
+        assert_same_weights(run.model, runs[0].model)
+    assert recomputes(callback.planned.sequence)
+    assert callback.planned.model is runs[2].model
 
 
 def test_steps_in_the_backward_are_those_of_plain_training_without_norms_and_clipping_is_refused(
@@ -148,3 +139,70 @@ def test_steps_in_the_backward_are_those_of_plain_training_without_norms_and_cli
     assert_same_weights(planned, plain)
     with raises(SpentGradientError, "gradient_spent"):
         run(planned, optimizer, 1.0)
+
+
+def limited(model: torch.nn.Module, folder: Path, data: Any, limit: float | str, **options: Any) -> tuple[Any, Any]:
+    run, callback = trainer(model, folder, data, **options), MemoryLimit(limit)
+    run.add_callback(callback)
+    return run, callback
+
+
+def test_a_run_with_the_callback_is_the_plain_run_inside_the_limit_and_leaves_the_plain_model(
+    tmp_path: Path,
+) -> None:
+    # Masks take a third of the time.
+    data = [{name: each[name] for name in ("input_ids", "labels")} for each in examples(classes=3)]
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    plain = trainer(bert(), tmp_path / "plain", data, **options)
+    plain.train()
+    model = bert()
+    adamw = torch.optim.AdamW(model.parameters())
+    limit = halfway(Checkpointable(copy.deepcopy(model), batch(data), optimizer=adamw))
+    run, callback = limited(model, tmp_path / "planned", data, limit, **options)
+    run.train()
+    assert recomputes(callback.planned.sequence)
+    assert history(run) == history(plain)
+    assert run.model is model
+    assert "forward" not in model.__dict__
+    assert_same_weights(model, plain.model)
+    assert_same_files(tmp_path, model)
+    run.args.eval_strategy = run.args.save_strategy = "no"
+    assert run_peak(run.train, model) <= limit
+
+
+def test_an_error_leaves_a_model_that_goes_on_by_its_plan_until_end_is_called(tmp_path: Path) -> None:
+    class Failing(transformers.TrainerCallback):  # type: ignore[misc]  # transformers may not be there
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("of the user")
+
+    model = llama(1)
+    run, callback = limited(model, tmp_path, examples(), "1GB")
+    signature = inspect.signature(model.forward)
+    run.add_callback(Failing())
+    with pytest.raises(RuntimeError, match="of the user"):
+        run.train()
+    assert inspect.signature(model.forward) == signature
+    first = callback.planned
+    run.remove_callback(Failing)
+    run.train()
+    assert callback.planned is first
+    assert "forward" not in model.__dict__
+
+
+def test_one_process_with_several_devices_is_refused_and_a_limit_that_is_none() -> None:
+    with raises(ValueError, "not_a_size"):
+        MemoryLimit("four")
+    arguments: Any = SimpleNamespace(n_gpu=2)
+    with raises(UnsupportedModelError, "several_devices", devices=2):
+        MemoryLimit("1GB").on_train_begin(arguments, None, None, model=torch.nn.Linear(1, 1))  # type: ignore[arg-type]  # not looked at
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning", "accelerate"])
+def test_a_library_that_is_missing_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = "hook" if library == "accelerate" else "callback"
+    name = f"rotor_py.integrations.{library}_{kind}"
+    for module in [each for each in sys.modules if each in (library, name) or each.startswith(f"{library}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModuleNotFoundError, match=f"not installed: pip install .*{library}"):
+        __import__(name)
