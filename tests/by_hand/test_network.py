@@ -65,13 +65,10 @@ def test_the_memory_that_is_told_is_the_memory_that_is_kept() -> None:
     plain = nn.Sequential(*segments())
     peaks = [measured_peak(lambda net=net: net(value).square().sum().backward(), [], CPU) for net in (plain, network)]
     assert peaks[1] < 0.5 * peaks[0]
-
-
-def test_views_and_identities_are_no_memory_of_their_own() -> None:
-    network = CheckpointedNetwork([nn.Linear(6, 6), nn.Flatten(), nn.Identity(), nn.Linear(6, 6), lambda x: x.sin()])
+    parts = [nn.Linear(6, 6), nn.Flatten(), nn.Identity(), nn.Linear(6, 6), lambda x: x.sin()]
+    network = CheckpointedNetwork(parts)  # views and identities are no memory of their own
     network(torch.ones(10, 6))
-    assert network.memory_bytes == 3 * 240
-    assert network.full_memory_bytes == 4 * 240
+    assert (network.memory_bytes, network.full_memory_bytes) == (3 * 240, 4 * 240)
     nothing = CheckpointedNetwork([nn.Linear(3, 3)])
     nothing(torch.ones(0, 3))
     assert nothing.memory_savings == 0.0
@@ -94,12 +91,10 @@ def test_segments_may_be_functions_but_not_with_parameters_of_others() -> None:
     weight = torch.ones(5, requires_grad=True)
     with raises(RuntimeError, "foreign_parameter", name="segment 0"):
         CheckpointedNetwork([lambda x: x * weight])(value).sum().backward()
-
-
-@pytest.mark.parametrize(("bad", "kind"), [([], "no_segments"), ([nn.ReLU(), 3], "not_a_segment")])
-def test_bad_segments_are_refused_in_a_sentence(bad: list[Any], kind: str) -> None:
-    with raises(ValueError, kind):
-        CheckpointedNetwork(bad)
+    bad: Any
+    for bad, kind in (([], "no_segments"), ([nn.ReLU(), 3], "not_a_segment")):
+        with raises(ValueError, kind):
+            CheckpointedNetwork(bad)
     with raises(ValueError, "not_a_segment", name="segment"):
         Checkpoint(3, torch.ones(1))
 

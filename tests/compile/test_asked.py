@@ -54,10 +54,22 @@ def test_compile_has_a_measured_model_planned_anew_with_compiled_stages(seen: li
     assert len(seen) == 1
 
 
-def test_compile_takes_what_torch_compile_takes_but_another_backend(caplog: pytest.LogCaptureFixture) -> None:
+def test_modes_and_options_are_those_of_torch_compile_but_another_backend(caplog: pytest.LogCaptureFixture) -> None:
+    tuned = ("coordinate_descent_tuning", True), ("max_autotune", True)
+    given: Any
+    for given, inductor in (
+        (False, None),
+        (True, ()),
+        ({"fallback_random": True}, (("fallback_random", True),)),
+        ("max-autotune-no-cudagraphs", tuned),
+    ):
+        assert Checkpointable(Net(1), compile=given)._planner.settings.inductor == inductor
+    for given in ("fastest", {"no_such_option": 1}, 3):
+        with raises((ValueError, TypeError), "unknown_value"):
+            Checkpointable(Net(1), compile=given)
     found = planned()
     found.compile(mode="max-autotune-no-cudagraphs", dynamic=True)
-    assert ("max_autotune", True) in found._planner.settings.inductor
+    assert found._planner.settings.inductor == tuned
     assert logged(caplog, "compile_ignored", name="dynamic")
     with raises(ValueError, "excluded_together", name="backend"):
         found.compile(backend="aot_eager")
@@ -85,12 +97,13 @@ def test_cuda_graphs_are_refused() -> None:
     for asked in ({"mode": "reduce-overhead"}, {"mode": "max-autotune"}, {"options": {"triton.cudagraphs": True}}):
         with raises(ValueError, "cuda_graphs"):
             planned().compile(**asked)
+        with raises(ValueError, "cuda_graphs"):
+            Checkpointable(Net(1), compile=next(iter(asked.values())))
     with raises(ValueError, "cuda_graphs"):
         rotor(fx.GraphModule(nn.Module(), fx.Graph()), [], options={"compile": "reduce-overhead"})
     with inductor_config.patch({"triton.cudagraphs": True}):
-        with raises(
-            ValueError, "cuda_graphs", name="torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
-        ):
+        name = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
+        with raises(ValueError, "cuda_graphs", name=name):
             Checkpointable(Net(1), compile=True)
         Checkpointable(Net(1), compile={"triton.cudagraphs": False})
 

@@ -10,7 +10,7 @@ import torch
 from rotor_py import Checkpointable
 from rotor_solver import InfeasibleError, Persistent, simulate, store_all
 from tests.compile.network import Compilations, Net, batch, gradients, loss, network, same, stage_by_stage
-from tests.fields import logged, raises
+from tests.fields import logged
 
 
 def test_stages_of_one_kind_are_compiled_once_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,29 +90,3 @@ def test_the_others_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -
     Compilations(monkeypatch, failing=range(1))
     found = network()
     assert 0 < len(found.compiled) < len(found.names)
-
-
-@pytest.mark.parametrize(
-    ("compile", "error", "kind"),
-    [
-        ("reduce-overhead", ValueError, "cuda_graphs"),
-        ({"triton.cudagraphs": True}, ValueError, "cuda_graphs"),
-        ("fastest", ValueError, "unknown_value"),
-        ({"no_such_option": 1}, ValueError, "unknown_value"),
-        (3, TypeError, "unknown_value"),
-    ],
-)
-def test_what_cannot_be_compiled_by_is_refused(compile: Any, error: type[Exception], kind: str) -> None:
-    with raises(error, kind):
-        Checkpointable(Net(1), compile=compile)
-
-
-def test_modes_and_options_are_those_of_torch_compile() -> None:
-    expected: list[tuple[Any, Any]] = [
-        (False, None),
-        (True, ()),
-        ({"fallback_random": True}, (("fallback_random", True),)),
-        ("max-autotune-no-cudagraphs", (("coordinate_descent_tuning", True), ("max_autotune", True))),
-    ]
-    for given, inductor in expected:
-        assert Checkpointable(Net(1), compile=given)._planner.settings.inductor == inductor

@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import gc
 import inspect
-import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.utils import _to_kwargs
 
 from rotor_profiling import stage_signature
+from rotor_profiling.stage.seconds import StageSeconds
 from rotor_profiling.storage import local
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture import fsdp_markers
 from rotor_py.distributed.sharding import ShardGroup, gathered, groups_of, sharding_of
+from rotor_py.measure import rounds
 from tests.distributed.fsdp_models import LENGTH, WIDTH, batches, loss, made
-from tests.distributed.processes import device, here, kept, mesh, present_bytes
+from tests.distributed.processes import device, here, kept, logs, mesh, present_bytes
 from tests.distributed.steps import between, same_as_plain
-from tests.distributed.ways import free_to_store_in_part
 
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+@contextmanager
+def free_to_store_in_part() -> Iterator[None]:
+    """All stages seem to take as long, and ways to store them no time, so that plans choose them, and the same ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "estimate", lambda runs: [StageSeconds(1.0, 1.0, 2.0, 0.0)] * len(runs[0].ways))
+        yield
 
 
 def same(
@@ -46,12 +57,9 @@ def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any,
         gathered += inspect.stack()[1].function == "need"
         gather(group)
 
-    try:
-        ShardGroup.gather = counted
-        with free_to_store_in_part():
-            return (*same(rank, kind, options, 1, share), gathered)
-    finally:
-        ShardGroup.gather = gather
+    with pytest.MonkeyPatch.context() as patch, free_to_store_in_part():
+        patch.setattr(ShardGroup, "gather", counted)
+        return (*same(rank, kind, options, 1, share), gathered)
 
 
 def planned_in_part(rank: int, kind: str, share: float, **options: Any) -> Checkpointable:
@@ -128,15 +136,11 @@ def hooks_that_come_later(rank: int, folder: str) -> list[str]:
     for network, rows in ((planned, None), (planned, 100), (loaded, 100)):
         same_step([plain, network], input=batch["input"][:rows])
     assert loaded.sequence == planned.sequence
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # to note
-    logging.getLogger("rotor_py").addHandler(handler)
     for network in (plain, planned.model):
         for layer in list(network)[:-1]:
             layer.wide.register_forward_hook(lambda module, args, output: output * 2)
-    same_step([plain, planned], **batch)
-    logging.getLogger("rotor_py").removeHandler(handler)
+    with logs() as said:
+        same_step([plain, planned], **batch)
     return said
 
 
@@ -173,11 +177,9 @@ def whole_at_once(rank: int, kind: str, every: int) -> tuple[int, int, str]:
         gather(group)
         counts.append(sum(each.is_whole for each in groups_of(model)))
 
-    try:
-        ShardGroup.gather = counted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardGroup, "gather", counted)
         same_step([plain, planned], **batch)
-    finally:
-        ShardGroup.gather = gather
     return max(counts), len(groups_of(model)), str(planned.sequence)
 
 
@@ -224,16 +226,11 @@ def refusal(rank: int, kind: str) -> str:
     model: nn.Module = Outer({"wrapping": Wrapping, "still": Still}.get(kind, Broken)(WIDTH, WIDTH))
     fully_shard(model.layer, mesh=mesh())
     fully_shard(model, mesh=mesh())
-    present = fsdp_markers.TORCH
-    try:
-        if kind == "old torch":
-            fsdp_markers.TORCH = (2, 5)
-        Checkpointable(model)(torch.randn(LENGTH, WIDTH))
-    except UnsupportedModelError as error:
-        return str(error)
-    finally:
-        fsdp_markers.TORCH = present
-    return "nothing"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_markers, "TORCH", (2, 5) if kind == "old torch" else fsdp_markers.TORCH)
+        with pytest.raises(UnsupportedModelError) as caught:
+            Checkpointable(model)(torch.randn(LENGTH, WIDTH))
+    return str(caught.value)
 
 
 def begun_with_nothing(rank: int) -> tuple[Any, ...]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,7 +22,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
 from rotor_solver import store_all
-from tests.distributed.processes import device, here, kept, least_peak, present_bytes, random_state
+from tests.distributed.processes import device, here, kept, least_peak, logs, present_bytes, random_state
 
 SCHEDULES: dict[str, Any] = {
     "GPipe": ScheduleGPipe,
@@ -98,15 +95,10 @@ class Pipeline:
     ) -> None:
         self.rank, self.name = rank, name
         self.microbatches = microbatches(name) if count is None else count
-        own = indices(name, rank)
-        self.models = [made(kind, index) for index in own]
-        if share is not None:
-            self.models = [self._planned(model, index, share) for model, index in zip(self.models, own, strict=True)]
-        number = dist.get_world_size() * (1 if name in SINGLE else 2)
-        self.stages = [
-            PipelineStage(model, index, number, device(), **options)
-            for model, index in zip(self.models, own, strict=True)
-        ]
+        own, number = indices(name, rank), dist.get_world_size() * (1 if name in SINGLE else 2)
+        self.models = [made(kind, i) if share is None else self._planned(made(kind, i), i, share) for i in own]
+        named = zip(self.models, own, strict=True)
+        self.stages = [PipelineStage(model, index, number, device(), **options) for model, index in named]
         self.schedule = SCHEDULES[name](
             self.stages[0] if name in SINGLE else self.stages, self.microbatches, loss_fn=loss
         )
@@ -242,18 +234,6 @@ def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
     with logs() as said:
         pipeline.step(pipeline.batch(0))
     return said
-
-
-@contextmanager
-def logs() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # to note
-    logging.getLogger("rotor_py").addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger("rotor_py").removeHandler(handler)
 
 
 def received(stage: PipelineStage) -> list[torch.Tensor]:

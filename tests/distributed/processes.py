@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -132,6 +133,18 @@ def on_all_ranks(true: bool) -> bool:
     count = torch.tensor(int(true))
     dist.all_reduce(count)
     return int(count) == dist.get_world_size()
+
+
+@contextmanager
+def logs() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign] # to note
+    logging.getLogger("rotor_py").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("rotor_py").removeHandler(handler)
 
 
 def random_state() -> torch.Tensor:

@@ -11,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rotor_profiling import loss_layouts
-from rotor_profiling.stage.gradients import gradients_for, scalar_after
-from rotor_profiling.storage import layout_of, local
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.measure.cut import cut
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer
@@ -53,20 +51,3 @@ def with_parts_of_other_layouts(rank: int) -> tuple[int, list[bool]]:
     stages.settle_layouts(loss_layouts(loss, output, device()))
     assert torch._C._distributed_c10d._get_work_registry_size() == 0
     return len(walks), [bool(layouts) for layouts in survey.arriving]
-
-
-def gradients_laid_out(rank: int) -> None:
-    """A gradient of a DTensor is laid out as was asked, and shared as the tensor is."""
-    mesh = init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    tensor = distribute_tensor(torch.randn(4, 5, 6, device=device()), mesh, [Shard(1)]).requires_grad_()
-    time = local(tensor).shape[1]
-    (gradient,) = gradients_for([tensor], layouts=((6, 24, 1),))
-    assert gradient is not None
-    assert (local(gradient).shape, local(gradient).stride()) == ((4, time, 6), (6, 24, 1))
-    assert (gradient.shape, gradient.stride()) == (tensor.shape, (6, 24, 1))
-    assert layout_of(gradient) == layout_of(tensor)
-    source = scalar_after([tensor * 2], layouts=((6, 24, 1),))
-    assert source is not None
-    source.backward()
-    assert tensor.grad is not None
-    assert torch.equal(local(tensor.grad), torch.full_like(local(tensor), 2))

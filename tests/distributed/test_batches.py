@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py import Checkpointable, largest_batch
 from tests.distributed.processes import Processes, device
-
-
-def chain() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh()) for _ in range(5)))
+from tests.distributed.training import made
 
 
 def sample_of(batch: int) -> torch.Tensor:
@@ -21,7 +16,7 @@ def sample_of(batch: int) -> torch.Tensor:
 
 def least_of(rank: int, batch: int) -> int:
     """The least limit of a batch, for training together."""
-    network = Checkpointable(DistributedDataParallel(chain().to(device())), sample_of(batch))
+    network = Checkpointable(DistributedDataParallel(made("chain")), sample_of(batch))
     assert network.budget is not None
     return network.budget.least_bytes()
 
@@ -31,12 +26,12 @@ def chosen(rank: int, more: list[int], batch: int) -> tuple[int, str, int | None
 
     Then a step is trained by it: whether all processes have the same gradients.
     """
-    model = DistributedDataParallel(chain().to(device()))
+    model = DistributedDataParallel(made("chain"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     limit = least_of(rank, batch) + more[rank]
     found = largest_batch(model, sample_of, limit, optimizer=optimizer)
     found.network(sample_of(found.batch) + rank).square().mean().backward()
-    gradient = model.module[0][0].weight.grad
+    gradient = model.module[0].weight.grad
     assert gradient is not None
     others = [torch.empty_like(gradient) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(others, gradient)

@@ -19,7 +19,7 @@ slow = pytest.mark.slow
         ("chain", "plain", 1, 0.5),
         ("chain", "kept", 1, 0.5),
         ("twice", "plain", 1, 0.5),
-        pytest.param("tied llama", "mixed", 2, 0.4, marks=slow),
+        pytest.param("tied llama", "mixed", 1, 0.4, marks=slow),
         pytest.param("skips together", "mixed, full out", 2, 0.3, marks=slow),
     ],
 )

@@ -8,7 +8,6 @@ import torch
 from tests.distributed import tensor_parallel
 from tests.distributed.processes import Processes, assert_same_inside
 
-OLDER = torch.__version__ < "2.13"
 slow = pytest.mark.slow
 
 
@@ -33,13 +32,8 @@ def test_with_fully_shard_on_a_mesh_of_two_dimensions(four_processes: Processes)
     assert "CF_" in found[0][0]
 
 
-@pytest.mark.skipif(OLDER, reason="in torch 2.11, nn.Linear refuses a DTensor whose batch is not its first dimension")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="nn.Linear refuses a DTensor whose batch is not first")
 def test_processes_measure_equally_often_where_gradients_arrive_in_other_layouts(processes: Processes) -> None:
     found = processes.run(tensor_parallel.with_parts_of_other_layouts)
     assert [walks for walks, _ in found] == [2] * len(found)
     assert len({str(layouts) for _, layouts in found}) == len(found)
-
-
-@pytest.mark.skipif(OLDER, reason="torch 2.11 gathers a DTensor's gradient where it lays it out anew, as its tensor is")
-def test_gradients_of_shared_tensors_are_laid_out_as_they_arrive(processes: Processes) -> None:
-    processes.run(tensor_parallel.gradients_laid_out)

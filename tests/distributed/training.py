@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -185,11 +186,9 @@ def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
 
 def refusal(rank: int, kind: str, limits: list[int]) -> str:
     """What is said where the limit of one rank is too small."""
-    try:
+    with pytest.raises(ValueError) as caught:
         trained(rank, kind, "outside", limits[rank] - present_bytes())
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def order_of_events(rank: int, kind: str) -> list[str]:

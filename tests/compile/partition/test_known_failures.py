@@ -12,7 +12,7 @@ from torch._functorch._activation_checkpointing.knapsack import dp_knapsack, dp_
 
 from tests.compile.partition.compiled_steps import Block, compiled_step, seen_candidates
 
-LAYERS, SHAPE = 8, (1, 64, 16)
+LAYERS, SHAPE = 4, (1, 64, 16)
 
 
 def blocks() -> nn.Module:

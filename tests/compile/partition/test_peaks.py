@@ -53,7 +53,7 @@ def test_peaks_are_the_predicted_ones_to_the_byte_fall_with_budgets_and_numbers_
 
 
 @pytest.mark.slow
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(layers=st.lists(st.sampled_from(sorted(LAYERS)), min_size=3, max_size=8), place=st.floats(0, 1))
 def test_any_model_stays_within_any_budget_that_it_can(layers: list[str], place: float) -> None:
     def made() -> nn.Module:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._inductor.utils import fresh_cache
 
 from rotor_py.compile.candidates import by_torch
@@ -23,7 +23,7 @@ def test_the_estimated_peak_is_near_that_of_fused_code(monkeypatch: pytest.Monke
     seen = noted_usual(monkeypatch)
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Loss(nn.Sequential(*(Block(64) for _ in range(2))))
+    model = Loss(Block(64))
     chooser = BudgetPartitioner("1GB", fused=True, estimated=True)
     with fresh_cache():
         run = torch.compile(model, options={"custom_partitioner_fn": chooser})
