@@ -62,10 +62,10 @@ def same_in_part(rank: int, kind: str, options: str, share: float) -> tuple[Any,
         return (*same(rank, kind, options, 1, share), gathered)
 
 
-def planned_in_part(rank: int, kind: str, share: float, **options: Any) -> Checkpointable:
+def planned_in_part(rank: int, kind: str, share: float) -> Checkpointable:
     """A model that may be stored in part, within a limit."""
     with free_to_store_in_part():
-        found = Checkpointable(made(kind, "plain"), here(batches(kind, rank, 1)[0]), loss=loss, **options)
+        found = Checkpointable(made(kind, "plain"), here(batches(kind, rank, 1)[0]), loss=loss)
         found.compute_sequence(between(found, share))
     return found
 
@@ -87,21 +87,6 @@ def same_step(networks: list[nn.Module], seed: int = 1, **batch: torch.Tensor) -
         gradients = [p.grad for p in network.parameters()]
         found.append([kept(value), *(each if each is None else kept(local(each)) for each in gradients)])
     assert all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def rounded(rank: int) -> tuple[str, bool, float]:
-    """With `keep="bf16"`: ways of the stages, whether the loss is the same, the largest error of a gradient."""
-    batch, found = here(batches("skips", rank, 1)[0]), []
-    for keep in (None, "bf16"):
-        planned = planned_in_part(rank, "skips", 0.1, keep=keep)
-        torch.manual_seed(rank)
-        value = loss(planned(**batch))
-        value.backward()
-        found.append((kept(value), [kept(p.grad.to_local()) for p in planned.parameters() if p.grad is not None]))
-    assert "^" in str(planned.sequence)
-    (one, gradients), (other, others) = found
-    apart = max(float((a - b).norm() / a.norm()) for a, b in zip(gradients, others, strict=True))
-    return " ".join(way_names(planned)), torch.equal(one, other), apart
 
 
 def around_a_step(rank: int, folder: str) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 from rotor_py import Checkpointable
 from rotor_py.distributed.pipelining import buffer_bytes, microbatches_in_flight, whole_backward
 from rotor_solver import store_all
+from tests.distributed import steps
 from tests.distributed.processes import device, here, kept, least_peak, logs, present_bytes, random_state
 
 SCHEDULES: dict[str, Any] = {
@@ -151,9 +152,7 @@ def trained(pipeline: Pipeline) -> dict[str, torch.Tensor]:
 
 def different(pipeline: Pipeline, expected: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
     """The sequences of a planned pipeline, and the names of its numbers that differ."""
-    found = trained(pipeline)
-    assert found.keys() == expected.keys()
-    wrong = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    wrong = steps.different(trained(pipeline), expected)
     return [str(model.sequence) for model in pipeline.models], wrong
 
 

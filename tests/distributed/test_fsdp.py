@@ -52,14 +52,6 @@ def test_stages_are_stored_in_part_inside_the_limit(
 
 
 @slow
-def test_fewer_bits_are_kept_if_asked_for(processes: Processes) -> None:
-    for names, same, apart in processes.run(fsdp.rounded):
-        assert "bf16" in names
-        assert same
-        assert 0 < apart < 0.02
-
-
-@slow
 def test_steps_make_plans_and_use_those_of_larger_batches_and_other_models(
     processes: Processes, tmp_path: Path
 ) -> None:
