@@ -89,13 +89,13 @@ def test_a_run_is_the_plain_run_inside_the_limit_its_files_are_those_of_the_plai
     assert_same_weights(planned.model, plain.model)
     for name in ("label_names", "_signature_columns", "model_accepts_loss_kwargs"):
         assert getattr(planned, name) == getattr(plain, name)
+    planned.args.eval_strategy = planned.args.save_strategy = "no"
+    assert run_peak(planned.train, planned.model) <= limit
     assert_same_files(tmp_path, plain.model)
     for again in (Checkpointable(bert(), mem_limit="1GB"), bert()):
         resumed = trainer(again, tmp_path / "resumed", data, **options)
         resumed.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-2"))
         assert_same_weights(resumed.model, plain.model)
-    planned.args.eval_strategy = planned.args.save_strategy = "no"
-    assert run_peak(planned.train, planned.model) <= limit
 
 
 def assert_same_files(folder: Path, model: torch.nn.Module) -> None:
@@ -107,15 +107,18 @@ def assert_same_files(folder: Path, model: torch.nn.Module) -> None:
 @pytest.mark.slow
 def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_plain_run(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "bf16": True, "max_steps": 2}
-    data, runs, callback = examples(), [], MemoryLimit("730kB")
-    for model in (llama(1), Checkpointable(llama(1), mem_limit="1GB")):
-        runs.append(trainer(model, tmp_path, data, **options))
-    made = {"args": runs[0].args, "train_dataset": data, "model_init": lambda: llama(1), "callbacks": [callback]}
-    runs.append(transformers.Trainer(**made))  # a model that the trainer makes
-    for run in runs:
+    data, runs, callback = examples(), list[Any](), MemoryLimit("730kB")
+
+    def check(run: Any) -> None:
+        runs.append(run)
         run.train()
         assert history(run) == history(runs[0])
         assert_same_weights(run.model, runs[0].model)
+
+    for model in (llama(1), Checkpointable(llama(1), mem_limit="1GB")):
+        check(trainer(model, tmp_path, data, **options))
+    made = {"args": runs[0].args, "train_dataset": data, "model_init": lambda: llama(1), "callbacks": [callback]}
+    check(transformers.Trainer(**made))
     assert recomputes(callback.planned.sequence)
     assert callback.planned.model is runs[2].model
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +15,14 @@ from rotor_py.compile.partitioner import BudgetPartitioner
 from tests.compile.partition.compiled_steps import Residual, noted_usual
 
 PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.convolution.default}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "norm": lambda: nn.Sequential(
-        nn.Linear(16, 16),
-        Residual(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)),
-        Residual(nn.LayerNorm(16), nn.Linear(16, 16)),
-        nn.LayerNorm(16),
-        nn.Linear(16, 16),
-    ),
-    "mask": lambda: nn.Sequential(
-        nn.Linear(16, 64), nn.ReLU(), nn.Unflatten(1, (8, 8)), nn.Softmax(1), nn.Flatten(1), nn.Linear(64, 3)
-    ),
-}
-"""Of the norm, its deviations divided by its width are saved, and of the ReLU where it was zero."""
+
+
+def made() -> nn.Module:
+    """Of norms, deviations divided by the width are saved, and of the ReLU where it was zero."""
+    wide = Residual(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    norms = nn.Linear(16, 16), wide, Residual(nn.LayerNorm(16), nn.Linear(16, 16)), nn.LayerNorm(16)
+    mask = nn.Linear(16, 64), nn.ReLU(), nn.Unflatten(1, (8, 8)), nn.Softmax(1), nn.Flatten(1), nn.Linear(64, 3)
+    return nn.Sequential(*norms, *mask)
 
 
 def step(model: nn.Module, value: torch.Tensor, **partition: Any) -> list[torch.Tensor]:
@@ -43,25 +37,22 @@ def step(model: nn.Module, value: torch.Tensor, **partition: Any) -> list[torch.
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = noted_usual(monkeypatch)
     torch.manual_seed(0)
-    model, value = MODELS[name](), torch.randn(8, 16)
-    made = step(model, value, partition_fn=BudgetPartitioner("1GB", fused=True))
+    model, value = made(), torch.randn(8, 16)
+    gradients = step(model, value, partition_fn=BudgetPartitioner("1GB", fused=True))
     ((joint, chosen),) = found
     (saved,) = usually_saved(joint, [1])
     early = {node for node in saved if joint.allocating(node) in joint.early}
-    assert early, "the model shows nothing"
+    assert len(early) > 1, "the model shows nothing"
     assert early <= chosen.partition.saved
     assert not PRODUCTS & {node.target for node in chosen.partition.replayed}
     storages = {key: size for node in saved for key, size in joint.allocations[node].items()}
     callers = {key for node in (*joint.primals, *joint.outputs) for key in joint.allocations[node]}
     assert chosen.weight.saved == sum(size for key, size in storages.items() if key not in callers)
     model.zero_grad()
-    assert all(map(torch.equal, made, step(model, value)))
+    assert all(map(torch.equal, gradients, step(model, value)))
     # Right after what it reads: at the end of the forward, all of that would be there at once.
     position = {node: number for number, node in enumerate(chosen.partition.forward)}
     for node in (node for node in chosen.partition.forward if node in joint.early):
