@@ -88,5 +88,5 @@ def test_a_stage_that_cannot_be_compiled_runs_as_it_is(
 
 def test_the_others_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     Compilations(monkeypatch, failing=range(1))
-    found = network()
+    found = network(blocks=2)
     assert 0 < len(found.compiled) < len(found.names)

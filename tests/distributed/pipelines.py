@@ -162,12 +162,10 @@ def same_as_plain(rank: int, name: str, kind: str, share: float, whole: bool = F
     return different(Pipeline(rank, name, kind, share, {"dw_builder": whole_backward} if whole else {}), expected)
 
 
-def planned_in_the_first_step(rank: int, name: str, limit: int, static: bool) -> tuple[list[str], list[str]]:
+def planned_in_the_first_step(rank: int, name: str, limit: int) -> tuple[list[str], list[str]]:
     """As `same_as_plain`, with models that are planned when the first microbatch comes."""
-    sample = torch.zeros(SAMPLES, WIDTH, requires_grad=True)
-    options = {"input_args": sample, "output_args": sample} if static else {}
-    expected = trained(Pipeline(rank, name, "chain", None, options))
-    pipeline = Pipeline(rank, name, "chain", None, options)
+    expected = trained(Pipeline(rank, name, "chain", None, {}))
+    pipeline = Pipeline(rank, name, "chain", None, {})
     # On one device, each model is beside the others and what they hold.
     limit += present_bytes() + (device().type == "cuda") * 10**5 * (len(pipeline.models) - 1)
     pipeline.follow(
@@ -227,9 +225,9 @@ def inside(rank: int, name: str, whole: bool) -> tuple[int, int, list[str]]:
     return measured, allowed, said
 
 
-def warnings_of(rank: int, name: str, whole: bool) -> list[str]:
+def warnings_of(rank: int, name: str) -> list[str]:
     """What is logged of a step by models that are planned for one forward at a time."""
-    pipeline = Pipeline(rank, name, "chain", 0.3, {"dw_builder": whole_backward} if whole else {})
+    pipeline = Pipeline(rank, name, "chain", 0.3, {})
     with logs() as said:
         pipeline.step(pipeline.batch(0))
     return said

@@ -53,10 +53,9 @@ def test_four_processes(four_processes: Processes) -> None:
     assert_same(four_processes.run(pipelines.same_as_plain, "ZBV", "chain", SHARE))
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_models_are_planned_in_the_first_step_each_for_itself(processes: Processes, static: bool) -> None:
+def test_models_are_planned_in_the_first_step_each_for_itself(processes: Processes) -> None:
     """torch may run a first microbatch of uninitialized memory, to infer shapes. No rank waits for another's plan."""
-    found = processes.run(pipelines.planned_in_the_first_step, "1F1B", 200_000, static)
+    found = processes.run(pipelines.planned_in_the_first_step, "1F1B", 200_000)
     assert_same(found)
     if len(found) > 1:
         assert len({sequence for sequences, _ in found for sequence in sequences}) > 1
@@ -90,6 +89,5 @@ def test_the_peak_of_every_rank_is_inside_its_limit(processes: Processes, name: 
 
 
 def test_a_warning_says_what_two_backwards_hold_and_what_to_write(processes: Processes) -> None:
-    for whole in (False, True):
-        for said in processes.run(pipelines.warnings_of, "zero-bubble", whole):
-            assert any("dw_builder=" in each for each in said) == (not whole)
+    for said in processes.run(pipelines.warnings_of, "zero-bubble"):
+        assert any("dw_builder=" in each for each in said)

@@ -38,6 +38,7 @@ def saved_bytes(made: torch.Tensor, *given: torch.Tensor) -> int:
     return storage_bytes([each for each in node.saved_tensors if each.untyped_storage()._cdata not in held])
 
 
+@pytest.mark.slow
 def test_what_a_partition_saves_is_known_from_its_graph() -> None:
     torch._dynamo.reset()
     model, value = UpAndDown(), torch.randn(2, 3, 16, 16)
