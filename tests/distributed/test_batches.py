@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py import Checkpointable, largest_batch
 from tests.distributed.processes import Processes, device
-from tests.distributed.training import made
+from tests.distributed.test_ddp import made
 
 
 def sample_of(batch: int) -> torch.Tensor:

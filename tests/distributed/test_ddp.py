@@ -1,20 +1,224 @@
-"""DistributedDataParallel around a plan and inside one, on two and on four processes."""
+"""DistributedDataParallel around a plan and inside one: what every process does, and what is looked at."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed import training
-from tests.distributed.processes import NOT_WHOLE, Processes
+from rotor_py import Checkpointable
+from rotor_py.integrations.in_place import InPlace
+from rotor_solver import store_all
+from tests.distributed import steps
+from tests.distributed.processes import NOT_WHOLE, Processes, device, here, least_peak, present_bytes
+from tests.distributed.steps import Numbers
+
+F = nn.functional
+
+
+def chain() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(6):
+        layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, nn.Linear(64, 8))
+
+
+class Residual(nn.Module):
+    """No chain of modules: residuals, dropout, a keyword argument, one weight used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(5))
+
+    def forward(self, input: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        value = self.embed(input)
+        for block in self.blocks:
+            value = value + F.dropout(block(value), 0.1, self.training) * scale
+        return F.linear(value, self.embed.weight)
+
+
+class Partly(nn.Linear):
+    """A layer with a parameter that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def partly() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(Partly(), nn.Tanh()) for _ in range(6)))
+
+
+MODELS = {"chain": chain, "captured": Residual, "partly chain": partly}
+BATCH = 256
+
+
+def made(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[kind]().train()
+
+
+def batches(rank: int, count: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator("cpu").manual_seed(1000 + rank)
+    return [{"input": torch.randn(BATCH, 64, generator=generator, device="cpu")} for _ in range(count)]
+
+
+def halfway(rank: int, kind: str) -> int:
+    """A limit for which something has to be computed twice, gradient buckets counted, `present_bytes` not."""
+    probe = Checkpointable(made(kind), loss=loss)
+    probe.measure(here(batches(0, 1)[0]))
+    assert probe.budget is not None
+    budget = replace(probe.budget, fixed=replace(probe.budget.fixed, other=0))
+    whole = (budget.least_bytes() + budget.peak_bytes(store_all(budget.chain))) // 2
+    return whole + sum(p.numel() * p.element_size() for p in probe.parameters())
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.logsumexp(-1).square().mean()
+
+
+def wrapped(model: nn.Module, order: str, limit: int | None, **options: Any) -> nn.Module:
+    """DistributedDataParallel, and for `order` "outside" or "inside" a plan inside or outside it.
+
+    For "in place", the model inside is planned where it stands, as by a trainer's callback.
+
+    `limit` is that for what is made here and later.
+    """
+    if order == "outside":
+        return DistributedDataParallel(Checkpointable(model, mem_limit=limit, loss=loss), **options)
+    ddp = DistributedDataParallel(model, **options)
+    if order == "in place":
+        InPlace(limit, {"loss": loss}).plan(model)
+        return ddp
+    return ddp if order == "plain" else Checkpointable(ddp, mem_limit=limit, loss=loss)
+
+
+def planned_part(model: nn.Module) -> Checkpointable:
+    found = model if isinstance(model, Checkpointable) else model.module
+    found = getattr(found.forward, "planned", found)
+    assert isinstance(found, Checkpointable)
+    return found
+
+
+def trained(
+    rank: int, kind: str, order: str, limit: int | None, accumulated: int = 1, **options: Any
+) -> tuple[nn.Module, Numbers]:
+    """The model after three steps of SGD, and all numbers there are."""
+    before = present_bytes()
+    torch.manual_seed(rank)
+    model = wrapped(made(kind), order, None if limit is None else limit + before, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, steps.trained(model, optimizer, batches(rank, 3 * accumulated), loss, accumulated, seed=rank)
+
+
+def same_as_plain(
+    rank: int, kind: str, order: str, limit: int, accumulated: int = 1, options: dict[str, Any] | None = None
+) -> tuple[str, list[str]]:
+    """The sequence, and the names of numbers that are not those of plain training."""
+    expected = trained(rank, kind, "plain", None, accumulated, **(options or {}))[1]
+    model, found = trained(rank, kind, order, limit, accumulated, **(options or {}))
+    return str(planned_part(model).sequence), steps.different(found, expected)
+
+
+def peaks(rank: int, kind: str, order: str, limits: list[int]) -> tuple[str, int, int]:
+    """The sequence, and the predicted and the measured peak of a step, with the limit of each rank.
+
+    Peaks are those of what is made here, like the limits.
+    """
+    before = present_bytes()
+    model = trained(rank, kind, order, limits[rank])[0]
+    present_bytes()  # the optimizer's state is counted below, and is to be gone
+    planned = planned_part(model)
+    batch = here(batches(rank, 1)[0])
+    assert planned.budget is not None
+    assert planned.sequence is not None
+    model.zero_grad(set_to_none=False)
+    present = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()), *batch.values()]
+    # The optimizer is gone, and buckets are not among the tensors of DistributedDataParallel.
+    held = planned.budget.fixed.optimizer
+    if device().type == "cpu":
+        held += planned.budget.fixed.communication
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    measured = least_peak(lambda: steps.backward(model, [batch], loss), present, limits[rank] - held) + held
+    return str(planned.sequence), predicted - before, measured - before
+
+
+def bucket_bytes(rank: int, order: str) -> tuple[int, int]:
+    """The bytes that a plan has for communication, and those of all gradients."""
+    model = trained(rank, "captured", order, halfway(rank, "captured"))[0]
+    budget = planned_part(model).budget
+    assert budget is not None
+    return budget.fixed.communication, sum(each.nbytes for each in model.parameters())
+
+
+def in_turn(rank: int, kind: str) -> tuple[list[str], list[str], list[int]]:
+    """Steps with and without a gradient for the input, in turn: both sequences, the stages that were measured in
+    training, and the numbers of the steps that differ from plain training.
+    """
+    planned, measured = Checkpointable(made(kind), loss=loss), list[str]()
+    inputs = [here(each["input"]) for each in batches(rank, 4)]
+    for batch, gradient in zip(inputs, (True, False), strict=False):
+        planned.measure(batch.detach().requires_grad_(gradient))
+        assert planned.budget is not None
+        planned.mem_limit = max(planned.mem_limit or 0, planned.budget.least_bytes())
+    planned.mem_limit += 2 * sum(p.nbytes for p in planned.parameters())  # buckets
+    planned.progress = lambda done, count, name: measured.append(name)
+    networks = [DistributedDataParallel(network) for network in (planned, made(kind))]
+    sequences, different = [], []
+    for step, batch in enumerate(inputs):
+        found = []
+        for network in networks:
+            torch.manual_seed(rank)
+            value = batch.detach().requires_grad_(step % 2 == 0)
+            network.zero_grad()
+            loss(network(value)).backward()
+            found.append([value.grad, *(p.grad for p in network.parameters())])
+        sequences.append(str(planned.sequence))
+        if not all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True)):
+            different.append(step)
+    return sequences, measured, different
+
+
+def refusal(rank: int, kind: str, limits: list[int]) -> str:
+    """What is said where the limit of one rank is too small."""
+    with pytest.raises(ValueError) as caught:
+        trained(rank, kind, "outside", limits[rank] - present_bytes())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def order_of_events(rank: int, kind: str) -> list[str]:
+    """Buckets sent, and stages run again, in the order of a backward."""
+    # By hand: a plan for a limit may store stages in part and run none of them again, which is a matter of times.
+    model = DistributedDataParallel(Checkpointable(made(kind), every_n_layers=2, loss=loss), bucket_cap_mb=0.02)
+    events: list[str] = []
+
+    def send(state: None, bucket: Any) -> Any:
+        events.append("bucket")
+        return torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda f: f.value()[0])
+
+    send.__annotations__.clear()  # it is looked at, and must not be a text
+    model.register_comm_hook(None, send)  # type: ignore[operator] # a method of DistributedDataParallel
+    batch = here(batches(rank, 1)[0])
+    loss(model(**batch)).backward()  # buckets are made anew after the first
+    planned = planned_part(model)
+    for name, function in zip(planned.names, planned.functions, strict=True):
+        function.register_forward_hook(lambda *_, name=name: events.append(name))
+    output = model(**batch)
+    events.clear()
+    loss(output).backward()
+    return events
 
 
 @cache
 def limit_of(processes: Processes, kind: str) -> int:
-    return processes.run(training.halfway, kind)[0]
+    return processes.run(halfway, kind)[0]
 
 
 CROSSED = [("chain", "inside"), ("captured", "outside")]
@@ -41,7 +245,7 @@ def assert_same(found: list[tuple[str, list[str]]]) -> None:
 def test_numbers_are_those_of_plain_training_and_all_ranks_follow_one_sequence(
     processes: Processes, kind: str, order: str, accumulated: int, options: dict[str, Any]
 ) -> None:
-    assert_same(processes.run(training.same_as_plain, kind, order, limit_of(processes, kind), accumulated, options))
+    assert_same(processes.run(same_as_plain, kind, order, limit_of(processes, kind), accumulated, options))
 
 
 @pytest.mark.parametrize(("kind", "order"), CROSSED)
@@ -49,7 +253,7 @@ def test_the_plan_fits_the_smallest_of_different_limits(processes: Processes, ki
     limit = limit_of(processes, kind)
     limits = [limit + 10**6] * len(processes.processes)
     limits[-1] = limit
-    found = processes.run(training.peaks, kind, order, limits)
+    found = processes.run(peaks, kind, order, limits)
     assert len({sequence for sequence, _, _ in found}) == 1
     for (_, predicted, measured), own in zip(found, limits, strict=True):
         assert predicted <= own
@@ -58,12 +262,12 @@ def test_the_plan_fits_the_smallest_of_different_limits(processes: Processes, ki
 
 def test_a_process_alone_has_buckets_as_well(one_process: Processes) -> None:
     for order in ("outside", "inside"):
-        ((communication, gradients),) = one_process.run(training.bucket_bytes, order)
+        ((communication, gradients),) = one_process.run(bucket_bytes, order)
         assert communication == gradients > 0
 
 
 def test_kinds_of_steps_that_were_measured_take_turns(processes: Processes) -> None:
-    found = processes.run(training.in_turn, "captured")
+    found = processes.run(in_turn, "captured")
     for sequences, measured, different in found:
         assert sequences == found[0][0]
         assert all(re.search(NOT_WHOLE, sequence) for sequence in sequences)
@@ -73,14 +277,14 @@ def test_kinds_of_steps_that_were_measured_take_turns(processes: Processes) -> N
 def test_a_limit_that_is_too_small_on_one_rank_is_refused_on_all(processes: Processes) -> None:
     limits = [10**9] * len(processes.processes)
     limits[-1] = 10**5  # in all, and not beside what is there already
-    (said,) = set(processes.run(training.refusal, "chain", limits))
+    (said,) = set(processes.run(refusal, "chain", limits))
     who = "rank 0: " if len(limits) > 1 else ""
     # Beside what a CUDA device has, that is less than there is before anything is measured.
     assert re.match(rf"InfeasibleError: {who}(before measuring: )?a training step needs at least", said)
 
 
 def test_gradients_are_sent_while_stages_are_still_run_again(processes: Processes) -> None:
-    for events in processes.run(training.order_of_events, "captured"):
+    for events in processes.run(order_of_events, "captured"):
         assert events.count("bucket") > 2
         after_the_first = events[events.index("bucket") :]
         assert any(event != "bucket" for event in after_the_first), events
