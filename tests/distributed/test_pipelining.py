@@ -83,9 +83,6 @@ def test_the_peak_of_every_rank_is_inside_its_limit(processes: Processes, name: 
     for measured, allowed, said in found:
         assert measured <= allowed
         assert said == []
-    if name == "zero-bubble" and len(found) > 1:  # on a single device, no stage waits for a gradient from another one
-        apart = processes.run(pipelines.inside, name, False)
-        assert max(measured for measured, *_ in found) < max(measured for measured, *_ in apart)
 
 
 def test_a_warning_says_what_two_backwards_hold_and_what_to_write(processes: Processes) -> None:
