@@ -108,7 +108,8 @@ class Attempts:
 @pytest.mark.parametrize(
     ("shares", "kept"),
     [
-        ((0.6, 0.95), 1),  # fused more than its graph shows: a faster one fits
+        # Fused more than its graph shows: a faster one fits.
+        pytest.param((0.6, 0.95), 1, marks=pytest.mark.slow),
         ((1.04, 0.98), 1),  # with buffers of its own: one with less room fits
         pytest.param((1.04, 1.02), None, marks=pytest.mark.slow),
     ],

@@ -105,20 +105,21 @@ def assert_same_files(folder: Path, model: torch.nn.Module) -> None:
 
 
 @pytest.mark.slow
-def test_accumulated_gradients_smoothed_labels_and_bfloat16_are_those_of_the_plain_run(tmp_path: Path) -> None:
+def test_smoothed_labels_bfloat16_and_models_that_the_trainer_makes_are_as_in_the_plain_run(tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1, "bf16": True, "max_steps": 2}
     data, runs, callback = examples(), list[Any](), MemoryLimit("730kB")
-
-    def check(run: Any) -> None:
-        runs.append(run)
+    made: Any
+    for made, callbacks in (
+        (lambda: llama(1), []),
+        (lambda: Checkpointable(llama(1), mem_limit="1GB"), []),
+        (lambda: llama(1), [callback]),
+    ):
+        arguments = trainer(llama(1), tmp_path, data, **options).args
+        run = transformers.Trainer(args=arguments, train_dataset=data, model_init=made, callbacks=callbacks)
         run.train()
+        runs.append(run)
         assert history(run) == history(runs[0])
         assert_same_weights(run.model, runs[0].model)
-
-    for model in (llama(1), Checkpointable(llama(1), mem_limit="1GB")):
-        check(trainer(model, tmp_path, data, **options))
-    made = {"args": runs[0].args, "train_dataset": data, "model_init": lambda: llama(1), "callbacks": [callback]}
-    check(transformers.Trainer(**made))
     assert recomputes(callback.planned.sequence)
     assert callback.planned.model is runs[2].model
 
