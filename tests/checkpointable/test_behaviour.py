@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import random
+import weakref
 from collections.abc import Callable
 from threading import Thread
 
@@ -221,6 +223,22 @@ def test_too_small_a_limit_says_what_would_do() -> None:
     planned.compute_sequence(least)
     step_peak(planned, images())
     assert step_peak(planned, images()) <= least
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_refused_limit_holds_nothing_once_its_error_is_gone(fresh: bool) -> None:
+    planned = Checkpointable(blocks(2, 8), loss=square, fresh_grads=fresh)
+    planned.measure(images())
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(InfeasibleError) as caught:
+            planned.compute_sequence(1000)
+        held = weakref.ref(caught.value)  # its traceback holds the frames of the caller, with the batch
+        del caught
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 def test_bad_limits_optimizers_and_models_that_cannot_be_cut_are_refused_in_words() -> None:

@@ -26,7 +26,9 @@ def loose(tmp_path_factory) -> dict:
     """The report for a limit that holds everything, with its text."""
     file, found = (tmp_path_factory.mktemp("loose") / name for name in ("net.py", "found.json"))
     file.write_text(SMALL)
-    text = invoke(file, "--mem-limit", "1GB", "--json", found).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)  # of the terminal that the tests run in
+        text = invoke(file, "--mem-limit", "1GB", "--json", found).stdout
     return {**json.loads(found.read_text()), "text": text}
 
 
