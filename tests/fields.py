@@ -1,7 +1,5 @@
 """Check errors, warnings and log records by their fields, so that their sentences can be edited."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What tests leave out, and what they start as well: it takes long, and they say nothing about it."""
 
-from __future__ import annotations
-
 import pytest
 import torch._dynamo.guards
 

@@ -1,7 +1,5 @@
 """The folders are the architecture: imports go one way, between packages, folders and files (docs/architecture.md)."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Errors, warnings and log records carry fields, wherever they are raised."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

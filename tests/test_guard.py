@@ -1,7 +1,5 @@
 """benchmarks/guard.py: records that are the same each time, and a line for whatever differs."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The package itself: its public names."""
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Each private name of torch that the product uses exists, is what the product takes it for, and stands in one file."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

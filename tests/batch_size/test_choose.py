@@ -1,7 +1,5 @@
 """`largest_batch` and `best_batch` on real models: against measuring every batch."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

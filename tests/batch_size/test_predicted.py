@@ -1,7 +1,5 @@
 """How large a batch on a device that is not there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

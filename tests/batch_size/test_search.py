@@ -1,7 +1,5 @@
 """The largest and the best batch from few measurements: against trying every batch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

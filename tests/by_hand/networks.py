@@ -1,7 +1,5 @@
 """Small networks with parts of every level, and training steps of them, compared with plain training."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

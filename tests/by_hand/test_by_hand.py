@@ -1,7 +1,5 @@
 """`Checkpointable(model, level=…)` and `(model, every_n_layers=…)`: what is recomputed, its peak, its numbers."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import re

@@ -1,7 +1,5 @@
 """`ActivationCheckpointer`: what it keeps, in how many bytes, what it computes again, and how it trains."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """Levels: functions checkpointed by level, the levels of a model's modules, and the lowest that fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`Checkpoint` and `CheckpointedNetwork`: only the inputs of segments are kept, and training is plain training."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

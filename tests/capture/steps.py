@@ -1,7 +1,5 @@
 """Training steps with a plan and without one, compared."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """How a graph is read and cut: what runs before, what is carried, which modes are on, how stages are called."""
 
-from __future__ import annotations
-
 import contextvars
 import copy
 import re

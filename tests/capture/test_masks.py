@@ -1,7 +1,5 @@
 """A captured model of transformers runs the attention that it runs eagerly, whatever its batch masks."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

@@ -1,7 +1,5 @@
 """What a captured model holds and changes: buffers, numbers and generators are those of plain training."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Models of odd forms train with the numbers of plain training, inside the limit: writes, vmap, functions, skips."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

@@ -3,8 +3,6 @@
 So do layers of an `nn.Sequential`, captured one by one.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Recurrent layers in models of any form: planned inside the limit, with the numbers of plain training."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which saved values of a graph to keep: least cuts, the hull of bytes and prices, and the same bits after writes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from fractions import Fraction

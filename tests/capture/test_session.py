@@ -1,7 +1,5 @@
 """Shapes, graph breaks, plans as files, the backend, and what measuring leaves alone."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """Batches of other shapes: they follow the plan at once, within the limit, and what is captured again is said."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Whole training steps of networks whose activations are large enough for memory to be about them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`Checkpointable` as people use it: it is the model, it plans when it has to, and measuring changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

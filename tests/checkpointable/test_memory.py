@@ -1,7 +1,5 @@
 """The peak that is promised is the peak that is measured: section 4.2 of what always holds."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 from typing import Any

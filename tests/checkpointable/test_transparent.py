@@ -1,7 +1,5 @@
 """To code that inspects or calls a model, a `Checkpointable` is the model: class, signature, forward, methods."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """rotor-plan --batch max and --batch best: how large a batch."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """`--device h100`: a plan for a device that need not be here."""
 
-from __future__ import annotations
-
 import functools
 import json
 import tempfile

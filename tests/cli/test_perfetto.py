@@ -1,7 +1,5 @@
 """Perfetto opens the trace, throws nothing away, and finds in it what the command wrote."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

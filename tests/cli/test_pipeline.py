@@ -1,7 +1,5 @@
 """rotor-plan --pipeline: cuts, a plan for every rank, and what equal cuts would cost."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 

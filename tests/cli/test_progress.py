@@ -1,7 +1,5 @@
 """What a terminal shows while the command works, and where it shows nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

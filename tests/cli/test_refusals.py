@@ -1,7 +1,5 @@
 """What rotor-plan says when something is wrong: an exit code, one clear message, no traceback of its own."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What rotor-plan prints and writes when all is well, with --compare too."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

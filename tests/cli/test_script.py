@@ -1,7 +1,5 @@
 """`rotor-plan train.py -- arguments`: a training script is run up to its first step, and that step is planned."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

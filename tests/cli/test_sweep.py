@@ -1,7 +1,5 @@
 """rotor-plan --sweep: memory against time; and --max-overhead, which plans for time, and needs close times."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The trace, event by event against the simulator, and against the Trace Event Format."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from dataclasses import replace

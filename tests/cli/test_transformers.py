@@ -1,7 +1,5 @@
 """Classes of transformers by name, made from a configuration."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

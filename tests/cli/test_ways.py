@@ -1,7 +1,5 @@
 """`--keep` and `--offload`: what may be kept in fewer bits or elsewhere, and what is said of it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

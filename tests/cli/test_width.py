@@ -1,7 +1,5 @@
 """Reports in a narrow terminal, in a wide one, and in a pipe."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import pairwise

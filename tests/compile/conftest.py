@@ -1,7 +1,5 @@
 """Inductor needs a C++ compiler for the CPU. Without one, stages run as they are, and there is nothing to test."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 

@@ -1,7 +1,5 @@
 """Small networks compiled stage by stage or whole, of few kinds of stages, since each takes seconds to compile."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The ways to ask for compiled stages: `.compile()`, the backend, and the command; torch.compile around is none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

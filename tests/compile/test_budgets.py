@@ -1,7 +1,5 @@
 """Other ways to store a compiled stage: which are compiled, that they have the same bits, and that bytes are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

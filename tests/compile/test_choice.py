@@ -1,7 +1,5 @@
 """Which stages are compiled: those of one kind once, those that can be, and none where that makes the plan worse."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A planned compiled step has the numbers of the compiled step that stores everything, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """`on_oom="replan"` with compiled stages: what runs out of memory is undone, and runs again by the same code."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Plans with compiled stages as files: which stages they are, and what Inductor was told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

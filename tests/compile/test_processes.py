@@ -1,7 +1,5 @@
 """Compiled stages in processes that train together: what stands between two hooks of FSDP, and inside of DDP."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

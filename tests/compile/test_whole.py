@@ -1,7 +1,5 @@
 """A graph that is compiled as a whole: inside the limit, in at most two attempts."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models, and ways to apply `fully_shard` to them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """What every process does in the tests of pipelines: each has a model of its own, which the next one's follows."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

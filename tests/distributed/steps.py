@@ -1,7 +1,5 @@
 """Training steps of a model that processes share, with a plan and without one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """What every process does in the tests of tensor parallelism, alone and with `fully_shard`."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 

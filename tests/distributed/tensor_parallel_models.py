@@ -1,7 +1,5 @@
 """Models that are split among processes by `parallelize_module`, and further by `fully_shard`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

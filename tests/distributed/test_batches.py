@@ -1,7 +1,5 @@
 """A batch that processes choose together: the same in all of them, whatever each of them has."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,7 +1,5 @@
 """DistributedDataParallel around a plan and inside one: what every process does, and what is looked at."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from functools import cache

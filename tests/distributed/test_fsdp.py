@@ -1,7 +1,5 @@
 """`fully_shard` (FSDP2): parameters gathered, freed and sent by PyTorch, inside of a plan's regions and graphs."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Processes that train together, each of which moves activations to a file of its own, by one plan."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

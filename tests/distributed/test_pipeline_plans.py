@@ -1,7 +1,5 @@
 """Planned pipelines, run by torch.distributed.pipelining: every rank stays inside the limit that it was planned for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A `Checkpointable` on each rank of a pipeline, under the schedules of torch, on two and on four processes."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensor and sequence parallelism (`parallelize_module`), alone and with `fully_shard`: one plan, and local sizes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

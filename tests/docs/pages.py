@@ -1,7 +1,5 @@
 """The pages of the documentation as blocks that can be run."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The blocks of the README and of docs/ run, page by page, and print what the pages say."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from importlib.util import find_spec

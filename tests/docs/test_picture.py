@@ -1,7 +1,5 @@
 """The picture of the README is what was measured, and loses no peak."""
 
-from __future__ import annotations
-
 import json
 import sys
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Shared by tests of estimation: a residual block, a record of operators, and the folder of benchmarks."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps of a model of `fully_shard`, in real processes and in simulated ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Autocast on fake tensors casts as on CUDA."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

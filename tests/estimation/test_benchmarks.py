@@ -1,7 +1,5 @@
 """Benchmarks: gpu.py rehearsed on the CPU, published times that efficiencies are fitted to, and their pages."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

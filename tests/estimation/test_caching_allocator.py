@@ -1,7 +1,5 @@
 """The simulated caching allocator: PyTorch's rules one by one, a naive twin, and CUDA's own where it is."""
 
-from __future__ import annotations
-
 import os
 import random
 from concurrent.futures import ProcessPoolExecutor

@@ -1,7 +1,5 @@
 """This machine as a device, and its file."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple, replace
 from pathlib import Path

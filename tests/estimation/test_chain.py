@@ -1,7 +1,5 @@
 """A chain of tensors without memory beside the measured one, stage by stage: the CPU's own operators in both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

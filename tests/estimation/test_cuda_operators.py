@@ -1,7 +1,5 @@
 """Tensors of the CPU run what a CUDA device would: attention, dropout, RMS norm; in backwards as well."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of devices, and files of the same form."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`estimate`: the report of a step on a simulated device."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Fake copies of models, shared and laid out as the originals, and fake results laid out as real ones."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

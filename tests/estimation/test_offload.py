@@ -1,7 +1,5 @@
 """Offloading planned for a simulated device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is estimated for the CUDA device that this is, beside a step that is then taken on it."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Steps on fake tensors: their allocator requests, and what the allocator reserves for them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

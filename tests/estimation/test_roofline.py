@@ -1,7 +1,5 @@
 """Seconds and scratch bytes of operators on a simulated device, by hand, and the latter on CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

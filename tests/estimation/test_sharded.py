@@ -1,7 +1,5 @@
 """Several simulated devices, with FSDP2 over all of them."""
 
-from __future__ import annotations
-
 import math
 import re
 from functools import cache

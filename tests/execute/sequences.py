@@ -1,7 +1,5 @@
 """Random valid sequences: not only those that a solver would find, but anything that the operations can express."""
 
-from __future__ import annotations
-
 import random
 
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence

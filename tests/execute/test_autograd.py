@@ -1,7 +1,5 @@
 """What autograd can do, it still can."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random

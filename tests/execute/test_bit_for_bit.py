@@ -1,7 +1,5 @@
 """Whatever the sequence, and in whatever form tensors are kept, a step leaves the same bits as plain training."""
 
-from __future__ import annotations
-
 import copy
 import random
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Out of memory anywhere in a step: it is undone, and runs again with the numbers of plain training."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

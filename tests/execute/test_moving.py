@@ -1,7 +1,5 @@
 """A step whose stages move what they save: the same bits, and no more memory than the moves promise."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

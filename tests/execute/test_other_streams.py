@@ -1,7 +1,5 @@
 """Stages of chains that draw from random streams other than PyTorch's: what runs again draws the same."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A persistent sequence as nested regions, which the engine's own nodes recompute, does what the sequence says."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import random

@@ -1,7 +1,5 @@
 """Backwards in two passes: for inputs, and later for parameters, as zero-bubble pipelines run them."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same training steps twice, with and without a sequence, and everything that is left compared bit for bit."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Steps in which a device runs out of memory, compared with plain training in every bit that they leave."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

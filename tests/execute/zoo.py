@@ -1,7 +1,5 @@
 """Small chains, one for each thing that a replay could get wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of a trainer with a plan and without one, compared."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An Accelerate loop whose model is planned: wrapped as a `Checkpointable`, or by `limit_memory(accelerator, ...)`."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

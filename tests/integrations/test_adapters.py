@@ -1,7 +1,5 @@
 """Adapters of `peft` on a frozen model: no gradient is silently None, and every bit is that of plain training."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

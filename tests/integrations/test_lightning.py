@@ -1,7 +1,5 @@
 """A LightningModule whose network is planned: wrapped as a `Checkpointable`, or by the callback `MemoryLimit`."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """transformers' `Trainer` with `model=Checkpointable(model, mem_limit=...)`, or with `callbacks=[MemoryLimit(...)]`."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys

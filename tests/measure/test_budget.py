@@ -1,7 +1,5 @@
 """The costs that processes agree on: a sequence that fits them fits each of the processes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

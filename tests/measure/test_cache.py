@@ -1,7 +1,5 @@
 """Measurements that are kept on disk: found again where all is the same, and nowhere else."""
 
-from __future__ import annotations
-
 import operator
 import os
 import subprocess

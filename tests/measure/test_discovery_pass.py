@@ -1,7 +1,5 @@
 """First runs of stages: what they refuse, and what stays aside meanwhile."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """No step takes more than is measured: copies of gradients in other layouts, and carried tensors, count."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """How often stages are timed, and in which order."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What cannot fit is said before anything is run, and nothing that fits is refused."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Networks on the meta device, and their layers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 

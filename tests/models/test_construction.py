@@ -1,7 +1,5 @@
 """What constructors accept and refuse, initial weights, and chains that can be sliced and changed."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

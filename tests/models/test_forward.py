@@ -4,8 +4,6 @@ A twin has the same weights and a forward in the usual style: residuals as sums,
 functions where the chain has layers.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """State dicts are torchvision's, key by key and shape by shape."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

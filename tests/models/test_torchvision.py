@@ -1,7 +1,5 @@
 """Side by side with torchvision, where it is installed."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from functools import partial

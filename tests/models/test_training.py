@@ -1,7 +1,5 @@
 """Small networks of each kind by many sequences: optimizer steps bit for bit as plain training."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The tier of files: bytes come back as they left, and nothing is left behind, whatever goes wrong."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """Stages that save oddly, and steps that go oddly, with activations in a file: the bits of plain training."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Which settings exclude each other stands in one table: the code checks it, and the page shows it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

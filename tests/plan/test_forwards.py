@@ -1,7 +1,5 @@
 """Several forwards before a backward, and the order of their backwards: declared, detected, or warned of."""
 
-from __future__ import annotations
-
 import gc
 import re
 from pathlib import Path

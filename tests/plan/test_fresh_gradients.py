@@ -1,7 +1,5 @@
 """A step that no plan fits while gradients are kept: the refusal says what it takes where the loop frees them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a model is measured with, what is logged meanwhile, and what the caller has around it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers that a model was not told of: they count from their first step on."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

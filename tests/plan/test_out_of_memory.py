@@ -1,7 +1,5 @@
 """`on_oom="replan"`: what runs out of memory is undone, and runs again by a plan that needs less."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plans in files: read back whole, refused for anything but what they were made for, compared where predicted."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import re

@@ -1,7 +1,5 @@
 """Plan files that are damaged, forged or no plans at all: refused in one sentence, and nothing of them is executed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

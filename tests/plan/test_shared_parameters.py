@@ -1,7 +1,5 @@
 """Parameters that several stages share, where gradients are there from before: the engine sums up what they get."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Several kinds of steps in turn: each is planned once, keeps to the limit, and has the numbers of plain training."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

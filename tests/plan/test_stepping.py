@@ -1,7 +1,5 @@
 """What `step_in_backward` does not go together with: each is told in a sentence, before it does harm if it can be."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps are watched: a loss outside that was not declared is planned for, once, and named in one line of the log."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import threading

@@ -1,7 +1,5 @@
 """Stages on inputs of one unit of memory, so that their costs can be worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

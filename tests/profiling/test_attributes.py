@@ -1,7 +1,5 @@
 """Plain attributes of modules are found as they were, and put back, whatever a run does to them."""
 
-from __future__ import annotations
-
 from collections import deque
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Meters and watches count bytes phase by phase."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What an optimizer will need, against what the real one takes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

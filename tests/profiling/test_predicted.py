@@ -1,7 +1,5 @@
 """Bytes and seconds of fake tensors are those measured, also where backwards add up gradients."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Costs of stages whose memory can be worked out by hand, in units of one activation."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Times: what the clock counts, and the estimate from several runs of a stage."""
 
-from __future__ import annotations
-
 import time
 from itertools import count
 

@@ -1,7 +1,5 @@
 """Which stages are of one kind, and so measured once."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import torch

@@ -1,7 +1,5 @@
 """Bytes of tensors, losses and workspaces."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """A headless Chromium, and what a page looks like in it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

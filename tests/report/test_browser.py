@@ -1,7 +1,5 @@
 """The page in a browser: nothing is cut off, on top of something else, or hard to read; and it does what it offers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Memory against time, and samples a second over the batch, as pictures."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where the optimizer's step is the peak, every report says so, and shows what it consists of."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from typing import Any

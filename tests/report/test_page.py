@@ -1,7 +1,5 @@
 """`Checkpointable.report()`: in a terminal, in a notebook, and as a page: self-contained, complete and escaped."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import platform

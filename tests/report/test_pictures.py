@@ -1,7 +1,5 @@
 """The two pictures of a step, as data, against the simulator and the sequence; and the kinds of what is kept."""
 
-from __future__ import annotations
-
 import io
 import re
 from dataclasses import replace

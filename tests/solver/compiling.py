@@ -3,8 +3,6 @@
 Prints how many were called, how many of them were not in Numba's cache, and the most versions that one has.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import random

@@ -1,7 +1,5 @@
 """Chains too long for hypothesis, and the solver made to run by compiled kernels or by plain Python."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

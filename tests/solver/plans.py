@@ -1,7 +1,5 @@
 """What every algorithm has to keep: its limit, its name, its bound, and its word about the least limit."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Chains for hypothesis: small whole numbers, so that ties, zeros and tight limits are common and sums are exact."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Chains and sequences: what is refused, the notation, and segments that run twice."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

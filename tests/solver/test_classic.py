@@ -1,7 +1,5 @@
 """Strategies of the literature: Revolve's closed form, distances, and the best schedule against a slow twin."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """The floating program against a slow twin, a search over all sequences, and the persistent program."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

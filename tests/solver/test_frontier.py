@@ -1,7 +1,5 @@
 """The whole trade-off between memory and time, and its picture."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import sys

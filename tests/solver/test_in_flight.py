@@ -1,7 +1,5 @@
 """Plans for several forwards in flight, against all plans there are, and against the simulator in every order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import permutations, product
 

@@ -1,7 +1,5 @@
 """When the solver's kernels are compiled, and that plain Python computes the same numbers, to the last bit."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import math

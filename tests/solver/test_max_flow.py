@@ -1,7 +1,5 @@
 """The least cut that decides what a stage keeps, beside the same cut by networkx."""
 
-from __future__ import annotations
-
 import networkx as nx
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The reference chains: 40 chains, seven limits each, whose optimum and least limit are known."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

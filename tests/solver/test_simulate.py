@@ -1,7 +1,5 @@
 """The simulator against sums worked out by hand, and the memory by owner that is read off it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Limits, certificates, bad questions, several solves at once, and which files know the algorithms."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a watcher of the solver is told, and that watching changes nothing."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Saved tensors in fewer bits: how far what comes back is from what was kept, and what is kept as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What goes to a keeper, and what the backward finds of it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field

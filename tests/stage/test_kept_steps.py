@@ -1,7 +1,5 @@
 """Whole steps of models whose stages are kept in another form: exact if packed, and close if in fewer bits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Packed tensors come back with the same bits, and are as small as they are said to be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What stages offer, alone and joined."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

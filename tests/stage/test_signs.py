@@ -1,7 +1,5 @@
 """Of what ReLU and its like save, the sign is kept where nobody else needs its numbers: gradients are the same bits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

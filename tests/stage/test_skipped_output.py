@@ -1,7 +1,5 @@
 """A stage that is run again right before its backward does not compute what only its output needs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

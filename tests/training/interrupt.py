@@ -1,7 +1,5 @@
 """Ctrl-C in the middle of a step."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from typing import Any

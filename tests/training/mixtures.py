@@ -1,7 +1,5 @@
 """Mixtures of experts whose routers would decide otherwise in every run, as atomic additions on a GPU can make them."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

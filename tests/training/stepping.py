@@ -1,7 +1,5 @@
 """Training with `step_in_backward` beside plain training: the same numbers, and the memory of both."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

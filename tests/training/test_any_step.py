@@ -1,7 +1,5 @@
 """Whatever a user writes around the forwards of a step: as plain training, and inside the limit once it is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """Layers that keep something in plain attributes train as they do without a plan."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Any

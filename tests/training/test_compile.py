@@ -1,7 +1,5 @@
 """torch.compile around a plan, inside one, and on the layers of a planned chain."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ The random stream of a device is one for all threads of a process, so what holds
 no random numbers; those of one thread may.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Twenty steps, and steps after a checkpoint file, leave the same bits as plain training: there is no drift."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A step that fails: the error is the user's own and names the stage; nothing stays behind; the next step is right."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import traceback

@@ -1,7 +1,5 @@
 """Planned models inside of the caller's own regions, which `torch.utils.checkpoint` runs again in the backward."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Autocast, GradScaler and models of low precision, with a plan and without one."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

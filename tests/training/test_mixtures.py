@@ -1,7 +1,5 @@
 """Which expert a token goes to is decided once, in the forward: a stage that is run again does not decide anew."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

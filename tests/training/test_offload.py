@@ -1,7 +1,5 @@
 """Training that moves activations to a file: the numbers of plain training, inside limits, at the time promised."""
 
-from __future__ import annotations
-
 import copy
 import errno
 import gc

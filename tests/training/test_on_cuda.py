@@ -1,7 +1,5 @@
 """Whole planned steps on a CUDA device: the numbers of plain training, inside the limit, by each kind of plan."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any

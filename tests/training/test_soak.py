@@ -1,7 +1,5 @@
 """The soak of benchmarks/soak.py in short: bytes stay flat, peaks under the limit and numbers exact, with any batch."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import soak

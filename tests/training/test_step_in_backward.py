@@ -1,7 +1,5 @@
 """`step_in_backward`: the numbers of plain training, bit for bit, in less memory."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

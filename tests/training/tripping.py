@@ -1,7 +1,5 @@
 """Layers that fail when told to, in a chain and in a captured model; and all that a failure could leave behind."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every strategy at one limit, what each way to keep is worth by itself, and the least limits of a model."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Real steps beside plain ones, their operations, and what they leave behind, which is nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

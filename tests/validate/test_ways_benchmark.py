@@ -1,7 +1,5 @@
 """benchmarks/ways.py in short: its columns are plans over one measurement, with the ways that each may use."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

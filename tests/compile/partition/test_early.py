@@ -1,7 +1,5 @@
 """What the backward of a graph computes without a gradient: the forward may run it, and save that and nothing else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

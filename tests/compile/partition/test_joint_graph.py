@@ -1,7 +1,5 @@
 """What belongs to the forward of a joint graph, and what is left out of the backward."""
 
-from __future__ import annotations
-
 import operator
 
 import torch

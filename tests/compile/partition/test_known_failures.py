@@ -3,8 +3,6 @@
 pytorch/pytorch#197838: less budget, more memory. pytorch/pytorch#197871: a solver that exceeds its own capacity.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

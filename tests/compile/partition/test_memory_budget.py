@@ -1,7 +1,5 @@
 """`with memory_budget(…):` beside torch.compile: what it binds, what it leaves alone, and what it says."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

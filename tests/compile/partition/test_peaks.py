@@ -1,7 +1,5 @@
 """Measured peaks under `aot_eager`, for several budgets: never over them, and never rising as they fall."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

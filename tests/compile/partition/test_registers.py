@@ -1,7 +1,5 @@
 """What fused code takes is known before it is compiled: values that stay in registers take nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

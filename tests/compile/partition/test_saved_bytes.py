@@ -1,7 +1,5 @@
 """What Inductor saves of convolutions, and what they take beside inputs and outputs, is what the joint graph shows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

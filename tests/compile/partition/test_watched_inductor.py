@@ -1,7 +1,5 @@
 """What Inductor's code takes is watched: above the budget, the graph is compiled again, or it is said."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable

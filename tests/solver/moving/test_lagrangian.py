@@ -1,7 +1,5 @@
 """What is moved, and the bound, against all sequences with all timetables there are."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulator of steps that move, and when they wait and fetch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

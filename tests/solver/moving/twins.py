@@ -1,7 +1,5 @@
 """Chains whose stages may move, a search over everything that a step may do."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 from dataclasses import replace

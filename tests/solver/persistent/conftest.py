@@ -1,7 +1,5 @@
 """These tests are about the compiled kernels; `test_jit_policy` compares plain Python with them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The persistent program against its twins: the plain recurrence, and searches over all sequences."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

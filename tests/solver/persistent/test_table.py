@@ -1,7 +1,5 @@
 """Tables number by number against the recurrence, their windows, and the example of the Note."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

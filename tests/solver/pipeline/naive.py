@@ -1,7 +1,5 @@
 """Slow twins: all sequences of a small chain one by one, and all cuts of a chain."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

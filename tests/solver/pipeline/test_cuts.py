@@ -1,7 +1,5 @@
 """Cuts against all that there are, and equal cuts."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Plans for pipelines, against all cuts with all sequences, and their promise: no rank passes its limit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import pairwise

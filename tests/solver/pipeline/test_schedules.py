@@ -1,7 +1,5 @@
 """Schedules against torch's own, what they keep in flight, buffers, and the timeline of a step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

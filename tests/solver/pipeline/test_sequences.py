@@ -1,7 +1,5 @@
 """The fastest sequence with several microbatches in flight, against all sequences one by one."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
