@@ -219,8 +219,9 @@ def test_a_default_limit_leaves_room_for_what_is_reserved_and_a_given_one_is_kep
 
 @pytest.mark.slow
 def test_how_large_a_batch_is_predicted() -> None:
-    found, text, page = run("--device", "l4", "--mem-limit", "20.5MB", "--batch", "best")
-    for words in ("samples a second inside 20.5 MB", "predicted", "No step was taken, and no batch was"):
+    many = LABELS.replace("zeros(64,", "zeros(10**4,")
+    found, text, page = run("--device", "l4", "--mem-limit", "24.5MB", "--batch", "best", model=many)
+    for words in ("samples a second inside 24.5 MB", "predicted", "No step was taken, and no batch was"):
         assert words in text
     assert "</i>measured<" not in page
     assert (found["prediction"]["measured"], found["batch"]["measured_peak_bytes"]) == ({}, None)

@@ -132,15 +132,13 @@ def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest
 
 @pytest.mark.slow  # Inductor compiles a Llama twice, or three times: by the times of its operators, it is cut otherwise
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_inductor_comes_to_stay_within_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+def test_inductor_comes_to_stay_within_the_budget() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, value = Loss(nn.Sequential(*(Block(64) for _ in range(3)))), torch.randn(4, 128, 64)
     with memory_budget("6MB"):
         run = torch.compile(model)
-    with caplog.at_level(logging.INFO, logger="rotor_py"):
-        for _ in range(4):  # it is compiled so often at most
-            run(value).backward()
-            model.zero_grad()
-        assert take_step(model, run, value).peak <= 6_000_000
-    assert logged(caplog, "compiled_again")
+    for _ in range(4):  # it is compiled so often at most
+        run(value).backward()
+        model.zero_grad()
+    assert take_step(model, run, value).peak <= 6_000_000
