@@ -194,6 +194,7 @@ class Steps(RuleBasedStateMachine):
     @rule()
     def break_forward(self) -> None:
         self.do(lambda world: world.break_forward(LARGEST))
+        self.most = max(self.most, len(self.flying) + 1)  # until it fails, it is in flight as well, and told of
 
     @precondition(lambda self: self.flying)
     @rule(at=st.integers(0, MOST))
