@@ -36,7 +36,7 @@ from rotor_profiling import timing
 from rotor_py import Checkpointable, models
 from rotor_py.capture.captured_layer import CapturedLayer
 from rotor_py.measure.device import limit_bytes
-from rotor_py.offload.offload import measured_link
+from rotor_py.offload.open_tier import measured_link
 from rotor_solver import simulate, store_all
 
 CUDA = torch.cuda.is_available()

@@ -221,7 +221,7 @@ def planned(network: nn.Module, kind: Kind, folder: str = "") -> tuple[Checkpoin
     fast = 1e13
     with (
         patch("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways)),
-        patch("rotor_py.offload.offload.measure_bandwidth", lambda *_: fast),
+        patch("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: fast),
     ):
         model = Checkpointable(network, loss=_loss, **options)
         model.measure(_batch(0, BATCH))

@@ -19,7 +19,7 @@ from rotor_py.estimation.cuda_autocast import region
 from rotor_py.estimation.estimate import recurrent_layers
 from rotor_py.estimation.simulated_step import SimulatedStep
 from rotor_py.measure.device import limit_bytes
-from rotor_py.offload.offload import checked_name
+from rotor_py.offload.open_tier import checked_name
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.report.batch_choice import Aim, BatchChoice
 from rotor_py.report.progress import Activities, activities

@@ -13,7 +13,7 @@ from rotor_profiling.optimizer import steps_per_parameter
 from rotor_py.by_hand.strategy import ByHand
 from rotor_py.compile.stage_code import Compile, Config, config_of
 from rotor_py.errors import InvalidTypeError, InvalidValueError, what_it_is
-from rotor_py.offload.offload import checked_name
+from rotor_py.offload.open_tier import checked_name
 from rotor_py.stage.compression import FEWER_BITS, FormKeeper, Packed
 from rotor_py.stage.protocol import ELSEWHERE, Keeper
 from rotor_solver.in_flight import ORDERS

@@ -36,7 +36,7 @@ from rotor_py.measure.fixed_memory import (
     trained_bytes,
 )
 from rotor_py.measure.measurement import Measurement
-from rotor_py.offload.offload import Offload, link_of
+from rotor_py.offload.open_tier import Offload, link_of
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
 from rotor_py.plan.step_spec import ModelState, TensorSpec
 from rotor_solver import InfeasibleError, Sequence

@@ -110,7 +110,7 @@ def test_the_best_batch_is_as_fast_as_the_two_largest_in_real_steps_and_its_netw
 
 
 def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path, monkeypatch):
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
 
     def rows(batch: int) -> torch.Tensor:
         return torch.randn(16 * batch, 64)

@@ -27,7 +27,7 @@ def loss(output):
 
 @pytest.fixture(autouse=True)
 def fast_link(monkeypatch):
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
 
 
 def test_a_plan_that_moves_is_shown_verified_and_loaded(plan, report, model_file, tmp_path):

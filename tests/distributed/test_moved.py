@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotor_py import Checkpointable
 from rotor_py.errors import OffloadError
-from rotor_py.offload import offload as tiers
+from rotor_py.offload import open_tier as tiers
 from tests.distributed import steps
 from tests.distributed.processes import Processes, least_peak
 

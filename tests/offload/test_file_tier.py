@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from rotor_profiling import memory_meter
 from rotor_py.errors import OffloadError
 from rotor_py.offload.file_tier import ALIGNMENT, FileSpace, FileTier
-from rotor_py.offload.offload import measure_bandwidth
 from rotor_py.offload.offload_saved import Moved
+from rotor_py.offload.open_tier import measure_bandwidth
 from tests.fields import raises
 
 CPU = torch.device("cpu")

@@ -114,7 +114,7 @@ Plan = Callable[[nn.Module], Checkpointable]
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plan:
     """Plans a model for a disk so fast that moving always pays; something does move."""
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
 
     def plan(model: nn.Module) -> Checkpointable:
         options: dict[str, Any] = {"fresh_grads": True, "watch": False, "cache": False, "offload": f"file:{tmp_path}"}

@@ -239,8 +239,15 @@ class CapturedSteps(Steps):
     made_by = partial(Tower, WIDTH, 5, 0.2)
 
 
-@pytest.mark.parametrize("machine", [Steps, CapturedSteps])
-@pytest.mark.parametrize("examples", [2, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [
+        (Steps, 2),
+        (CapturedSteps, 2),
+        pytest.param(Steps, 100, marks=pytest.mark.slow),
+        pytest.param(CapturedSteps, 40, marks=pytest.mark.slow),
+    ],
+)
 def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps], examples: int) -> None:
     """Without room for the second forward in flight, a hundred examples find a step over its limit; twelve do not."""
     run_state_machine_as_test(

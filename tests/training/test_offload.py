@@ -52,7 +52,7 @@ def tokens() -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are for a disk so fast that moving always pays: what a test plans does not depend on this machine's."""
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
 
 
 def planned(model: nn.Module, limit: int, folder: Path | None, **options: Any) -> Checkpointable:
@@ -171,7 +171,7 @@ def test_what_a_part_or_packing_leaves_is_elsewhere(
 
 def test_nothing_moves_where_that_would_not_pay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = limit_between(chain, 0.5)
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e3)
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e3)
     slow = planned(chain(), limit, tmp_path)
     assert slow.sequence.moves is None
     assert "nothing is moved to file:" in slow.summary()

@@ -188,7 +188,7 @@ def test_parameters_that_the_backward_steps(make: Any, adamw_kind: str) -> None:
 @pytest.mark.parametrize("make", [chain, captured])
 def test_activations_that_wait_in_the_host(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over a link so fast, as is said, that moving pays: so something moves."""
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: 1e13)
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
     planned = assert_trains_the_same(make, 0.3, offload="host")
     assert planned.sequence is not None
     assert planned.sequence.moves is not None

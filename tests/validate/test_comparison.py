@@ -162,7 +162,7 @@ def test_limits_of_plans_that_move_are_lower_and_each_is_that_of_a_plan(tmp_path
     batch = torch.randn(256, 64)
     alone = Checkpointable(copy.deepcopy(blocks), batch, loss=torch.sum, fresh_grads=True)
     rate = 1.5 * alone.report().store_all_bytes / alone.report().store_all_seconds  # so that to move costs something
-    monkeypatch.setattr("rotor_py.offload.offload.measure_bandwidth", lambda *_: rate)
+    monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: rate)
     moving = Checkpointable(blocks, batch, loss=torch.sum, fresh_grads=True, offload=f"file:{tmp_path}")
     limit, report = least_limit(moving, max_overhead=0.1), moving.report()
     assert limit < least_limit(alone, max_overhead=0.1)
