@@ -24,7 +24,7 @@ from rotor_profiling.torch_compat import TorchRuntimeError, Unsupported, dispatc
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.fsdp_markers import FSDPMarks
 from rotor_py.capture.graph.stage_graph import run_graph
-from rotor_py.capture.patches import NOW, Answers, Asking, OtherAnswerError, calls_replaced, functions_replaced
+from rotor_py.capture.patches import NOW, Answers, Asking, OtherAnswerError, functions_replaced
 from rotor_py.capture.tracing import Tracing, keep_image_sizes, known_image_sizes
 from rotor_py.distributed.sharding import groups_of
 from rotor_py.errors import UnsupportedModelError
@@ -164,7 +164,6 @@ class CapturedForward:
         self.open_sizes = open_sizes
         self._granularity = granularity
         self._marks: FSDPMarks | None = None
-        self._patched = False
         # Each made at its first call. None before the model was looked at.
         self._forwards: dict[Answers, Callable[..., Any]] | None = None
         # Per traced graph, one entry for each layer that runs it: layers built alike may share a traced graph.
@@ -227,7 +226,8 @@ class CapturedForward:
         inputs = (args, kwargs) if self.open_sizes else ()
         token = _call.set(_Call(run, self.tracing, inputs, recaptured if known and self._graphs else None))
         try:
-            with functions_replaced if self._patched else nullcontext(), marks.marked() if marks else nullcontext():
+            # In every step: guards compare these functions, and a forward that has changed is captured in any of them.
+            with functions_replaced, marks.marked() if marks else nullcontext():
                 if not known:
                     signature = marks.signature if marks else None
                     made = _compiled_forward(self.model, signature, asking.answers, self.open_sizes)
@@ -278,7 +278,6 @@ class CapturedForward:
     def _look_at_model(self) -> None:
         groups = [] if self._gathered else groups_of(self.model)
         self._marks = FSDPMarks(self.model, groups) if groups else None
-        self._patched = calls_replaced(self.model)
         self._forwards = {}
 
     def _captured(self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph]) -> CapturedGraph:

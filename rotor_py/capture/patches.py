@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch import fx, nn
+from torch import fx
 from torch.nn import functional as F
 
 from rotor_profiling import torch_compat
@@ -248,12 +248,6 @@ def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor]
         return None if holds(has_no_effect(found)) else found
 
     return ask
-
-
-def calls_replaced(model: nn.Module) -> bool:
-    """Whether a model may call any of these functions. Guards compare them in every step, so then all are replaced."""
-    averages = (isinstance(each, BatchNorm) and each.momentum is None for each in model.modules())
-    return _EXPERTS in sys.modules or _MASKS in sys.modules or any(averages)
 
 
 def _replaced() -> list[Replaced]:

@@ -189,3 +189,29 @@ def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(caplog: p
         assert [each.calls for each in model.blocks] == [step + 1] * 3
     assert not logged(caplog, "captured_again")
     assert planned.sequence != store_all(planned.budget.chain)  # something was recomputed
+
+
+class Averaging(Block):
+    """A block with a batch norm, which may come to average over all batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(value))
+
+
+def test_batch_norms_that_come_to_average_over_all_batches_train_as_in_plain_training() -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(Averaging), torch.randn(16, WIDTH)
+    plain = copy.deepcopy(model)
+    planned = planned_for(model, x, watch=False)
+    for momentum in (0.1, 0.1, None, None, 0.1):
+        for each, run in ((plain, plain), (model, planned)):
+            for block in each.blocks:
+                block.norm.momentum = momentum
+            each.zero_grad()
+            run(x).square().mean().backward()
+        assert_same_gradients(model, plain)
+        assert all(map(torch.equal, model.buffers(), plain.buffers())), momentum

@@ -36,6 +36,9 @@ _SUMS: set[Any] = {operator.add, torch.add, "add"}
 # Operators that may follow a product: their backward does not read their input values.
 _RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
 _FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
+# Most runs that a stage remembers. A guess, far above the sequences that a model alternates between; with too few, runs
+# are built again.
+_MOST_RUNS = 16
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
@@ -183,7 +186,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._parts: dict[str, SavedPart] | None = None
         # By storage mode (None: stored whole), and by whether they skip the output.
         self._own_graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = {}
-        self._runs: dict[tuple[GraphStage, ...], WholeRun] = {}  # this stage as one with following ones
+        self._runs: dict[tuple[GraphStage, ...], WholeRun | None] = {}  # this stage as one with following ones
 
     def __getstate__(self) -> dict[str, Any]:
         # The graphs have no attributes and cannot be copied; a copy makes its own.
@@ -232,9 +235,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         if self._marked is not None or len(stages) < len(following):
             return None
         if stages not in self._runs:
-            if any(each.body.graph.find_nodes(op="call_module") for each in (self, *stages)):
-                return None
-            self._runs[stages] = WholeRun([(each.body, each.reads) for each in (self, *stages)])
+            if len(self._runs) == _MOST_RUNS:
+                self._runs.clear()
+            calls = any(each.body.graph.find_nodes(op="call_module") for each in (self, *stages))
+            self._runs[stages] = None if calls else WholeRun([(each.body, each.reads) for each in (self, *stages)])
         return self._runs[stages]
 
     def in_pieces(self, wrap: Wrap) -> Run | None:
