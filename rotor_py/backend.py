@@ -29,7 +29,9 @@ from rotor_py.plan.step_spec import reaches, spec_of
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import parse_bytes
 
-_OPTIONS = "mem_limit, mem_slots, fresh_grads, forwards_in_flight, granularity, preserve_rng_state, compile"
+_OPTIONS = (
+    "mem_limit", "mem_slots", "fresh_grads", "forwards_in_flight", "granularity", "preserve_rng_state", "compile"
+)  # fmt: skip
 
 
 def rotor(
@@ -55,11 +57,11 @@ def rotor(
     call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
     """
     chosen = options or {}
-    for name in sorted(chosen.keys() - set(_OPTIONS.split(", "))):
+    if unknown := sorted(chosen.keys() - set(_OPTIONS)):
         raise InvalidValueError(
-            f"{name!r} is no option of the backend rotor; it has {_OPTIONS}",
+            f"{unknown[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}",
             kind="unknown_option",
-            name=name,
+            name=unknown[0],
         )
     settings = Settings(**chosen)
     if settings.mem_limit is not None:
@@ -159,3 +161,4 @@ class GraphPlanner:
             plan.in_reverse, plan.in_other_order = self.plan.in_reverse, self.plan.in_other_order
         solve(plan, model)
         self.plan, self.model, self._reach = plan, model, spec_of(value)
+        self._executor = SequenceExecutor(graph.graph_module)  # the last one holds stages of the last plan

@@ -67,7 +67,7 @@ def agreed_sequence(
             # The least room, as a limit of this process: `solve` subtracts its own fixed part again.
             found = [all_of_them.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
         except InfeasibleError as error:
-            found = [error]  # sent like a sequence: the waiting processes must learn of it
+            found = [error.with_traceback(None)]  # sent like a sequence: the waiting processes must learn of it
         except Exception as error:
             found = [RuntimeError(f"rank 0 could not solve: {type(error).__name__}: {error}")]
     with sending_from(device):
@@ -77,7 +77,7 @@ def agreed_sequence(
     if isinstance(sequence, InfeasibleError):
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
     if isinstance(sequence, RuntimeError):
-        raise sequence
+        raise RuntimeError(str(sequence))
     # Room is not all: a process may need more outside the chain, for example while the optimizer steps.
     peaks = gather_objects((budget.peak_bytes(sequence), mem_limit), group, device)
     # All processes see all peaks, so that all raise and none is left waiting in a collective.
@@ -118,31 +118,32 @@ def choose_variant(
     plan.compiled_for_larger_budget = False
     # A whole graph exists only if it is not slower than plain. Its time is not comparable with that of stages, which
     # were measured one by one.
-    for whole in (True, False):
-        alike = [way for way in ways if (way.cut.members is not None) == whole]
-        found: list[tuple[float, MeasuredCut, Sequence]] = []
-        refused: list[InfeasibleError] = []
-        for way in alike:
-            budget = plan.budget_of(way)
-            try:
-                sequence = solve(budget)
-            except InfeasibleError as error:  # with several processes, it comes in all of them
-                # A graph compiled as a whole was compiled for the room that existed then.
-                plan.compiled_for_larger_budget |= whole
-                refused.append(error)
-            else:
-                seconds = budget.makespan(sequence)
-                if several is not None:  # the slowest counts, so that all choose alike
-                    seconds = max(gather_objects(seconds, several, device))
-                found.append((seconds, way, sequence))
-        if found:
-            _, best, sequence = min(found, key=lambda each: each[0])
-            plan.turn_to(best)
-            return sequence
+    refused: list[InfeasibleError] = []
     try:
+        for whole in (True, False):
+            refused.clear()
+            alike = [way for way in ways if (way.cut.members is not None) == whole]
+            found: list[tuple[float, MeasuredCut, Sequence]] = []
+            for way in alike:
+                budget = plan.budget_of(way)
+                try:
+                    sequence = solve(budget)
+                except InfeasibleError as error:  # with several processes, it comes in all of them
+                    # A graph compiled as a whole was compiled for the room that existed then.
+                    plan.compiled_for_larger_budget |= whole
+                    refused.append(error)
+                else:
+                    seconds = budget.makespan(sequence)
+                    if several is not None:  # the slowest counts, so that all choose alike
+                        seconds = max(gather_objects(seconds, several, device))
+                    found.append((seconds, way, sequence))
+            if found:
+                _, best, sequence = min(found, key=lambda each: each[0])
+                plan.turn_to(best)
+                return sequence
         raise min(refused, key=lambda error: error.min_bytes)
     finally:
-        refused.clear()  # this frame is in the error's traceback, and would hold it until a garbage collection
+        refused.clear()  # this frame is in the errors' tracebacks: they would hold it until a garbage collection
 
 
 def solve(

@@ -85,7 +85,10 @@ class StepPlans:
         if error is None:
             return
         if self.model.alone or alone_in_a_prediction():
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # an error in a frame of its own traceback would hold the batch until a garbage collection
         _log.warning("%s", error, extra=fields_of(error))
 
     def make_ready(self, spec: StepSpec, value: Any, *, in_flight: bool) -> None:

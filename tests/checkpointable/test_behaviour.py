@@ -224,15 +224,24 @@ def test_too_small_a_limit_says_what_would_do() -> None:
     assert step_peak(planned, images()) <= least
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_refused_limit_holds_nothing_once_its_error_is_gone(fresh: bool) -> None:
-    planned = Checkpointable(blocks(2, 8), loss=square, fresh_grads=fresh)
-    planned.measure(images())
+@pytest.mark.parametrize(
+    ("fresh", "refused"),
+    [
+        (False, lambda planned: planned.compute_sequence(1000)),
+        (True, lambda planned: planned.compute_sequence(1000)),
+        (True, lambda planned: planned(images(64, 64))),  # before measuring
+    ],
+)
+def test_a_refused_limit_holds_nothing_once_its_error_is_gone(
+    fresh: bool, refused: Callable[[Checkpointable], object]
+) -> None:
+    planned = Checkpointable(blocks(2, 8), mem_limit="500kB", loss=square, fresh_grads=fresh)
+    planned.measure(images(1, 8))
     gc.collect()
     gc.disable()
     try:
         with pytest.raises(InfeasibleError) as caught:
-            planned.compute_sequence(1000)
+            refused(planned)
         held = weakref.ref(caught.value)  # its traceback holds the frames of the caller, with the batch
         del caught
         assert held() is None
