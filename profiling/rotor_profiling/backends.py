@@ -40,7 +40,7 @@ class Storages:
 
 
 class Prediction(Protocol):
-    """Instruments for an absent device, and its properties, as `estimation.simulated_target` describes them."""
+    """Instruments for an absent device, and its properties in bytes, implemented by `PredictedDevice`."""
 
     @property
     def storages(self) -> Storages: ...

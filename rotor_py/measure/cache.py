@@ -265,4 +265,6 @@ def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs]:
     ways, moving = tuple(data["ways"]), frozenset(data["moving"])
     nbytes = tuple(StageBytes(**way) for way in found)
     runs = [StageRun(tuple(map(tuple, run["ways"])), run["node"] and tuple(run["node"])) for run in data["runs"]]
+    if len(nbytes) != 1 + len(ways) or all(run.node is None for run in runs):
+        raise ValueError("a stage is stored whole, and in each of its ways, and was run")
     return StageFindings(nbytes, data["decided_bytes"], moving, ways, data["undecided"]), runs

@@ -67,3 +67,16 @@ def available_bytes(device: torch.device) -> int:
 def allocated_bytes(device: torch.device) -> int | None:
     """Return the bytes allocated by PyTorch on `device`; None on the CPU, which has no count."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def segments_expand(device: torch.device) -> bool:
+    """Whether all large tensors on a CUDA device are in expandable segments, whose blocks have the requested size.
+
+    Asks the allocator, not the environment, which counts only if set before the allocator starts.
+    """
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    segments = [each for each in torch.cuda.memory_snapshot() if each["device"] == index]
+    large = [each["is_expandable"] for each in segments if each["segment_type"] == "large"]
+    return bool(large) and all(large)

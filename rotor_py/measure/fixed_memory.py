@@ -18,7 +18,7 @@ from rotor_profiling.optimizer import scratch_alone
 from rotor_profiling.stage.gradients import Stepped
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.measure.cut import Cut
-from rotor_py.measure.device import allocated_bytes
+from rotor_py.measure.device import allocated_bytes, segments_expand
 from rotor_py.units import format_bytes
 from rotor_solver import InfeasibleError
 
@@ -181,11 +181,11 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
     """Return room for unsplit blocks of CUDA's allocator, in a step whose stages save `saved` bytes.
 
     The allocator splits a free block only if more than 1 MiB is left (`should_split` in
-    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block. Which blocks are free is unknown in advance. On an
-    H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve twice that, or a hundredth of `saved`
-    if less.
+    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block; expandable segments have no such rest. Which blocks
+    are free is unknown in advance. On an H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve
+    twice that, or a hundredth of `saved` if less.
     """
-    if device.type != "cuda" or prediction() is not None:
+    if device.type != "cuda" or prediction() is not None or segments_expand(device):
         return 0
     return min(_UNSPLIT, saved // 100)
 
@@ -237,10 +237,12 @@ def static_infeasibility(
             " If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
             f"(--fresh-grads) these are {format_bytes(freed)} ({freed} bytes)."
         )
+    batch = "a smaller batch, " if known.batch > least - mem_limit else ""
+    state = "an optimizer with less state, " if known.optimizer else ""
     message = (
         f"before measuring: a training step needs at least {format_bytes(least)} ({least} bytes), for "
         f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so whatever is "
-        f"recomputed, it would run out of memory.{needs} Try a smaller batch, an optimizer with less state, "
-        "parameters in bfloat16, fully_shard over several devices, or a larger limit."
+        f"recomputed, it would run out of memory.{needs} Try {batch}{state}parameters in bfloat16, fully_shard "
+        "over several devices, or a larger limit."
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, kind="limit_below_held")

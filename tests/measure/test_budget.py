@@ -17,7 +17,7 @@ from rotor_py.estimation.simulated_target import prediction_for
 from rotor_py.measure import fixed_memory
 from rotor_py.measure.budget import make_budget
 from rotor_py.measure.cut import refuse_random_state_of_its_own
-from rotor_py.measure.device import limit_bytes, total_bytes
+from rotor_py.measure.device import limit_bytes, segments_expand, total_bytes
 from rotor_py.measure.fixed_memory import unsplit_bytes
 from rotor_py.measure.measurement import costliest
 from rotor_solver import Chain, Persistent, min_bytes, simulate, store_all
@@ -75,7 +75,23 @@ def test_buckets_that_are_there_when_it_is_measured_are_counted_once(monkeypatch
     assert to_come.total == alone.total + sent
 
 
-def test_there_is_room_for_blocks_that_the_allocator_does_not_cut() -> None:
+@pytest.mark.parametrize(
+    ("expandable", "expand"), [([], False), ([True, True], True), ([True, False], False), ([False], False)]
+)
+def test_there_is_room_for_blocks_that_the_allocator_does_not_cut_unless_its_segments_expand(
+    expandable: list[bool], expand: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some may be older than the setting. Small tensors have segments of their own, whose rests are small."""
+    segments = [{"device": 0, "segment_type": "large", "is_expandable": each} for each in expandable]
+    segments += [{"device": 0, "segment_type": "small", "is_expandable": False}]
+    segments += [{"device": 1, "segment_type": "large", "is_expandable": not expand}]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert segments_expand(torch.device("cuda", 0)) == expand
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    if expand:
+        assert unsplit_bytes(CUDA, 40 * 10**9) == 0
+        return
     assert unsplit_bytes(CUDA, 10**6) == 10**4
     assert unsplit_bytes(CUDA, 40 * 10**9) == 8 * 2**20
     assert unsplit_bytes(CPU, 40 * 10**9) == 0

@@ -356,7 +356,8 @@ def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torc
     # Not `backward`: a leaf that keeps its gradient copies it into its own layout.
     found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
     made = [next(found) if tensor.requires_grad else None for tensor in tensors]
-    wait_for([gradient for gradient in made if gradient is not None])  # no one else waits: see `gradients_at`
+    # PyTorch holds a collective's memory until someone waits for it, and no one else does.
+    wait_for([gradient for gradient in made if gradient is not None])
     return tuple(map(_strides, tensors, made))
 
 
