@@ -294,11 +294,16 @@ _FIELDS = _hints(Plan) | {
     "beside": list[str],
     "costs": Any,
     "digest": str,
+    "model": _Model,
+    "input": _Input,
+    "step_in_backward": _Stepping | None,
+    "solver": _Solver,
+    "moves": Moves | None,
 }
-_FIELDS |= {"model": _Model, "input": _Input, "step_in_backward": _Stepping | None}
-_FIELDS |= {"solver": _Solver, "moves": Moves | None}
-"""Types of the fields in a file. `beside` are the sequences of further forwards in flight, where they differ; `digest`
-is the SHA-256 of everything else: it shows damage, but does not protect against forgery."""
+"""Types of `Plan`'s fields as a file has them, and of further ones: `beside` are the sequences of further forwards in
+flight, where they differ; `digest` is the SHA-256 of everything else: it shows damage, but does not protect against
+forgery.
+"""
 
 
 def _read(path: str | Path) -> dict[str, Any]:

@@ -204,11 +204,9 @@ class LayerSource(SequenceExecutor):
     def measure(
         self, value: Any, device: torch.device, options: MeasuringOptions, room: Any
     ) -> tuple[list[MeasuredCut], Any]:
-        """Cut the model into stages and measure them on `value`. Raises UnsupportedModelError if it cannot be cut.
+        """Cut the model into layers and measure them on `value`; `room` is for captured graphs.
 
-        Returns the variants of running the stages, and everything that the caller holds during the step. The last
-        variant is plain, and in use until another one is chosen. `room` returns the budget for a graph compiled whole,
-        from the plain step's costs and what the caller holds.
+        Raises UnsupportedModelError if it cannot be cut.
         """
         parts = LayerParts(sharded=is_sharded(self._model))
         with operators(), attributes_kept(self._model, caches=False):
@@ -288,6 +286,12 @@ class GraphSource(SequenceExecutor):
         options: MeasuringOptions,
         room: Callable[[Measurement, Any], CompileBudget] | None,
     ) -> tuple[list[MeasuredCut], Any]:
+        """Capture the model and measure its stages on `value`. Raises UnsupportedModelError if it cannot be cut.
+
+        Returns the variants of running the stages, and everything that the caller holds during the step. The last
+        variant is plain, and in use until another one is chosen. `room` returns the budget for a graph compiled whole,
+        from the plain step's costs and what the caller holds.
+        """
         arguments, keywords = value
         within = room and (lambda plain, shared: room(plain, (arguments, keywords, shared)))
         ways, shared = self._session.measure(arguments, keywords, device, options, compiler=self._compiler, room=within)

@@ -59,7 +59,7 @@ class KeptGradients:
         self._known: tuple[object, ...] = ()  # the last sequence and limit that were checked
 
     def notice(self, value: Any) -> None:
-        """Plan again, or warn, unless a step on `value` has room for gradients that exist when it begins."""
+        """Warn, and plan again where allowed, unless a step on `value` has room for gradients that already exist."""
         plan = self._plans.in_use
         assert plan is not None
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):

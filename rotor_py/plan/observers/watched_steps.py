@@ -225,7 +225,7 @@ _WORTH_SAYING = 10
 
 
 def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Count the bytes of a step and of `loss`, the phase after its forward; above `limit`, solve again or warn."""
+    """Count the bytes of a step and of `loss`, the phase after its forward. Above `limit`, warn, or also solve anew."""
     planned, gradient = plan.measurement.loss, plan.budget.chain.activation[-1]
     # As `measure_loss` counts it: the gradient of the output is part of the chain.
     temp, kept = max(planned.temp_bytes, loss.rise - gradient), max(planned.kept_bytes, loss.kept - gradient)
