@@ -284,7 +284,7 @@ def _may_be_mask(sample: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _number(bits: int, dtype: torch.dtype) -> float:
     with not_deciding():  # to look at a number is no decision of the stage
-        return float(torch.tensor(bits, dtype=_BITS[dtype.itemsize]).view(dtype))
+        return float(torch.tensor(bits, dtype=_BITS[dtype.itemsize], device="cpu").view(dtype))
 
 
 # Saved floating tensors in low precision, rounded; opt-in only.

@@ -39,14 +39,14 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
-    # A hook, a compiler or another forward may read the output.
-    if not isinstance(function, nn.Module) or not calls_forward_alone(function):
-        return None
-    layers = _flat(function)
+    layers = _flat(function) if isinstance(function, nn.Module) else []
     last = len(layers) - 1
     while last >= 0 and type(layers[last]) in _FOLLOWING and not getattr(layers[last], "inplace", False):
         last -= 1
-    return partial(_run, layers, last) if last >= 0 and type(layers[last]) in _PRODUCTS else None
+    # A hook, a compiler or another forward may read the output.
+    if last < 0 or type(layers[last]) not in _PRODUCTS or not calls_forward_alone(function):
+        return None
+    return partial(_run, layers, last)
 
 
 def skip_output(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -270,10 +270,13 @@ def _least_for_any_order(chain: Chain, forwards: int) -> tuple[int, int]:
     def need(peak: int, kept: int) -> int:
         return (forwards - 1) * max(kept, left) + max(peak, left)
 
-    low, high = 0, simulate(chain, store_all(chain)).peak
-    peaks = least_peak(low), least_peak(high)
-    best = min((need(peak, peak - room), room) for peak, room in zip(peaks, (low, high), strict=True))
-    pending = [(low, peaks[0], high, peaks[1])]
+    # As the room grows, the peak does not fall, and the peak less the room does not rise. More room than what storing
+    # everything takes serves only forwards without a graph, by their scratch.
+    stored = simulate(chain, store_all(chain)).peak
+    rooms = 0, stored, stored + max((stage.temp_without_graph for stage in chain), default=0)
+    peaks = [least_peak(room) for room in rooms]
+    best = min((need(peak, peak - room), room) for peak, room in zip(peaks, rooms, strict=True))
+    pending = [(rooms[at], peaks[at], rooms[at + 1], peaks[at + 1]) for at in (1, 0)]
     while pending:
         low, low_peak, high, high_peak = pending.pop()
         if high - low <= 1 or need(low_peak, high_peak - high) >= best[0]:

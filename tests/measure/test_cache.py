@@ -216,8 +216,8 @@ def test_code_of_a_class_is_unknown_without_a_file_or_if_the_file_was_written_si
         assert code_of(kind) is None
         with pytest.raises(UnstableKeyError, match="whose code may change"):
             digest_of(stage_signature(kind(), None))
-    for name, module in list(sys.modules.items()):  # models that other tests have written since
-        if "pytest-of" in str(getattr(module, "__file__", "")):
+    for name, module in list(sys.modules.items()):  # those that other tests have written since, or removed
+        if (file := cache._users_file(module)) is not None and Path(__file__).parents[1] not in file.parents:
             monkeypatch.delitem(sys.modules, name)
     for started, known in ((time.time(), True), (Path(__file__).stat().st_mtime - 1, False)):
         monkeypatch.setattr(cache, "_STARTED", started)

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import Chain, InfeasibleError, recompute_all, simulate, solve, solve_in_flight, store_all
+from rotor_solver import (
+    Chain,
+    InfeasibleError,
+    Option,
+    Stage,
+    recompute_all,
+    simulate,
+    solve,
+    solve_in_flight,
+    store_all,
+)
 from rotor_solver.in_flight import Footprint, apart, least_in_flight, nested_chain, peaks_of, simulate_forwards
 from tests.fields import raises
 from tests.solver.naive import all_sequences
@@ -77,6 +87,14 @@ def test_the_nested_chain_counts_what_forwards_in_reverse_hold(chain: Chain, for
     # `peaks_of` takes every loss to wait as long as it may, as plans do.
     assert simulate(little, sequence).peak <= max(peaks_of([Footprint.of(chain, part) for part in parts], "reverse"))
     assert taken <= simulate(much, sequence).peak
+
+
+def test_room_above_what_storing_everything_takes_serves_scratch_of_forwards_without_a_graph() -> None:
+    stage = Stage(2, (Option(1.0, 1.0, saved=19, forward_temp=4, backward_temp=7),), nograd_temp=42)
+    chain = Chain((stage,), input_bytes=2, loss_temp=2)
+    least = least_in_flight(chain, 3)
+    assert least == 58  # 74 with room for no more than that
+    assert solve_in_flight(chain, least, 3).peak <= least
 
 
 def even_chain(stages: int) -> Chain:

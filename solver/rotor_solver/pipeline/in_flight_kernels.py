@@ -2,8 +2,8 @@
 
 Slot m stands for m · unit + offset bytes. `taken` ([2, options]) and `activation` ([L+1]), the memory that operations
 leave, are in slots, rounded up for sequences that fit, or down for lower bounds. Needs of running operations are
-compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond
-storing everything. A `table` is (again, costs, taken, activation, unit, offset).
+compared in bytes. `costs` is a `least_memory.Costs`; times are those beyond storing everything. A `table` is (again,
+costs, taken, activation, unit, offset).
 """
 
 from __future__ import annotations
