@@ -273,7 +273,8 @@ def _best_plan(search: PartCosts, points: list[int]) -> PipelinePlan:
 
 def _check_length(name: str, values: Several[float], needs: int) -> None:
     if len(values) != needs:
-        message = f"{name} must have {needs} entries, one for each {'rank' if name == 'limits' else 'stage'}, got {len(values)}"
+        each = "rank" if name == "limits" else "stage"
+        message = f"{name} must have {needs} entries, one for each {each}, got {len(values)}"
         raise InvalidValueError(message, kind="wrong_length", name=name, got=len(values), needs=needs)
 
 
