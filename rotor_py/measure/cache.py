@@ -260,11 +260,11 @@ class MeasurementCache:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
 
 
-def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs]:
+def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
     found = [{**way, "gradient_storage_bytes": tuple(way["gradient_storage_bytes"])} for way in data["bytes"]]
     ways, moving = tuple(data["ways"]), frozenset(data["moving"])
     nbytes = tuple(StageBytes(**way) for way in found)
     runs = [StageRun(tuple(map(tuple, run["ways"])), run["node"] and tuple(run["node"])) for run in data["runs"]]
     if len(nbytes) != 1 + len(ways) or all(run.node is None for run in runs):
-        raise ValueError("a stage is stored whole, and in each of its ways, and was run")
+        return None  # a stage is measured stored whole and in each of its ways
     return StageFindings(nbytes, data["decided_bytes"], moving, ways, data["undecided"]), runs
