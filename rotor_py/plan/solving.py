@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from rotor_py.compile.compiled_stage import is_compiled
 from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, sending_from, size_of
-from rotor_py.errors import PlanMismatchError, record_fields
+from rotor_py.errors import InvalidStateError, PlanMismatchError, record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
 from rotor_py.measure.measurement import costliest
@@ -69,15 +69,15 @@ def agreed_sequence(
         except InfeasibleError as error:
             found = [error.with_traceback(None)]  # sent like a sequence: the waiting processes must learn of it
         except Exception as error:
-            found = [RuntimeError(f"rank 0 could not solve: {type(error).__name__}: {error}")]
+            found = [f"rank 0 could not solve: {type(error).__name__}: {error}"]
     with sending_from(device):
         if not alone_in_a_prediction():
             dist.broadcast_object_list(found, src=dist.get_global_rank(group, 0), group=group)
-    sequence: Sequence | InfeasibleError | RuntimeError = found[0]
+    sequence: Sequence | InfeasibleError | str = found[0]
     if isinstance(sequence, InfeasibleError):
         raise InfeasibleError(f"rank 0: {sequence}", min_bytes=sequence.min_bytes, mem_limit=sequence.mem_limit)
-    if isinstance(sequence, RuntimeError):
-        raise RuntimeError(str(sequence))
+    if isinstance(sequence, str):
+        raise InvalidStateError(sequence, kind="rank_0_failed")
     # Room is not all: a process may need more outside the chain, for example while the optimizer steps.
     peaks = gather_objects((budget.peak_bytes(sequence), mem_limit), group, device)
     # All processes see all peaks, so that all raise and none is left waiting in a collective.
