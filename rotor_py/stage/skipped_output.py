@@ -39,7 +39,9 @@ def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
     """
     if (offered := offers_of(function).forward_skipping_output()) is not None:
         return offered
-    layers = _flat(function) if isinstance(function, nn.Module) else []
+    if not isinstance(function, nn.Module):
+        return None
+    layers = _flat(function)
     last = len(layers) - 1
     while last >= 0 and type(layers[last]) in _FOLLOWING and not getattr(layers[last], "inplace", False):
         last -= 1
