@@ -65,14 +65,23 @@ TRIFLES = {"Swin": 64}
 """A stage of these saves single numbers that operators wrap, which no dispatch shows."""
 
 
+def small(name: str) -> tuple[Callable[[], nn.Module], dict[str, Any], Callable[[Any], torch.Tensor]]:
+    """As in the ecosystem, with two blocks."""
+    import ecosystem
+
+    if name == "Llama":
+        return lambda: ecosystem.llama(layers=2)[0], *ecosystem.llama(layers=2)[1:]
+    model, inputs, loss = ecosystem.swin(batch=2)
+    model.config.depths, model.config.num_heads = [1, 1], [2, 4]
+    return lambda: type(model)(model.config), inputs, loss
+
+
 @cache
 def both_of(name: str) -> tuple[Checkpointable, Checkpointable]:
     """A model of the ecosystem, measured and predicted with the same ways, whatever clocks say."""
-    import ecosystem
-
-    _, inputs, loss = ecosystem.MODELS[name]()
+    make, inputs, loss = small(name)
     with patch("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways)):
-        return both(lambda: ecosystem.MODELS[name]()[0], lambda: unpadded(inputs), loss)
+        return both(make, lambda: unpadded(inputs), loss)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -87,9 +96,7 @@ def test_captured_models_hold_what_is_measured(name: str) -> None:
 @pytest.mark.slow
 def test_steps_by_plans_made_without_memory_take_what_was_predicted() -> None:
     pytest.importorskip("transformers")
-    import ecosystem
-
-    _, inputs, loss = ecosystem.MODELS["Llama"]()
+    _, inputs, loss = small("Llama")
     real, predicted = both_of("Llama")
     optimizer = torch.optim.AdamW(real.parameters())
     stored, least = predicted.budget.peak_bytes(store_all(predicted.chain)), predicted.budget.least_bytes()

@@ -245,7 +245,7 @@ class CapturedSteps(Steps):
         (Steps, 2),
         (CapturedSteps, 2),
         pytest.param(Steps, 100, marks=pytest.mark.slow),
-        pytest.param(CapturedSteps, 40, marks=pytest.mark.slow),
+        pytest.param(CapturedSteps, 15, marks=pytest.mark.slow),
     ],
 )
 def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps], examples: int) -> None:
