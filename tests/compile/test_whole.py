@@ -37,12 +37,12 @@ from tests.fields import logged
 @pytest.fixture(scope="module")
 def free() -> Checkpointable:
     """Without a limit that matters."""
-    return whole("1GB")
+    return whole("1GB", make=Wide)
 
 
 def test_the_graph_is_one_compiled_stage_inside_the_limit(free: Checkpointable) -> None:
     limit = share_of(free, 0.9)
-    tight = whole(limit)
+    tight = whole(limit, make=Wide)
     for found in (free, tight):
         assert len(found.names) == 1
         assert found.compiled == found.names
@@ -116,7 +116,7 @@ def test_one_more_partition_is_compiled_at_most_with_the_room_that_the_first_one
     monkeypatch: pytest.MonkeyPatch, free: Checkpointable, shares: tuple[float, ...], kept: int | None
 ) -> None:
     attempts = Attempts(monkeypatch, *shares)
-    found = whole(share_of(free, 0.9))
+    found = whole(share_of(free, 0.9), make=Wide)
     assert len(attempts.saved) == len(shares)
     assert attempts.saved == sorted(attempts.saved, reverse=shares[0] > 1)
     assert bool(found.compiled) == (kept is not None)
@@ -125,10 +125,10 @@ def test_one_more_partition_is_compiled_at_most_with_the_room_that_the_first_one
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left(free: Checkpointable) -> None:
+def test_an_optimizer_that_comes_late_has_it_compiled_for_the_room_that_is_left() -> None:
     """Adam's state takes as much again as all parameters, twice."""
     torch.manual_seed(0)
-    limit = peak(free) * 11 // 10
+    limit = peak(whole("1GB")) * 11 // 10
     found = Checkpointable(Net(2), mem_limit=limit, compile=True, loss=loss, fresh_grads=True, granularity=2)
     optimizer = torch.optim.Adam(found.parameters())
     saved = []
