@@ -197,7 +197,7 @@ def children_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[nn.Module
 def cases(*, tiny: bool) -> dict[str, Case]:
     """By name. Tiny ones take a CPU about a second for each step."""
     length, vocabulary = (32, 128) if tiny else (1024, 50_304)
-    width, layers, heads = (32, 4, 2) if tiny else (1024, 24, 16)
+    width, layers, heads = (32, 2, 2) if tiny else (1024, 24, 16)
     long, words = (32, 128) if tiny else (4096, 128_256)
     side, pixels = (32, 32) if tiny else (224, 512)
 

@@ -154,7 +154,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.
     "all shared": (chain, all_shared),
     "uneven": (Skipped, uneven_parts),
     "llama": (partial(llama, **HEADS), heads),
-    "llama, sequence": (partial(llama, **HEADS), heads_and_sequence),
+    "llama, sequence": (partial(llama, **HEADS, num_hidden_layers=1), heads_and_sequence),
 }
 
 

@@ -225,8 +225,7 @@ def begun_with_nothing(rank: int) -> tuple[Any, ...]:
     ("kind", "options", "accumulated", "share"),
     [
         ("chain", "plain", 1, 0.5),
-        ("chain", "kept", 1, 0.5),
-        ("twice", "plain", 1, 0.5),
+        pytest.param("twice", "plain", 1, 0.5, marks=slow),
         pytest.param("tied llama", "mixed", 1, 0.4, marks=slow),
         pytest.param("skips together", "mixed, full out", 2, 0.3, marks=slow),
     ],

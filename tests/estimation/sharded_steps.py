@@ -56,7 +56,7 @@ class Blocks(nn.Module):
 
 CASES = {
     "blocks": lambda: (Blocks(), {"value": torch.randn(ROWS, WIDTH)}),
-    "llama": lambda: (fsdp_models.llama(), fsdp_models.batches("llama", 0, 1)[0]),
+    "llama": lambda: (fsdp_models.llama(num_hidden_layers=1), fsdp_models.batches("llama", 0, 1)[0]),
 }
 """Models that are made anew at each call, each with a batch."""
 

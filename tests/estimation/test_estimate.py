@@ -156,5 +156,5 @@ def test_a_llama_of_billions_of_parameters_fits_a_device_if_its_optimizer_is_fus
     assert report.peak_bytes <= 10 * 2**30 < 11 * 2**30 < report.store_all_bytes
     assert 1.0 < report.overhead < 1.2
     # With foreach, the step of the optimizer makes copies of all parameters, and decides.
-    with pytest.raises(InfeasibleError) as caught:
+    with pytest.raises(InfeasibleError):
         estimate(large_llama, inputs, "h100", optimizer=torch.optim.AdamW, **options)
