@@ -34,12 +34,12 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("repeatable")
 
 LONGEST = (
-    "docs/test_pages.py",
     "distributed/test_fsdp.py",
+    "docs/test_pages.py",
     "distributed/test_pipelining.py",
-    "compile/test_whole.py",
-    "integrations/test_trainer.py",
     "distributed/test_moved.py",
+    "integrations/test_trainer.py",
+    "compile/test_whole.py",
     "distributed/test_tensor_parallel.py",
     "capture/test_partial_saving.py",
     "integrations/test_adapters.py",

@@ -24,7 +24,7 @@ ELSEWHERE = ("strategies.md",)
 """tests/by_hand/test_by_hand.py runs it, and looks at its numbers, too."""
 
 
-LONG = ("batch.md", "compile.md", "out-of-memory.md")
+LONG = ("batch.md", "capture.md", "compile.md", "estimate.md", "out-of-memory.md", "report.md")
 """Pages whose blocks take longest."""
 
 
