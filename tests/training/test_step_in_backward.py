@@ -51,7 +51,6 @@ def halved(optimizer: torch.optim.Optimizer) -> Any:
         (chain(), vectors(), momentum),
         (tied_chain(), words(), two_groups),
         (Language(tied=True), words(), adamw),
-        (Language(tied=False), words(), momentum),
     ],
 )
 def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
