@@ -53,6 +53,8 @@ class Sweep:
 
 USUAL = 0.10
 """Default overhead in reports."""
+_LEAST_SHOWN = 0.0005
+"""Least saved share that does not read "0.0 %"."""
 
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
@@ -83,10 +85,11 @@ def sentence(moment: Moment, names: abc.Sequence[str], beside_bytes: int) -> str
 def saving(sweep: Sweep, overhead: float = USUAL) -> str:
     """Memory saved by at most `overhead` more time; if none, the price of the first saving."""
     least, point, stored = sweep.points[0], sweep.least_for(overhead), format_bytes(sweep.store_all_bytes)
-    if sweep.saved(least) <= 0:
-        return f"No plan needs less than storing everything: {stored}."
-    if sweep.saved(point) <= 0:
-        point = sweep.points[-2]  # the first saving; the last point stores everything
+    saving_ones = [each for each in sweep.points if sweep.saved(each) >= _LEAST_SHOWN]
+    if not saving_ones:
+        return f"No plan needs {'noticeably ' if sweep.saved(least) > 0 else ''}less than storing everything: {stored}."
+    if point not in saving_ones:
+        point = saving_ones[-1]  # the first saving
     text = (
         f"{format_share(point.overhead - 1)} more time saves {format_share(sweep.saved(point))} of activation memory: "
         f"a limit of {limit_text(point.mem_limit)} instead of {stored}."

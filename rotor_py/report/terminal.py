@@ -28,7 +28,7 @@ class Prose:
         self.text = Text(text) if isinstance(text, str) else text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        for line in re.finditer(rf"(.{{1,{options.max_width}}}|.+?)(?:{_SPACE}|$)", self.text.plain):
+        for line in re.finditer(rf"(?s)(.{{1,{options.max_width}}}|.+?)(?:{_SPACE}|$)", self.text.plain):
             yield self.text[line.start(1) : line.end(1)]
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:

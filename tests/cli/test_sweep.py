@@ -90,6 +90,9 @@ def test_the_sentence_says_what_more_time_saves():
     )
     assert saving(HAND, 0.07).startswith("5.0 % more time saves 20 % of activation memory: a limit of 900 ")
     assert saving(HAND, 0.01) == saving(HAND, 0.07), "the first saving, where there is none for so little time"
+    large = [replace(each, mem_limit=1000 * each.mem_limit) for each in POINTS]
+    large[-1:] = Point("", 1_099_900, 1.01, 1.01, NONE), large[-1]
+    assert saving(Sweep(100_000, 1_100_000, tuple(large)), 0.02).startswith("5.0 % more time saves 20 %"), "not 0.0 %"
     assert saving(HAND, 2).startswith("50 % more time saves 70 % of activation memory: a limit of 400 instead of 1.10")
     assert saving(HAND, 2).endswith(" Less is not possible.")
     # The least limit for a time is the first that is fast enough.

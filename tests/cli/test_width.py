@@ -83,6 +83,7 @@ def test_a_line_never_ends_between_a_number_and_its_unit(width: int) -> None:
     for line, following in pairwise(lines):  # no line could have taken more
         assert len(line) + 1 + len(re.match(r"(\d\S* (MB|%|ms)\S*|\S+)", following)[0]) > width
     assert shown(Prose("a-word-of-33-letters-is-not-broken 2 MB"), 20)[-1] == "2 MB"
+    assert shown(Prose("an anchor of\ntwo lines"), 40) == ["an anchor of", "two lines"]
 
 
 def test_a_pipe_is_as_wide_as_columns_says_and_without_colours(plan, model_file, monkeypatch) -> None:
