@@ -101,27 +101,28 @@ def prediction() -> Prediction | None:
     return _prediction.get()
 
 
+def _is_cpu(device: torch.device) -> bool:
+    if device.type not in _STORAGES:
+        message = f"cpu and cuda devices can be measured, not {device.type!r}; move the model to one"
+        raise InvalidValueError(message, kind="unknown_device", name=device.type)
+    return device.type == "cpu"
+
+
 def memory_meter(device: torch.device) -> MemoryMeter:
-    """Return a meter for `device`. Raises ValueError for a device type whose allocator cannot be read."""
+    """Return a meter for `device`. Raises ValueError for a device type that cannot be measured."""
     if (predicted := prediction()) is not None:
         return predicted.memory_meter(device)
-    if device.type not in _STORAGES:
-        raise InvalidValueError(
-            f"memory can be measured on cpu and cuda devices, not on {device.type!r}; move the model to one",
-            kind="unknown_device",
-            name=device.type,
-        )
-    if device.type == "cpu":
+    if _is_cpu(device):
         return CpuMeter()
     _wake_engine(device)
     return CudaMeter(device)
 
 
 def stopwatch(device: torch.device) -> AbstractContextManager[Stopwatch]:
-    """Return a stopwatch for this thread's work on `device`."""
+    """Return a stopwatch for this thread's work on `device`. Raises ValueError as `memory_meter` does."""
     if (predicted := prediction()) is not None:
         return predicted.stopwatch(device)
-    return nullcontext(CudaStopwatch(device)) if device.type == "cuda" else cpu_stopwatch()
+    return cpu_stopwatch() if _is_cpu(device) else nullcontext(CudaStopwatch(device))
 
 
 def storages_of(kind: str) -> Storages:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rotor_profiling import Phase, measured_peak, memory_meter, watch_step
+from rotor_profiling.backends import stopwatch
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.step import CpuWatch, give_way
 from tests.fields import raises
@@ -31,8 +32,9 @@ def test_profilers_after_a_meter_that_an_error_leaves_see_operators_and_the_next
     with torch.autograd.profiler.profile() as after:
         torch.ones(4).exp()
     assert "aten::exp" in {event.name for event in after.function_events}
-    with raises(ValueError, "unknown_device", name="meta"):
-        memory_meter(torch.device("meta"))
+    for instrument in (memory_meter, stopwatch):
+        with raises(ValueError, "unknown_device", name="meta"):
+            instrument(torch.device("meta"))
     with memory_meter(CPU) as meter:
         kept = block(1)
     assert meter.phases[""].end == KIB
