@@ -42,7 +42,7 @@ from rotor_py.execute.instructions import Runners
 from rotor_py.measure.cut import Cut, Layer
 from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.forward_state import remember_moved_elsewhere
-from rotor_py.stage.protocol import Keeper, StageOffers, offers_of
+from rotor_py.stage.protocol import Keeper, offers_of
 from rotor_py.stage.runner import StageRunner
 
 Agree = Callable[[list[int]], list[int]]
@@ -265,7 +265,7 @@ def runners_of(
 def shared_apart(stages: Sequence[Layer], value: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Split the first stage's input into values passed between stages, and the shared context."""
     first = stages[0][1]
-    own = len(value) - (first if isinstance(first, StageOffers) else offers_of(first)).shared
+    own = len(value) - offers_of(first).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
         # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
         # all shared values pass from stage to stage.

@@ -188,7 +188,7 @@ class FSDPMarks:
         if torch_compat.current_graph_task_id() != -1:
             in_backward(group)
             return tensors
-        return in_forward(group, module, tensors)  # type: ignore[no-any-return]
+        return in_forward(group, module, tensors)  # type: ignore[no-any-return] # a method of FSDP's group
 
     def group_at(self, place: str) -> tuple[ShardGroup, int]:
         number, position = map(int, place.split())

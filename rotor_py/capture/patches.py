@@ -210,8 +210,10 @@ _PRODUCT = "_grouped_mm"
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
     if is_fake(input) or is_fake(weight):
-        return torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)  # type: ignore[no-any-return]
-    return getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)  # type: ignore[no-any-return]
+        made: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
+    else:
+        made = getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
+    return made
 
 
 @cache  # TorchDynamo has to meet the same function at every step

@@ -88,7 +88,8 @@ def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
 
 def known_image_sizes(graph: fx.Graph) -> list[tuple[int, list[int]]]:
     """The images among a graph's outputs, and their dimensions whose size is a number: kept after a graph break."""
-    outputs = [tensors_of(node) if isinstance(node, fx.Node) else [] for node in graph.output_node().args[0]]  # type: ignore[union-attr]
+    returned: Any = graph.output_node().args[0]
+    outputs = [tensors_of(node) if isinstance(node, fx.Node) else [] for node in returned]
     return [
         (at, [dimension for dimension, size in enumerate(tensors[0].shape) if isinstance(size, int)])
         for at, tensors in enumerate(outputs)

@@ -224,7 +224,7 @@ class SavedInputs(CustomGraphPass):
         end.meta[_SEEN] = sorted(seen.union(end.meta.get(_SEEN, ())))
 
     def uuid(self) -> str:
-        return "rotor_py.compiled.saved_inputs 1"
+        return "rotor_py.compile.partitioner.SavedInputs 1"
 
 
 def _storages(node: object) -> set[int]:

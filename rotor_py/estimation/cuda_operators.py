@@ -150,7 +150,7 @@ def _rms_norm(
     shape, other = [*normalized_shape], weight is not None and weight.dtype != input.dtype
     if _BACKWARD is None or other or not input.is_floating_point():
         return functional.rms_norm(input, shape, weight, eps)
-    made: torch.Tensor = _FusedRmsNorm.apply(input, shape, weight, eps)  # type: ignore[no-untyped-call]
+    made: torch.Tensor = _FusedRmsNorm.apply(input, shape, weight, eps)  # type: ignore[no-untyped-call] # torch's
     return made
 
 

@@ -101,7 +101,7 @@ class DenseNet(NamedChain):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
         nn.init.zeros_(self.classifier.bias)
-        self.register_load_state_dict_pre_hook(_rename_old_keys)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_rename_old_keys)  # type: ignore[no-untyped-call] # torch's
 
 
 def _rename_old_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

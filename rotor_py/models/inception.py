@@ -208,7 +208,7 @@ class Inception3(NamedChain):
             for module in self.modules():
                 if isinstance(module, nn.Conv2d | nn.Linear):
                     nn.init.trunc_normal_(module.weight, std=0.1)
-        self.register_load_state_dict_pre_hook(_without_auxiliary_classifier)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_without_auxiliary_classifier)  # type: ignore[no-untyped-call] # torch's
 
 
 def _without_auxiliary_classifier(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
