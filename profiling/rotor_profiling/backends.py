@@ -28,7 +28,7 @@ class Storages:
 
     block: int
     fake: bool = False
-    """Fake storages have no address; their key is that of the C++ object."""
+    """Fake storages have no address; their key is the C++ object's."""
 
     def key(self, storage: torch.UntypedStorage) -> int:
         """Return a number that is unique among live storages."""

@@ -138,7 +138,7 @@ def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None
 def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
     """Interpolate the numbers from those of `one` at `low` to those of `other` at `high`; sizes are rounded up.
 
-    Beyond an end, seconds are those of the end, in proportion. Numbers that are nonnegative at both ends stay
+    Beyond an end, seconds are in proportion to the end's. Numbers that are nonnegative at both ends stay
     nonnegative. Only options of a stage that both have remain.
     """
     if one is None or other is None or isinstance(one, str | bool | Link):  # a link does not depend on the batch

@@ -81,7 +81,7 @@ class TracedGraph:
 
 
 def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> Callable[..., Any]:
-    """A compiled forward that models built alike share; `marks` are those of `fully_shard`."""
+    """A compiled forward that models built alike share; `marks` are from `fully_shard`."""
     key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function, not a part of it, so a function keeps no model alive.
     if key not in _compiled:

@@ -182,7 +182,7 @@ class CompileBudget:
     def taken(self, measurement: Measurement) -> int:
         """Return the bytes of `available` that a step takes with all stages of a graph measured so stored."""
         budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
-        # Of the graph only: everything after it, down to the loss, is that of the plain step.
+        # Of the graph only: everything after it, down to the loss, is as in the plain step.
         plain = self.budget.chain
         chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
         return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain)) - self.budget.fixed.total

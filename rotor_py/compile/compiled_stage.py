@@ -172,7 +172,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             self._needs_gradient = like._needs_gradient
         offers = offers_of(plain)
         self.carried, self.wiring, self.shared, self.last = offers.carried, offers.wiring, offers.shared, offers.last
-        # In a list, which hides the pieces' parameters: they are those of `plain`.
+        # In a list, which hides the pieces' parameters: they belong to `plain`.
         self._pieces: list[CompiledStage] = []
         self._in_pieces = offers_of(plain).in_pieces(self._piece)
 

@@ -38,7 +38,7 @@ _RUNNING_STATISTICS = {"running_mean", "running_var"}
 
 @dataclass
 class JointGraph:
-    """The graph of `module`, whose first `num_outputs` outputs are those of the forward."""
+    """The graph of `module`, whose first `num_outputs` outputs are the forward's."""
 
     module: fx.GraphModule
     num_outputs: int

@@ -43,7 +43,7 @@ class _GraphStepToken:
 class GraphWatch:
     """Measures the peak of a graph's training step that begins now, from its forward to the end of its backward.
 
-    `held_bytes` are those of the graph's inputs, parameters included. The caller's memory between forward and backward
+    `held_bytes` counts the graph's inputs, parameters included. The caller's memory between forward and backward
     does not count: the backward's peak is the memory left by the forward, the incoming gradients, and its own.
     """
 

@@ -260,7 +260,7 @@ _FUSED_RUNS = 5
 
 
 def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
-    """Return costs with fusible operators sharing kernels; `costs` are those of operators run one by one."""
+    """Return costs with fusible operators sharing kernels; `costs` are for operators run one by one."""
     kinds = partitioners.get_default_op_list()
     found = {}
     for node, cost in costs.items():

@@ -21,7 +21,7 @@ from rotor_profiling.timing import seconds_of
 from rotor_py.data_sheet import CONTEXT_BYTES, Device, Efficiencies, Rates
 
 _LAUNCHES = 200
-"""Small additions in a row; their mean time is that of a launch."""
+"""Small additions in a row; their mean time is a launch's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Plan a program's model in place at its first training step; the program needs no changes.
 
 The model is the module that the program calls in training mode, with gradients and with trainable parameters. It is
-measured at that call, so that autocast and modes are those of the step; the plain step, which may not fit, is never
+measured at that call, with the autocast and modes of the step; the plain step, which may not fit, is never
 taken.
 """
 

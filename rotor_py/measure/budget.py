@@ -58,7 +58,7 @@ class Budget:
     more; None if unknown. `snapshot_bytes` are held as soon as anything is recomputed.
 
     `forwards` are in flight at once, with backwards in `backward_order`, one of `rotor_solver.in_flight.ORDERS`. A
-    sequence is that of the first, and holds those of the others. Each other forward keeps its chain's bytes from
+    sequence is the first one's, and holds the others'. Each other forward keeps its chain's bytes from
     forward to backward, `held_beside` more, and its own snapshots.
     """
 
@@ -159,7 +159,7 @@ class Budget:
         return f"nothing is moved to {self.link_name}: no plan within the limit would be faster for it"
 
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """Return the budget for `forwards` in flight. `gradient_bytes` are those of all trained parameters.
+        """Return the budget for `forwards` in flight. `gradient_bytes` counts all trained parameters.
 
         The first backward leaves gradients in memory while the others run: in `grad`, or in the engine if one backward
         goes through all forwards and sums before it accumulates.

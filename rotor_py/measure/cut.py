@@ -103,7 +103,7 @@ def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
 
 
 def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: Sharding = _NOTHING) -> Cut:
-    """Cut layers given in execution order, as `cut` does. `sharding` is that of their model.
+    """Cut layers given in execution order, as `cut` does. `sharding` is their model's.
 
     Raises UnsupportedModelError as `cut` does.
     """

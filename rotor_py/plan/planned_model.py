@@ -69,7 +69,7 @@ class PlannedModel(Transparent):
     def sequence(self) -> Sequence | None:
         """The sequence in use. A sequence that is set is followed whatever memory it takes.
 
-        Where forwards in flight follow different sequences, it is that of the first, and `beside` holds the others.
+        If forwards in flight follow different sequences, it is the first one's, and `beside` holds the others.
         Several processes have to agree on a sequence, so after setting it there, the next forward solves again.
 
         Setting it raises ValueError before anything has been measured.

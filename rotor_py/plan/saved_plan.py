@@ -313,7 +313,7 @@ def _read(path: str | Path) -> dict[str, Any]:
         fields = _checked(read_fields(_FIELDS, data))
         if _digest(data) != data["digest"]:
             raise InvalidValueError(
-                "its digest is that of another content, so it was changed or damaged", kind="other_digest"
+                "its digest does not match its content, so it was changed or damaged", kind="other_digest"
             )
     except (ValueError, RecursionError) as error:
         raise InvalidValueError(

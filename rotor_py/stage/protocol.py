@@ -52,7 +52,7 @@ class StageOffers:
     """Number of values at the end of its input that all stages of the chain share."""
 
     last: bool = True
-    """Whether its output is that of the chain, without the shared values."""
+    """Whether its output is the chain's, without the shared values."""
 
     @property
     def parts(self) -> Sequence[StageOffers]:
@@ -96,7 +96,7 @@ class _Joined(StageOffers):
     def __init__(self, parts: Iterable[StageOffers]) -> None:
         self._parts = list(parts)
         if self._parts:
-            self.carried = self._parts[-1].carried  # the output is that of the last one
+            self.carried = self._parts[-1].carried  # the output is the last one's
             self.needs_gradient = self._parts[0].needs_gradient
             self.shared, self.last = self._parts[0].shared, self._parts[-1].last
         self.wiring = tuple(part.wiring for part in self._parts)

@@ -177,7 +177,7 @@ def verify(
 ) -> tuple[Verification, ...]:
     """Train steps of `model` with and without its plan, from the same state, and compare them.
 
-    The first result is that of the plan; one for each of `others` follows. Restores parameters, buffers, gradients,
+    The first result is the plan's; one for each of `others` follows. Restores parameters, buffers, gradients,
     optimizer state, random state, mode and the plan in use.
 
     Args:

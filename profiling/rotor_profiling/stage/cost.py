@@ -238,7 +238,7 @@ def _run_with_own_graph(
     """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, and those freed.
 
     Phases: "attach"; "gradient", which makes the output's; "letting go" of the output; and "replay". The gradients'
-    bytes are those of their storages. Freed: bytes of the input, and of the input with the output, that only their
+    bytes count their storages. Freed: bytes of the input, and of the input with the output, that only their
     holders outside the graph keep, seen in the references to the input's storages.
     """
     # Storages in `value` that the chain does not count as input.

@@ -41,7 +41,7 @@ class Microbatch:
     """Bytes and seconds of one microbatch through a chain, the chain's input counted.
 
     `kept_bytes` are in memory when the loss begins, so between forward and backward: the input and the output as well.
-    The peaks are those of the forward and of the backward, which begins with the loss.
+    The peaks are in the forward and in the backward, which begins with the loss.
     """
 
     kept_bytes: int
