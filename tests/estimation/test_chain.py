@@ -1,7 +1,10 @@
 """A chain of tensors without memory beside the measured one, stage by stage: the CPU's own operators in both."""
 
+import math
 from collections.abc import Callable
+from dataclasses import astuple, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -9,12 +12,19 @@ import pytest
 import torch
 from torch import nn
 
+import rotor_cli.target_device as command
 from rotor_profiling.backends import using
-from rotor_py import Checkpointable, store_all
+from rotor_py import Checkpointable, UnsupportedModelError, estimate, store_all
+from rotor_py.estimation.calibration import Sizes, as_toml, calibrate
+from rotor_py.estimation.device_table import device_from_file, find_device
 from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies
 from rotor_py.estimation.simulated_target import PredictedDevice
+from rotor_py.report import Report
+from rotor_py.stage.protocol import ELSEWHERE
 from tests.capture.steps import measured_step
+from tests.estimation.conftest import WIDTH, Block
 from tests.execute.zoo import convolutions, dropouts, moving_buffers
+from tests.fields import ends, invoke, raises
 
 EXACT = ("activation_bytes", "saved_bytes", "input_released_bytes", "output_released_bytes")
 A_MICROSECOND = PredictedDevice("cpu", 10**12, lambda *call: 1e-6)
@@ -106,3 +116,117 @@ def test_steps_by_plans_made_without_memory_take_what_was_predicted() -> None:
             optimizer.zero_grad()
             measured, _ = measured_step(real, optimizer, unpadded(inputs), loss)
         assert measured == pytest.approx(predicted.budget.peak_bytes(predicted.sequence), rel=0.01)
+
+
+MATRICES = ((64, 64, 64), (64, 32, 128))
+TINY = Sizes(matrices=MATRICES, attention=(1, 2, 32, 16), convolution=(1, 4, 8), copied_bytes=2**16)
+CPU = torch.device("cpu")
+
+
+def test_a_device_survives_its_file_and_measuring_restores_the_random_state(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    expected, precision = torch.rand(3), torch.get_float32_matmul_precision()
+    torch.manual_seed(3)
+    said: list[str] = []
+    found = calibrate(CPU, 16 * 10**9, sizes=TINY, progress=said.append)
+    assert said == ["matrix products", "attention", "a convolution", "copies"]
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_float32_matmul_precision() == precision
+    path = tmp_path / "mine.toml"
+    for device in (found, replace(find_device("h100"), name='my "own"', sources=())):
+        path.write_text(as_toml("mine", device))
+        assert replace(device_from_file(path), sources=()) == device
+    assert found.memory_bytes == found.usable_bytes == 16 * 10**9
+    known = found.efficiencies
+    numbers = [*astuple(found.rates), found.bandwidth, found.pcie_bandwidth, known.convolution, known.attention]
+    assert all(math.isfinite(each) and each > 0 for each in [*numbers, known.attention_backward])
+    assert max(known.matmul, known.streaming) <= 1
+    assert known.anchor == f"measured on this CPU with torch {torch.__version__}"
+
+
+def test_the_command_needs_no_model_and_prints_the_file_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "calibrate", lambda device, size, progress: calibrate(device, size, sizes=TINY))
+    result = invoke("--calibrate", "cpu")
+    assert result.exit_code == 0
+    path = tmp_path / "mine.toml"
+    path.write_text(result.stdout)
+    assert device_from_file(path).name == "CPU"
+    ends(invoke("--calibrate", "model.py"), 2, "unknown_device", name="--calibrate")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_measured_near_its_data_sheet() -> None:
+    found = calibrate(torch.device("cuda"), 10**9)
+    assert found.rates.bf16 > found.rates.fp32
+    known = {"H100": "h100", "H200": "h200", "A100": "a100-80", "L4": "l4"}
+    name = next((each for part, each in known.items() if part in found.name.split()), None)
+    if name is not None:
+        sheet = find_device(name)
+        assert 0.4 < found.rates.bf16 / sheet.rates.bf16 < 1.1
+        assert 0.5 < found.bandwidth / sheet.bandwidth < 1.05
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
+
+
+class Captured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+def chain() -> nn.Sequential:
+    return nn.Sequential(Block(), Block())
+
+
+def test_stages_offload_as_much_on_fake_tensors(tmp_path: Path) -> None:
+    batch = torch.randn(512, WIDTH)
+    here = Checkpointable(Captured(), cache=False, offload=f"file:{tmp_path}", loss=torch.mean)
+    here.measure(batch)
+    # Its operators are those of the CPU; kernels of CUDA save other things.
+    there = estimate(Captured(), batch, replace(find_device("l4"), vendor="cpu"), loss=torch.mean, offload="host")
+    chains = (each.chain(fresh_gradients=True) for each in (here.inspection_values, there.measurement))
+    options = ([each for stage in chain for each in stage.options if each.name == ELSEWHERE.name] for chain in chains)
+    found, expected = ([each.moved // 2**20 for each in moving] for moving in options)
+    assert found == expected
+    assert len(found) >= 2
+
+
+def test_a_stage_may_be_stored_in_part_with_the_rest_elsewhere() -> None:
+    device = replace(find_device("l4"), vendor="cpu")
+    report = estimate(chain(), torch.empty(512, WIDTH), device, loss=torch.mean, offload="host")
+    named = {option.name: option for option in report.chain.stages[1].options}
+    whole, part, rest = (named[name] for name in ("", "in part", "in part, elsewhere"))
+    assert (rest.forward_time, rest.backward_time) == (part.forward_time, part.backward_time)
+    assert rest.kept == part.kept < whole.kept
+    assert rest.saved < part.saved // 4
+
+
+def test_a_plan_that_moves_is_faster_and_its_step_is_inside_the_limit() -> None:
+    batch = torch.empty(16384, WIDTH)
+    fast = replace(find_device("h100"), pcie_bandwidth=1e12)
+
+    def planned(limit: int | None, **offload: str) -> Report:
+        return estimate(Captured, batch, fast, loss=torch.mean, fresh_grads=True, mem_limit=limit, **offload)  # type: ignore[arg-type]  # by name
+
+    full = planned(None)
+    limit = (full.budget.least_bytes() + full.peak_bytes) // 2
+    recomputing, moving = planned(limit), planned(limit, offload="host")
+    assert moving.step_seconds < recomputing.step_seconds
+    assert moving.sequence.moves is not None
+    assert moving.reserved.step_bytes <= moving.peak_bytes <= limit
+
+
+def test_the_link_is_that_of_the_table_and_moving_elsewhere_is_refused_in_a_sentence() -> None:
+    link = estimate(chain(), torch.empty(64, WIDTH), "h100", loss=torch.mean, offload="host").budget.link
+    assert link.out_bytes_per_second == link.in_bytes_per_second == pytest.approx(0.64 * 64e9)
+    with raises(ValueError, "device_elsewhere"):
+        estimate(chain(), torch.empty(64, WIDTH), "h100", offload="file:/tmp")  # type: ignore[arg-type]
+    with raises(UnsupportedModelError, "excluded_together", name="offload"):
+        estimate(chain(), torch.empty(64, WIDTH), "h100:2", offload="host")

@@ -3,11 +3,28 @@
 import subprocess
 import sys
 from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from rotor_profiling import UnusableLossError, measure_loss, storage_bytes, storages, tensors_in
+from rotor_profiling import (
+    UnknownOptimizerError,
+    UnusableLossError,
+    isolated,
+    measure_loss,
+    measured_peak,
+    memory_meter,
+    stage_signature,
+    storage_bytes,
+    storages,
+    tensors_in,
+    value_signature,
+)
+from rotor_profiling.optimizer import optimizer_cost, scratch_alone, step_bytes_without
+from rotor_profiling.stage.stage_signature import HasKind
 from tests.fields import raises
 from tests.profiling.costs import CPU, UNIT, unit
 
@@ -96,3 +113,166 @@ def test_a_linear_layer_that_runs_again_in_a_fresh_process_leaves_nothing_more()
     allocated, more = map(int, printed.split())
     assert allocated > 0
     assert more == 0
+
+
+def kind(stage: object, value: object = None):
+    return stage_signature(stage, torch.zeros(2, 8) if value is None else value)
+
+
+def block(width: int = 8, p: float = 0.1) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, width), nn.Dropout(p), nn.BatchNorm1d(width))
+
+
+def test_blocks_and_functions_are_of_one_kind_unless_more_than_their_numbers_differs() -> None:
+    usual = kind(block())
+    assert kind(block()) == usual
+    frozen, evaluated, hooked = block(), block(), block()
+    frozen[0].weight.requires_grad_(False)
+    evaluated[2].eval()
+    hooked[0].register_forward_hook(lambda *_: None)
+    others = [block(9), block(p=0.2), frozen, evaluated, hooked, block().half(), nn.Sequential(*block(), nn.ReLU())]
+    assert all(kind(other) != usual for other in others)
+    assert kind(torch.relu) == kind(torch.relu)
+    assert kind(lambda x: x) != kind(lambda x: x)
+
+
+def test_inputs_matter_by_shape_strides_type_and_need_of_gradient() -> None:
+    value = torch.zeros(4, 8)
+    others = [torch.zeros(5, 8), torch.zeros(8, 4).t(), value.double(), torch.zeros(4, 8, requires_grad=True)]
+    kinds = [kind(block(), each) for each in (value, *others, (value,), {"x": value}, (value, 3))]
+    assert len(set(kinds)) == len(kinds)
+    assert kind(block(), torch.ones(4, 8)) == kinds[0]
+    assert kind(block(), (value, 3)) != kind(block(), (value, 4))
+
+
+class Generated(nn.Module, HasKind):
+    """Code that no two objects share, and that says what it does and what of its input it reads."""
+
+    def __init__(self, does: str, reads: int = 0, width: int = 8) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.code = object()
+        self._does, self._reads = does, reads
+
+    def kind(self, value: tuple[torch.Tensor, ...]) -> Hashable:
+        return self._does, value_signature(value[self._reads])
+
+
+def test_modules_that_define_their_kind_are_compared_by_it_and_by_their_parameters_also_where_joined() -> None:
+    value = (torch.zeros(2), torch.zeros(3))
+
+    def pair(second: str) -> nn.Module:
+        return nn.Sequential(Generated("exp"), Generated(second, reads=1))
+
+    assert kind(Generated("exp"), value) == kind(Generated("exp"), value)
+    assert kind(Generated("exp"), value) == kind(Generated("exp"), (torch.zeros(2), torch.zeros(9)))
+    others = [Generated("log"), Generated("exp", reads=1), Generated("exp", width=9), nn.Sequential(Generated("exp"))]
+    assert all(kind(other, value) != kind(Generated("exp"), value) for other in others)
+    assert kind(pair("log"), value) == kind(pair("log"), value)
+    assert kind(pair("log"), value) != kind(pair("sin"), value)
+    assert kind(pair("log"), value) != kind(pair("log"), (torch.zeros(2), torch.zeros(4)))
+
+
+def test_recurrent_layers_that_look_alike_are_of_one_kind_before_and_after_they_have_run() -> None:
+    value = torch.zeros(2, 3, 4)
+    alike, other = [nn.LSTM(4, 5), nn.LSTM(4, 5)], nn.LSTM(4, 6)
+    assert kind(alike[0], value) == kind(alike[1], value) != kind(other, value)
+    with isolated(alike[0], torch.device("cpu")):
+        alike[0](value)
+    assert kind(alike[0], value) == kind(alike[1], value)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "Adam, foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+}
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(50, 70), nn.Linear(70, 30), nn.BatchNorm1d(30))
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return tensors_in([list(entry.values()) for entry in optimizer.state.values()])
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_and_scratch_are_those_of_real_steps_and_nothing_is_touched(name: str) -> None:
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = len(optimizer.state)
+    predicted = optimizer_cost(optimizer)
+    assert len(optimizer.state) == before
+    step(optimizer, model)
+    state = storage_bytes(state_of(optimizer))
+    assert predicted.state_bytes == state
+    with memory_meter(CPU) as meter:
+        optimizer.step()
+    assert meter.phases[""].peak <= predicted.step_bytes <= meter.phases[""].peak + 256
+    tensors = [*model.parameters(), *(p.grad for p in model.parameters()), *state_of(optimizer)]
+    old = [(t._version, t.clone()) for t in tensors]
+    assert optimizer_cost(optimizer).present_bytes == state
+    assert all(t._version == v and torch.equal(t, values) for t, (v, values) in zip(tensors, old, strict=True))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_fused_step_copies_parameters_that_are_not_contiguous(make: Any) -> None:
+    layers = nn.Sequential(nn.Conv2d(8, 64, 3), nn.Conv2d(64, 16, 3), nn.Linear(9, 9))
+    model = layers.to(memory_format=torch.channels_last)
+    optimizer = make(model.parameters(), lr=0.1, fused=True)
+    predicted = optimizer_cost(optimizer)
+    step(optimizer, model)
+    with memory_meter(CPU) as meter:
+        optimizer.step()
+    assert 0 < meter.phases[""].peak <= predicted.step_bytes
+
+
+def test_an_optimizer_that_reads_values_is_tried_on_zeros_and_one_that_cannot_be_tried_is_refused() -> None:
+    class Reading(torch.optim.SGD):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if float(p.grad.sum()) >= 0:
+                        self.state[p]["kept"] = p.clone()
+
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise KeyError("mine")
+
+    model = network()
+    found = optimizer_cost(Reading(model.parameters(), lr=0.1))
+    assert found.state_bytes == storage_bytes(model.parameters())
+    with raises(UnknownOptimizerError, "unknown_optimizer", name="Broken"):
+        optimizer_cost(Broken(model.parameters(), lr=0.1))
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.randn(size, size)) for size in (100, 150)] + [nn.Parameter(torch.ones(9), False)]
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["AdamW, amsgrad"], OPTIMIZERS["SGD"], lambda p: torch.optim.Adafactor(p)])
+def test_scratch_of_one_parameter_is_that_of_its_own_step_and_the_others_need_theirs(make) -> None:
+    given = parameters()
+    found = scratch_alone(make(given))
+    assert set(found) == {id(each) for each in given[:2]}
+    for each in given[:2]:
+        alone = make([each])
+        each.grad = torch.randn_like(each)
+        alone.step()
+        measured = measured_peak(alone.step, [], CPU)
+        assert measured <= found[id(each)] <= measured + 128
+    optimizer = make(given)
+    assert step_bytes_without(optimizer, set()) >= max(found.values())
+    assert step_bytes_without(optimizer, {id(given[1])}) == found[id(given[0])]
+    assert step_bytes_without(optimizer, {id(given[0]), id(given[1])}) == 0
+    assert not optimizer.state

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from torch import nn
 
+from benchmarks import soak
 from rotor_profiling import memory_meter
 from rotor_py import Checkpointable
 from tests.checkpointable.steps import CPU, Tower, square
@@ -260,3 +261,15 @@ def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+# Smaller ones save too little for a file.
+@pytest.mark.parametrize(("name", "size"), [("chain", 8), ("captured", 8), ("file", 12)])
+def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(
+    name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(soak, "SIZE", size)
+    found = soak.soak(name, steps=30, every=3)
+    assert found.problems() == []
+    assert found.samples == 8
+    assert found.peak_bytes > 0.8 * found.limit_bytes  # the limit is not just never met

@@ -5,15 +5,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
 from rotor_profiling.storage import storage_bytes
 from rotor_py import memory_budget
-from rotor_py.compile.partitioner import SavedInputs, saving_inputs
+from rotor_py.compile.candidates import by_torch
+from rotor_py.compile.joint_graph import JointGraph
+from rotor_py.compile.partition import GraphCosts, Run, in_registers
+from rotor_py.compile.partitioner import BudgetPartitioner, SavedInputs, saving_inputs
 from rotor_py.compile.stage_code import compile_code
-from tests.compile.partition.compiled_steps import Loss, take_step
+from tests.compile.partition.compiled_steps import (
+    Block,
+    Loss,
+    Residual,
+    compiled_step,
+    noted_usual,
+    seen_candidates,
+    take_step,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
@@ -61,8 +74,8 @@ def test_other_passes_over_graphs_run_before() -> None:
         def uuid(self) -> None: ...
 
     other, name = Other(), "post_grad_custom_post_pass"
-    for given in (other, [other]):
-        once = saving_inputs({name: given})
+    for passes in (other, [other]):
+        once = saving_inputs({name: passes})
         for options in (once, saving_inputs(once)):
             first, second = options[name]
             assert first is other
@@ -108,3 +121,116 @@ def test_the_peak_of_convolutions_under_inductor_is_known_from_the_graph(
         step = take_step(model, torch.compile(model, options=options), torch.randn(shape))
     (weight,) = options["custom_partitioner_fn"].chosen.values()
     assert least * weight.peak <= step.peak <= 1.02 * weight.peak
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
+@pytest.mark.slow
+def test_the_estimated_peak_is_near_that_of_fused_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = noted_usual(monkeypatch)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Loss(Block(64))
+    chooser = BudgetPartitioner("1GB", fused=True, estimated=True)
+    with fresh_cache():
+        run = torch.compile(model, options={"custom_partitioner_fn": chooser})
+        step = take_step(model, run, torch.randn(4, 128, 64))
+    (weight,) = chooser.chosen.values()
+    assert 0.9 * step.peak < weight.peak < 1.08 * step.peak
+    ((joint, _),) = seen
+    (bound,) = by_torch(joint, GraphCosts.of(joint, fused=True), [1])
+    assert weight.peak < bound.weight.peak
+
+
+def names_in_registers(function: Any) -> list[str]:
+    """The operators of `function` of a square whose values stay in registers."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    module = make_fx(function, tracing_mode="fake")(torch.randn(8, 8))
+    steps: dict[fx.Node, Run] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_function":
+            steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
+    ends = {steps[each] for each in module.graph.output_node().all_input_nodes}
+    runs = list(steps.values())
+    inside = in_registers(JointGraph(module, 1), runs, ends)
+    return [str(run.node) for run in runs if run in inside]
+
+
+def read_on_both_sides(x: torch.Tensor) -> torch.Tensor:
+    read_twice = torch.exp(x)
+    return (torch.tanh(read_twice) @ x).sin() + read_twice
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (lambda x: torch.tanh(torch.exp(x)).sin(), ["exp", "tanh"]),
+        (lambda x: torch.exp(x).view(64).sin(), ["exp", "view"]),
+        (lambda x: torch.exp(x) @ x, []),
+        (lambda x: torch.exp(x).view(4, 16) @ x.view(16, 4), []),
+        (read_on_both_sides, ["sin"]),
+        (lambda x: (torch.exp(x).sum(1) * 2).sin(), ["exp", "mul"]),
+    ],
+)
+def test_a_value_stays_in_registers_if_one_kernel_makes_and_reads_it(function: Any, names: list[str]) -> None:
+    assert names_in_registers(function) == names
+
+
+WIDTH = 16
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "dropout": lambda: nn.Dropout(0.3),
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "softmax": lambda: nn.Softmax(-1),
+    "wide": lambda: nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH)),
+    "residual": lambda: Residual(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.1)),
+}
+CHAIN = ("linear", "gelu", "dropout", "norm") * 2
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "chain": (lambda: nn.Sequential(*(LAYERS[name]() for name in CHAIN)), (256, WIDTH)),
+    "llama": (lambda: nn.Sequential(*(Block(16) for _ in range(2))), (2, 64, 16)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chain", pytest.param("llama", marks=pytest.mark.slow)],
+)
+def test_peaks_are_the_predicted_ones_to_the_byte_fall_with_budgets_and_numbers_stay(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, shape = MODELS[name]
+    torch.manual_seed(2)
+    value = torch.randn(shape)
+    with seen_candidates(monkeypatch) as found:
+        stored = compiled_step(made, value, 10**12)
+    peaks = [each.weight.peak for each in found[0]]
+    assert peaks == sorted(set(peaks))
+    assert peaks[0] < 0.9 * peaks[-1]
+    for peak in (peaks[0], peaks[len(peaks) // 2]):
+        step = compiled_step(made, value, peak)
+        assert step.peak == peak
+        assert step.equals(stored)
+
+
+@pytest.mark.slow
+@settings(max_examples=3, deadline=None)
+@given(layers=st.lists(st.sampled_from(sorted(LAYERS)), min_size=3, max_size=8), place=st.floats(0, 1))
+def test_any_model_stays_within_any_budget_that_it_can(layers: list[str], place: float) -> None:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(LAYERS[name]() for name in layers))
+
+    torch.manual_seed(2)
+    value = torch.randn(64, WIDTH)
+    with pytest.MonkeyPatch.context() as patch, seen_candidates(patch) as found:
+        stored = compiled_step(made, value, 10**12)
+    least, most = found[0][0].weight.peak, found[0][-1].weight.peak
+    budget = int(least + place * (most - least))
+    step = compiled_step(made, value, budget)
+    assert step.peak <= budget
+    assert step.equals(stored)
