@@ -92,6 +92,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Each test begins with the same random stream, whichever tests came before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def stages_timed_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("timed") is None:
         time_stages_once(monkeypatch)

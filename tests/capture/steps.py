@@ -44,7 +44,6 @@ def assert_trains_inside(
 
 def limits(planned: Checkpointable) -> tuple[int, int]:
     """The least limit, and what storing everything needs."""
-    assert planned.budget is not None
     return planned.budget.least_bytes(), planned.budget.peak_bytes(store_all(planned.budget.chain))
 
 
@@ -110,7 +109,6 @@ def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
 
 def in_part(planned: Checkpointable, again: int = 0) -> Sequence:
     """Every stage stored by the last of its ways, the first `again` stages only when they are run again."""
-    assert planned.budget is not None
     chain = planned.budget.chain
     attached = [ForwardEnable(number, len(stage.options) - 1) for number, stage in enumerate(chain.stages)]
     checked = [ForwardCheck(number) for number in range(again)]

@@ -129,7 +129,6 @@ def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(
 @pytest.mark.slow
 @pytest.mark.parametrize(("trained", "mixed"), [(r"blocks\.2|norm", False), ("wide", True)])
 def test_frozen_parts_and_autocast_around_the_model(trained: str, mixed: bool) -> None:
-    torch.manual_seed(0)
     model, ids = Tower(depth=3), torch.randint(20, (8, 24))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(re.search(trained, name) is not None)
@@ -174,7 +173,6 @@ class Mixed(nn.Module):
 def test_stages_that_are_stored_run_as_one_as_in_plain_training_with_tensors_put_in_the_place_of_parameters(
     monkeypatch: Any,
 ) -> None:
-    torch.manual_seed(0)
     model, inputs = Mixed(), {"x": torch.randn(16, 12, 24), "scale": torch.rand(16, 12, 24)}
     planned, plain = Checkpointable(model, loss=square, fresh_grads=True), copy.deepcopy(model)
     planned.measure(inputs)

@@ -93,7 +93,6 @@ CASES = [(Statistics, 1), (Moving, 1), (Outside, 1), (ReadBefore, 2), (Replaced,
 
 @pytest.mark.parametrize(("make", "count"), CASES)
 def test_moved_buffers_are_those_of_plain_training(make: Callable[[], nn.Module], count: int) -> None:
-    torch.manual_seed(0)
     model, values = make().train(), [torch.randn(16, WIDTH) for _ in range(count)]
     trained = copy.deepcopy(model)
     planned = Checkpointable(
@@ -134,7 +133,6 @@ class Scaled(Block):
 
 def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
     """Their graphs are made while training, since each has another number in it."""
-    torch.manual_seed(0)
     model, value = Blocks(Scaled, 2), torch.randn(16, WIDTH)
     plain = copy.deepcopy(model)
     planned = planned_for(model, value, cache=False, watch=False)
@@ -169,7 +167,6 @@ class Counting(Blocks):
 
 
 def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
     model, x = Counting(), torch.randn(128, WIDTH)
     plain = copy.deepcopy(model)
     planned = planned_for(model, x, share=0.5)

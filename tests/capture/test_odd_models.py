@@ -204,7 +204,6 @@ def first_tensor_square(output: Any) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case: str) -> None:
     make, shape, exact = CASES[case]
-    torch.manual_seed(0)
     name = "input" if make is handed_on else "value"
     planned = assert_trains_inside(make(), {name: torch.randn(shape)}, first_tensor_square, exact=exact)
     if case == "skip connection":
@@ -218,7 +217,6 @@ def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # TorchDynamo does, for a moment
 def test_a_step_with_own_autograd_functions_keeps_to_the_plan_without_the_collector() -> None:
-    torch.manual_seed(0)
     model, value = Squashed(), torch.randn(256, WIDTH)
     gc.collect()
     gc.disable()
@@ -311,7 +309,6 @@ def chain() -> nn.Module:
 
 
 def test_copies_of_statistics_of_equal_stages_are_inside_the_limit() -> None:
-    torch.manual_seed(0)
     planned, batch = Checkpointable(Normalized(blocks=16), loss=square), torch.randn(8, WIDTH)
     planned.measure(batch)
     for share in (0.1, 0.0):
@@ -323,7 +320,6 @@ def test_copies_of_statistics_of_equal_stages_are_inside_the_limit() -> None:
 
 @pytest.mark.parametrize("make", [Normalized, lambda: Normalized(momentum=None), chain])
 def test_statistics_that_did_not_move_when_they_were_measured_move_once(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
     plain = make()
     planned = Checkpointable(copy.deepcopy(plain))
     planned.measure(torch.zeros(64, WIDTH))  # whose mean is what the running mean begins with

@@ -50,7 +50,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", ["lstm", pytest.param("projected, both directions", marks=pytest.mark.slow)])
 def test_training_is_that_of_the_model_and_stays_inside_the_limit(case: str) -> None:
-    torch.manual_seed(0)
     model = LanguageModel(nn.LSTM(24, 24, num_layers=2, batch_first=True, **CASES[case]))
     planned = assert_trains_inside(model, {"ids": IDS}, cross_entropy, exact=0.98)
     assert not torch._dynamo.config.allow_rnn  # the user's setting
@@ -61,7 +60,6 @@ def test_training_is_that_of_the_model_and_stays_inside_the_limit(case: str) -> 
 
 
 def test_a_state_is_carried_from_batch_to_batch() -> None:
-    torch.manual_seed(0)
     model = LanguageModel(nn.LSTM(24, 24, num_layers=2, dropout=0.2, batch_first=True))
     state = (torch.zeros(2, 8, 24), torch.zeros(2, 8, 24))
     plain = copy.deepcopy(model)
@@ -99,7 +97,6 @@ class Remembering(LanguageModel):
 
 
 def test_a_state_that_the_model_keeps_is_not_moved_by_measuring() -> None:
-    torch.manual_seed(0)
     model = Remembering()
     plain = copy.deepcopy(model)
     planned = planned_for(model, {"ids": IDS}, cross_entropy)
@@ -125,7 +122,6 @@ class FrozenEncoder(nn.Module):
 
 
 def test_a_frozen_layer_has_the_numbers_of_plain_training() -> None:
-    torch.manual_seed(0)
     model, inputs = FrozenEncoder(), {"value": torch.randn(9, 3, 7)}
     plain = copy.deepcopy(model)
     compare(planned_for(model, inputs, optimizer=adamw(model)), plain, inputs, square)

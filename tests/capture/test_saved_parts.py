@@ -193,9 +193,7 @@ def test_all_corners_of_the_hull_are_found(points: list[PricedCut]) -> None:
 
 
 @given(POINTS, st.integers(0, 8), st.integers(1, 40), st.integers(1, 4))
-def test_what_is_left_saves_enough_from_one_to_the_next(
-    points: list[PricedCut], which: int, least: int, most: int
-) -> None:
+def test_what_is_left_saves_enough_from_one_to_the_next(points, which: int, least: int, most: int) -> None:
     inner = sorted({part.nbytes: part for part in [*points, part_of(50, 50)]}.values(), key=lambda part: -part.nbytes)
     stays = inner[which % len(inner)]
     whole, again = part_of(100, 0), part_of(0, 100)

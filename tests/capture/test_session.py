@@ -65,7 +65,6 @@ class Branches(Skips):
 
 
 def test_hooks_that_come_and_go_after_planning_are_seen() -> None:
-    torch.manual_seed(0)
     model = Branches()
     plain = copy.deepcopy(model)
     planned = Checkpointable(model)
@@ -85,7 +84,6 @@ def test_hooks_that_come_and_go_after_planning_are_seen() -> None:
 
 
 def test_measuring_changes_nothing_and_eval_is_the_model_itself() -> None:
-    torch.manual_seed(0)
     model = Tower()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     ids = torch.randint(20, (4, 10), generator=torch.Generator().manual_seed(0))
@@ -98,7 +96,6 @@ def test_measuring_changes_nothing_and_eval_is_the_model_itself() -> None:
 
 
 def test_the_backend_keeps_a_limit_of_its_own() -> None:
-    torch.manual_seed(0)
     model, ids = Tower(), torch.randint(20, (16, 40))
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, backend="rotor", options={"mem_limit": "4MB", "fresh_grads": True})
@@ -114,7 +111,6 @@ def test_the_backend_keeps_a_limit_of_its_own() -> None:
 
 
 def test_the_backend_leaves_room_for_several_forwards_in_flight(caplog: Any) -> None:
-    torch.manual_seed(0)
     plain, pair = Skips(64, dropout=0.1), (torch.randn(512, 64), torch.randn(512, 64))
     model, limit = copy.deepcopy(plain), 3_000_000
     compiled = torch.compile(model, backend="rotor", options={"mem_limit": limit})
@@ -175,7 +171,6 @@ def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch
     made: list[object] = []
     backend = captured_forward._backend
     monkeypatch.setattr(captured_forward, "_backend", lambda *given: made.append(0) or backend(*given))
-    torch.manual_seed(0)
     models = [Tower(depth=2, width=40) for _ in range(2)]
     plains = [copy.deepcopy(model) for model in models]
     ids = torch.randint(20, (6, 12))

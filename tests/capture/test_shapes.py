@@ -122,7 +122,6 @@ def assert_follows(
 def test_other_shapes_follow_the_plan_with_nothing_captured_but_for_a_size_of_one_and_larger_ones_are_planned_for(
     captured: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
     # Planned for sizes that are equal, which says nothing about later ones.
     planned, plain = planned_and_plain(Language(), sentences(16, 16))
     assert_follows(planned, plain, sentences, (16, 16), (9, 11), (2, 2))
@@ -146,7 +145,6 @@ def test_other_shapes_follow_the_plan_with_nothing_captured_but_for_a_size_of_on
 def test_images_of_another_size_have_a_graph_and_follow_the_plan_which_is_said_while_another_thread_compiles(
     captured: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch.manual_seed(0)
     planned, plain = planned_and_plain(Images(), pictures(6, 24))
     # TorchDynamo calls no callbacks meanwhile: it waits until all threads are done.
     with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "another's"):
@@ -174,7 +172,6 @@ def rows(count: int, length: int) -> dict[str, Any]:
 
 
 def test_what_follows_a_graph_break_serves_every_shape_too(captured: list[object]) -> None:
-    torch.manual_seed(0)
     planned, plain = planned_and_plain(Halves(), rows(16, 12))
     before = len(captured)
     assert_follows(planned, plain, rows, (16, 9), (7, 12))
@@ -193,11 +190,8 @@ class Asking(Tower):
 
 
 @pytest.mark.slow
-def test_ten_lengths_with_a_graph_each_all_follow_the_plan(
-    captured: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ten_lengths_with_a_graph_each_all_follow_the_plan(captured, caplog) -> None:
     """TorchDynamo by itself makes eight graphs, and then runs a model as it is."""
-    torch.manual_seed(0)
     planned, plain = planned_and_plain(Asking(), rows(8, 40))
     assert_follows(planned, plain, rows, *((8, length) for length in range(40, 30, -1)))
     assert len(captured) == 10
@@ -231,10 +225,7 @@ class Padding(nn.Module):
         return value
 
 
-def test_a_model_that_does_something_else_for_small_inputs_has_a_plan_for_them_too(
-    captured: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
+def test_a_model_that_does_something_else_for_small_inputs_has_a_plan_for_them_too(captured, caplog) -> None:
     planned, plain = planned_and_plain(Padding(), rows(8, 64), share=0.5)
     long = planned.sequence
     with plans_counted(planned) as measured:
@@ -247,17 +238,13 @@ def test_a_model_that_does_something_else_for_small_inputs_has_a_plan_for_them_t
 
 
 def test_a_small_input_that_takes_too_much_is_refused_and_others_train_on(captured: list[object]) -> None:
-    torch.manual_seed(0)
     planned, plain = planned_and_plain(Padding(), rows(8, 64))
     with pytest.raises(InfeasibleError):
         planned(torch.randn(8, 16, 32))
     assert_follows(planned, plain, rows, (8, 60))
 
 
-def test_a_model_that_cannot_be_traced_with_symbols_is_traced_for_its_shape(
-    captured: list[object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
+def test_a_model_that_cannot_be_traced_with_symbols_is_traced_for_its_shape(captured, caplog, monkeypatch) -> None:
     backend = captured_forward._backend
 
     def refuse_symbols(graph: Any, inputs: list[Any]) -> Any:

@@ -296,7 +296,6 @@ class Sly(nn.Linear):
 
 
 def test_stages_that_depend_on_the_graph_are_found_by_measuring() -> None:
-    torch.manual_seed(0)
     plain, batch = nn.Sequential(*[Sly(8, 8) for _ in range(6)]), torch.randn(20, 8)
     planned = planned_at(0.0, copy.deepcopy(plain), batch)
     assert recomputes(planned.sequence)
@@ -331,7 +330,6 @@ def test_tensors_without_gradient_stay_so_where_stages_are_recomputed() -> None:
 
 
 def test_moving_buffers_are_right_where_forwards_come_before_their_backwards() -> None:
-    torch.manual_seed(0)
     plain, batches = moving_buffers(), [torch.randn(9, 6) for _ in range(3)]
     planned = Checkpointable(copy.deepcopy(plain), loss=square)
     planned.measure(batches[0])

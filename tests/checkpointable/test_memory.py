@@ -39,7 +39,6 @@ def test_the_measured_peak_is_the_predicted_one(share: float, fresh_grads: bool)
 
 
 def test_optimizer_state_is_inside_the_limit() -> None:
-    torch.manual_seed(0)
     network = blocks(6, 32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
     planned = planned_at(0.3, network, optimizer=optimizer, fresh_grads=True)
@@ -170,7 +169,6 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_stages_of_all_kinds_are_within_two_percent(name: str) -> None:
-    torch.manual_seed(0)
     batch = torch.randn(10, 64, 16) if name == "recurrent" else images(size=32 if name == "pooling" else 24)
     batch.requires_grad_(name == "input with gradient")
     planned = planned_at(0.5 if name == "tuples" else 0.0, ODD[name](), batch, fresh_grads=True)
@@ -178,7 +176,6 @@ def test_stages_of_all_kinds_are_within_two_percent(name: str) -> None:
 
 
 def test_copies_of_buffers_that_move_are_inside_the_limit() -> None:
-    torch.manual_seed(0)
     layers = (Residual(Remember(), inner(), nn.GELU()) for _ in range(4))
     planned = planned_at(0.2, nn.Sequential(entry(), *layers), fresh_grads=True)
     step_peak(planned, images())

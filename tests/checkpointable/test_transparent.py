@@ -100,7 +100,6 @@ class Derived(WithLoss):
 
 
 def test_a_method_that_calls_self_follows_the_plan_with_the_same_numbers_and_attributes_are_the_models() -> None:
-    torch.manual_seed(0)
     model, batch = Derived(64, 6), torch.randn(512, 64)
     plain = copy.deepcopy(model)
     planned = planned_at(0.3, model, batch, fresh_grads=True)

@@ -112,7 +112,6 @@ def whole(
         )
     plan = found._planner.in_use
     plan.turn_to(plan.ways[0])
-    assert found.chain is not None
     found.sequence = store_all(found.chain)
     return found
 
@@ -140,14 +139,11 @@ class Compilations:
 
 def share_of(free: Checkpointable, share: float) -> int:
     """A limit that leaves this share of the activations' memory."""
-    assert free.budget is not None
     fixed = free.budget.fixed.total
     return fixed + int((peak(free) - fixed) * share)
 
 
 def peak(found: Checkpointable) -> int:
-    assert found.budget is not None
-    assert found.sequence is not None
     return found.budget.peak_bytes(found.sequence)
 
 
@@ -171,7 +167,6 @@ def measured(found: Checkpointable, value: torch.Tensor, loss: Callable[[torch.T
 
 def middle(found: Checkpointable) -> Sequence:
     """A sequence that computes some stages again, and is not the one that needs least."""
-    assert found.budget is not None
     least, most = found.budget.least_bytes(), found.budget.peak_bytes(store_all(found.budget.chain))
     return found.budget.solve((least + most) // 2, Persistent())
 

@@ -75,9 +75,7 @@ def test_modes_and_options_are_those_of_torch_compile_but_another_backend(caplog
         found.compile(modus="default")
 
 
-def test_torch_compile_around_the_model_compiles_nothing_and_says_so_once(
-    seen: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torch_compile_around_the_model_compiles_nothing_and_says_so_once(seen, caplog) -> None:
     found = Checkpointable(Wide(3), mem_limit="1GB", loss=loss, granularity=3)
     around = torch.compile(found, mode="reduce-overhead")
     for _ in range(2):
@@ -113,9 +111,7 @@ def test_the_command_takes_no_mode(tmp_path: Path, mode: str, words: str) -> Non
     assert words in result.stderr
 
 
-def test_a_plan_from_a_file_is_followed_uncompiled(
-    tmp_path: Path, seen: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_from_a_file_is_followed_uncompiled(tmp_path, seen, caplog) -> None:
     found = planned()
     found.measure(batch())
     found.save_plan(tmp_path / "plan.json")
@@ -127,7 +123,6 @@ def test_a_plan_from_a_file_is_followed_uncompiled(
 
 
 def test_the_backend_compiles_if_it_is_told_to(seen: list[int]) -> None:
-    torch.manual_seed(0)
     model = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
 
     def forward(value: torch.Tensor) -> torch.Tensor:

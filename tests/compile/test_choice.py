@@ -1,6 +1,5 @@
 """Which stages are compiled: those of one kind once, those that can be, and none where that makes the plan worse."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,16 +48,12 @@ def test_stages_of_one_kind_are_compiled_once_and_told_of(monkeypatch: pytest.Mo
     assert compilations.count <= 4
 
 
-def test_no_plan_is_slower_than_the_plain_one_and_the_error_names_the_least_limit_of_all(
-    compiled: Checkpointable,
-) -> None:
+def test_no_plan_is_slower_than_the_plain_one_and_the_error_names_the_least_limit_of_all(compiled) -> None:
     found, plan = compiled, compiled._planner.in_use
     plain = plan.budget_of(plan.ways[-1])
     least, most = plain.least_bytes(), plain.peak_bytes(store_all(plain.chain))
     for limit in (least, (least + most) // 2, most):
         found.compute_sequence(limit)
-        assert found.budget is not None
-        assert found.sequence is not None
         assert found.budget.peak_bytes(found.sequence) <= limit
         seconds = simulate(plain.chain, plain.solve(limit, Persistent())).makespan
         assert simulate(found.budget.chain, found.sequence).makespan <= seconds
@@ -67,9 +62,7 @@ def test_no_plan_is_slower_than_the_plain_one_and_the_error_names_the_least_limi
     assert caught.value.min_bytes == min(plan.budget_of(way).least_bytes() for way in plan.ways)
 
 
-def test_without_a_compiler_one_line_says_so_for_the_whole_model_and_so_does_the_report(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_compiler_one_line_says_so_for_the_whole_model_and_so_does_the_report(monkeypatch, caplog) -> None:
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     asked = []
@@ -79,7 +72,6 @@ def test_without_a_compiler_one_line_says_so_for_the_whole_model_and_so_does_the
         raise InductorError(InvalidCxxCompiler("c++"), None)
 
     monkeypatch.setattr("rotor_py.compile.compiled_stage.compile_code", missing)
-    torch.manual_seed(0)
     found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
     (record,) = logged(caplog, "not_compiled", name="the model")
     assert "InvalidCxxCompiler" in record.getMessage()
@@ -89,11 +81,8 @@ def test_without_a_compiler_one_line_says_so_for_the_whole_model_and_so_does_the
     assert "compiled" not in str(plain.report())
 
 
-def test_a_stage_that_cannot_be_compiled_runs_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stage_that_cannot_be_compiled_runs_as_it_is(monkeypatch, caplog) -> None:
     Compilations(monkeypatch, failing=range(100))
-    torch.manual_seed(0)
     found = Checkpointable(Net(), batch(), "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
     assert found.compiled == []
     names = [record.__dict__["subject"] for record in logged(caplog, "not_compiled")]
@@ -139,14 +128,11 @@ def in_ways(found: Checkpointable) -> Sequence:
 
 
 @pytest.mark.slow
-def test_ways_keep_less_with_the_same_bits_and_the_predicted_peak_also_from_a_file(
-    budgeted: Checkpointable, tmp_path: Path
-) -> None:
+def test_ways_keep_less_with_the_same_bits_and_the_predicted_peak_also_from_a_file(budgeted, tmp_path) -> None:
     measurement, sequence = budgeted._planner.in_use.measurement, in_ways(budgeted)
     for cost, ways in zip(measurement.stages, measurement.ways_by_stage, strict=True):
         saved = [cost.saved_bytes, *(way.cost.saved_bytes for way in ways)]
         assert saved == sorted(set(saved), reverse=True)
-    assert budgeted.chain is not None
     expected = results(budgeted, store_all(budgeted.chain), batch())
     assert same(results(budgeted, sequence, batch()), expected)
     budgeted.save_plan(tmp_path / "plan.json")
@@ -175,7 +161,6 @@ class Code:
 
 @pytest.mark.parametrize("where", ["nowhere", "output", "gradient", "random"])
 def test_a_way_is_taken_only_if_all_its_numbers_are_the_usual_ones(where: str) -> None:
-    torch.manual_seed(0)
     stage = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.3))
     before = {name: each.clone() for name, each in stage.state_dict().items()}
     usual: Any = Code()

@@ -32,7 +32,6 @@ Pair = tuple[tuple[Checkpointable, Sequence], tuple[Checkpointable, Sequence]]
 
 
 def stages(found: Checkpointable) -> Pair:
-    assert found.chain is not None
     return (found, recompute_all(found.chain)), (found, store_all(found.chain))
 
 
@@ -40,8 +39,6 @@ def stages(found: Checkpointable) -> Pair:
 def whole_graphs(_: Checkpointable) -> Pair:
     free = whole("1GB")
     tight = whole(share_of(free, 0.9))
-    assert free.sequence is not None
-    assert tight.sequence is not None
     assert peak(tight) < peak(free)
     return (tight, tight.sequence), (free, free.sequence)
 
@@ -93,7 +90,6 @@ def test_another_shape_is_compiled_when_it_comes(pair: Pair) -> None:
 def test_the_peak_is_the_predicted_one(pair: Pair) -> None:
     for found, sequence in pair:
         found.sequence = sequence
-        assert found.budget is not None
         assert 0.98 * peak(found) <= measured(found, planned_batch(found)) <= peak(found)
 
 
@@ -102,9 +98,7 @@ def test_verifying_compares_with_the_compiled_step_and_tells_the_distance_to_eag
     found.sequence = again
     (verified,) = verify(found, planned_batch(found), loss=loss, fresh_grads=True)
     assert verified.max_grad_difference == 0
-    assert verified.eager_difference is not None
     assert verified.eager_difference > 0  # dropout draws other numbers in generated kernels
-    assert verified.plain_peak_bytes is not None
     assert verified.plain_peak_bytes > verified.measured_peak_bytes
     assert found.sequence is again
 
@@ -120,7 +114,6 @@ def test_autocast() -> None:
 def test_numbers_are_those_of_eager_mode_but_for_rounding() -> None:
     """With the random numbers of eager mode: generated kernels draw others."""
     found = network({"fallback_random": True}, blocks=2)
-    assert found.chain is not None
     made = results(found, recompute_all(found.chain), batch())
     found.model.zero_grad()
     torch.manual_seed(2)
@@ -144,13 +137,11 @@ class Alternating(nn.Module):
 
 
 def test_equal_blocks_read_what_is_theirs() -> None:
-    torch.manual_seed(0)
     model = Alternating()
     values = (batch(), batch().sin(), batch().cos())
     with stage_by_stage():
         found = Checkpointable(model, values, "1GB", compile=True, loss=loss, fresh_grads=True, granularity=4)
     run_compiled(found)
-    assert found.chain is not None
     found.sequence = recompute_all(found.chain)
     made = []
     for run in (found, model):

@@ -37,8 +37,6 @@ def test_who_loads_it_has_the_same_numbers(saved: tuple[Checkpointable, Path]) -
     again = loaded(path)
     assert again.compiled == found.compiled
     assert "compiled" in again.summary()
-    assert found.sequence is not None
-    assert again.sequence is not None
     assert same(results(again, again.sequence, batch()), results(found, found.sequence, batch()))
     assert again.compiled == found.compiled  # now that the stages are known
     assert again.plan() == Plan.load(path)
@@ -63,9 +61,7 @@ def test_a_plan_without_compiled_stages_is_not_compiled(tmp_path: Path) -> None:
         Checkpointable(Net(1), plan=tmp_path / "plan.json", compile=True)
 
 
-def test_another_torch_would_compile_otherwise_and_an_option_that_is_no_data_is_not_saved(
-    saved: tuple[Checkpointable, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_torch_would_compile_otherwise_and_an_option_that_is_no_data_is_not_saved(saved, monkeypatch) -> None:
     found, path = saved
     with monkeypatch.context() as patch:
         patch.setattr(found._planner.settings, "inductor", (("post_grad_custom_post_pass", len),))
@@ -98,11 +94,8 @@ class Starved:
 
 
 @pytest.mark.slow
-def test_numbers_are_those_of_the_compiled_step_where_it_runs_out_and_its_peak_is_predicted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_numbers_are_those_of_the_compiled_step_where_it_runs_out_and_its_peak_is_predicted(monkeypatch) -> None:
     found = network(blocks=3, on_oom="replan")
-    assert found.chain is not None
     sequence = middle(found)
     expected = results(found, store_all(found.chain), batch())
     starved = Starved(monkeypatch)

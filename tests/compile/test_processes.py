@@ -38,14 +38,12 @@ def same_as_stored(rank: int) -> str:
     given, eager, compile = batches(KIND, rank, 3), made(KIND, "plain"), {"fallback_random": True}
     close = trained(eager, adam(eager), given, fsdp_loss, seed=rank)
     stored, optimizer = planned(rank, compile)
-    assert stored.chain is not None
     stored.sequence = stored._planner.in_use.agreed = store_all(stored.chain)  # the same in all processes
     expected = trained(stored, optimizer, given, fsdp_loss, seed=rank)
     found, optimizer = planned(rank, compile)
     limit = between(found, 0.5)
     sequence = found.compute_sequence(limit)
     numbers = trained(found, optimizer, given, fsdp_loss, seed=rank)
-    assert found.budget is not None
     predicted = found.budget.peak_bytes(sequence)
     assert measured_peak_of(found, optimizer, given[:1], fsdp_loss, predicted) <= predicted <= limit
     assert found.sequence is sequence
@@ -106,7 +104,6 @@ def train(rank: int) -> tuple[list[str], str, list[torch.Tensor]]:
     chosen, sequence = found.compiled, str(found.sequence)
     plan = found._planner.in_use
     plan.turn_to(plan.ways[-2])
-    assert found.chain is not None
     steps = []
     for each in (store_all(found.chain), recompute_all(found.chain)):
         found.sequence = plan.agreed = each
@@ -120,9 +117,7 @@ def train(rank: int) -> tuple[list[str], str, list[torch.Tensor]]:
     return chosen, sequence, steps[-1]
 
 
-def test_processes_of_distributed_data_parallel_run_the_same_stages_compiled_by_one_sequence(
-    processes: Processes,
-) -> None:
+def test_processes_of_distributed_data_parallel_run_the_same_stages_compiled_by_one_sequence(processes) -> None:
     (chosen, sequence, made), other = processes.run(train)
     assert other[:2] == (chosen, sequence)
     assert same(made, other[2])  # averaged

@@ -31,7 +31,6 @@ from tests.execute.zoo import ZOO
 @pytest.mark.parametrize("name", ZOO)
 def test_a_step_by_any_sequence_leaves_the_bits_of_plain_training(name: str, seeds: range) -> None:
     case = ZOO[name]
-    torch.manual_seed(0)
     model, sample = case.model(), case.sample()
     plain = copy.deepcopy(model)
     expected = steps(plain, plain, sample, case.autocast)
@@ -62,7 +61,6 @@ class PackedOrCopied:
 def test_so_does_one_whose_stages_keep_tensors_in_another_form(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "LEAST_BYTES", 0)
     case, form = ZOO[name], PackedOrCopied()
-    torch.manual_seed(0)
     model, sample = case.model(), case.sample()
     plain = copy.deepcopy(model)
     with case.autocast or nullcontext():
@@ -128,7 +126,6 @@ def seed(number: int) -> None:
 
 @pytest.mark.parametrize("make", [Skipped, Scaled, Noisy])
 def test_numbers_and_streams_are_those_of_plain_training(make: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
     seed(0)
     model, value = nn.Sequential(*(make() for _ in range(4))), torch.randn(64, WIDTH)
     plain, trained = copy.deepcopy(model), copy.deepcopy(model)

@@ -31,16 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
     ("kind", "share", "times"),
     [(moving, 0.7, 1), (dropping, 1.0, 3), pytest.param(Gated, 0.7, 3, marks=pytest.mark.slow)],
 )
-def test_out_of_memory_at_any_operator_leaves_the_numbers_of_plain_training(
-    kind: Kind, share: float, times: int
-) -> None:
-    torch.manual_seed(0)
+def test_out_of_memory_at_any_operator_leaves_the_numbers_of_plain_training(kind, share, times) -> None:
     start = kind()
     assert_exact_wherever_it_runs_out(planned(start, share), start, times=times)  # so many times in a row
 
 
 def test_stages_that_are_stored_in_part_are_as_exact() -> None:
-    torch.manual_seed(0)
     start = Gated()
     network = planned(start, granularity=4)
     stored = {f"Fe_{stage},": f"Fe_{stage}^1," for stage, ways in enumerate(network.inspection_values.ways) if ways}
@@ -91,7 +87,6 @@ def retaining(network: nn.Module) -> None:
 )
 def test_other_ways_to_train_are_as_exact(train: Train, kind: Kind, options: dict[str, Any], caplog: Any) -> None:
     caplog.set_level(logging.ERROR, "rotor_py")
-    torch.manual_seed(0)
     start = kind()
     with torch.autocast("cpu", torch.bfloat16, enabled=train is with_autocast):
         network = planned(start, 0.8, **options)
@@ -107,7 +102,6 @@ def test_after_an_error_a_second_backward_is_still_refused() -> None:
 
 
 def test_layers_around_and_hooks_on_parameters_see_one_backward() -> None:
-    torch.manual_seed(0)
     before, start, after = nn.Linear(12, 12), dropping(), nn.Linear(32, 3)
     calls: list[int] = []
 
@@ -151,13 +145,11 @@ class NoisyLinear(nn.Linear):
 
 
 def test_the_random_state_before_a_backward_is_put_back() -> None:
-    torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(12, 32), *[NoisyLinear(32, 32) for _ in range(3)])
     assert_exact_wherever_it_runs_out(planned(start), start)
 
 
 def test_a_buffer_that_an_earlier_forward_has_saved_is_put_back_unnoticed() -> None:
-    torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.GELU())
     network = planned(start, forwards_in_flight=2)
 
@@ -179,7 +171,6 @@ def test_a_buffer_that_an_earlier_forward_has_saved_is_put_back_unnoticed() -> N
 
 
 def test_steps_that_were_undone_leave_no_bytes_behind_and_the_input_goes_with_the_backward() -> None:
-    torch.manual_seed(0)
     network = planned(dropping())
     limit = network.mem_limit
     step(network)

@@ -98,9 +98,7 @@ def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
         (ALL, Moves.none(9), 0),
     ],
 )
-def test_gradients_are_those_of_plain_training_bit_for_bit(
-    sequence: Sequence, moves: Moves, moved: int, tier: FileTier
-) -> None:
+def test_gradients_are_those_of_plain_training_bit_for_bit(sequence: Sequence, moves: Moves, moved: int, tier) -> None:
     layers = blocks()
     expected = gradients_of(layers, nn.Sequential(*layers))
     for _ in range(2):

@@ -96,7 +96,6 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_are_those_of_plain_training_bit_for_bit(name: str) -> None:
-    torch.manual_seed(0)
     start, sample = nn.Sequential(*MODELS[name]()).train(), torch.randn(16, 8, requires_grad=True)
     region = torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast")
     plain, last = copy.deepcopy(start), len(start) - 1
@@ -109,7 +108,6 @@ def test_numbers_are_those_of_plain_training_bit_for_bit(name: str) -> None:
 
 
 def test_gradients_of_gradients_go_through_recomputed_stages() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).double()
     batch = torch.randn(4, 8, dtype=torch.double, requires_grad=True)
     items = regions(Sequence.parse("CF_0, Fn_1, Fe_2, L, B_2, CF_0, Fe_1, B_1, Fe_0, B_0"))

@@ -50,7 +50,6 @@ def cross_entropy(output: torch.Tensor) -> torch.Tensor:
     [(lstms, square), (with_elementwise_layers, square), (with_large_output, cross_entropy)],
 )
 def test_copies_that_backwards_begin_with_are_inside_the_limit(make, loss) -> None:
-    torch.manual_seed(0)
     planned, sample = Checkpointable(make(), loss=loss, fresh_grads=True), torch.randn(16, 12, 48)
     planned.measure(sample)
 
@@ -149,7 +148,6 @@ class ReadAgain(nn.Module):
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_tensor_that_several_stages_read_is_in_memory_until_the_first_of_them_has_run_backward(trained: bool) -> None:
-    torch.manual_seed(0)
     model, batch = ReadAgain(trained).train(), torch.randn(256, WIDTH)
     planned = Checkpointable(model, loss=square, fresh_grads=True, cache=False, watch=False)
     planned.measure(batch)

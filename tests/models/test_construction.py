@@ -42,7 +42,6 @@ def test_zero_init_residual_starts_blocks_as_the_identity(block):
 
 
 def test_resnet_starts_with_the_variance_of_kaiming_and_inception_with_truncated_normals_unless_told_otherwise():
-    torch.manual_seed(0)
     weight = models.ResNet(BasicBlock, (1, 1, 1, 1)).layer4[0].conv2.weight
     assert weight.std().item() == pytest.approx(math.sqrt(2 / (512 * 9)), rel=0.01)
     assert models.inception_v3().Mixed_7c.branch1x1.conv.weight.std().item() == pytest.approx(0.1, rel=0.01)

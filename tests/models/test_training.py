@@ -26,7 +26,6 @@ NAMES = ["resnet", pytest.param("inception_v3", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_by_any_sequence_are_those_of_plain_training_and_the_measured_peak_is_as_predicted(name: str) -> None:
     make, shape = NETWORKS[name]
-    torch.manual_seed(0)
     plain, batch = make(), torch.randn(shape)
     planned = Checkpointable(copy.deepcopy(plain), loss=square, fresh_grads=True)
     planned.measure(batch)
@@ -54,7 +53,6 @@ def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_t
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     make, shape = NETWORKS[name]
-    torch.manual_seed(0)
     network, batch = make().to(device), torch.randn((8, *shape[1:]), device=device)
     plain = copy.deepcopy(network).cpu()
     planned = Checkpointable(network, loss=square, fresh_grads=True)

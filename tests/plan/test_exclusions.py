@@ -103,7 +103,6 @@ def tied() -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.parametrize(("made", "fresh"), [(repeated, False), (tied, True)])
 def test_their_sums_are_inside_the_limit(made, fresh: bool, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    torch.manual_seed(0)
     model, batch = made()
     planned = Checkpointable(model, batch, loss=square, fresh_grads=fresh, watch=False)
     for share in (0.0, 1.0):

@@ -27,7 +27,6 @@ def test_the_number_is_the_least_limit_of_a_plan_with_fresh_gradients() -> None:
     fresh = refusal(20_000_000, fresh_grads=True)
     assert "frees gradients" not in str(fresh)
     said = re.search(r"the least limit is \S+ MB \((\d+) bytes\), and a plan fits", str(refusal(24_000_000)))
-    assert said is not None
     assert int(said[1]) == fresh.min_bytes
     Checkpointable(blocks(), BATCH, 24_000_000, loss=torch.mean, fresh_grads=True)
     told = str(refusal(20_000_000))

@@ -27,7 +27,6 @@ Kind = Callable[[], nn.Module]
 
 
 def test_a_device_that_is_too_small_trains_inside_it(caplog) -> None:
-    torch.manual_seed(0)
     start, batch = blocks(6, 16), images(8, 16)
     network = Checkpointable(copy.deepcopy(start), loss=square, fresh_grads=True, on_oom="replan", mem_limit="1GB")
     network.measure(batch)
@@ -84,7 +83,6 @@ class Whole(nn.Sequential):
 
 @pytest.mark.parametrize(("kind", "share"), [(blocks, 0.0), (pinched, 0.0), (pinched, 1.0), (Gated, 0.0)])
 def test_a_step_takes_what_is_predicted_and_no_more_than_the_limit(kind: Kind, share: float) -> None:
-    torch.manual_seed(0)
     batch = images(8, 16) if kind is blocks else rows(count=512)
     network = planned_at(share, kind(), batch, fresh_grads=True, on_oom="replan")
     step_peak(network, batch, fresh_grads=True)  # the first capture
@@ -304,7 +302,6 @@ def test_a_copy_replans_and_other_kinds_of_steps_keep_their_plans() -> None:
 
 
 def test_plan_files_serve_with_and_without_replanning(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     start = Gated()
     network = planned(start, 0.8)
     network.save_plan(tmp_path / "plan.json")
@@ -333,7 +330,6 @@ def test_plan_files_serve_with_and_without_replanning(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_device_that_is_too_small_trains_inside_it() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(1024, 1024), nn.BatchNorm1d(1024), nn.GELU(), nn.Dropout(0.1)) for _ in range(12)]
     start, batch = nn.Sequential(*layers).to(device), torch.randn(8192, 1024, device=device)
     plain = copy.deepcopy(start)

@@ -157,7 +157,6 @@ def test_the_report_of_a_loaded_plan_is_that_of_the_model_that_saved_it(make, pa
 
 
 def test_a_strategy_by_hand_is_loaded_without_a_limit(path: Path) -> None:
-    torch.manual_seed(0)
     saver = Checkpointable(chain(), rows(), loss=square, every_n_layers=3)
     saver.save_plan(path)
     loaded = Checkpointable(chain(), plan=path)

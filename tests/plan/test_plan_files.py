@@ -192,9 +192,7 @@ def test_deep_nesting_in_any_place_is_refused(saved: tuple[Any, str], path: Path
 
 
 @pytest.mark.usefixtures("_nothing_executed")
-def test_files_that_are_no_plan_and_huge_numbers_texts_and_tables_are_refused_at_once(
-    saved: tuple[Any, str], path: Path
-) -> None:
+def test_files_that_are_no_plan_and_huge_numbers_texts_and_tables_are_refused_at_once(saved, path) -> None:
     make, text = saved
     data = json.loads(text)
     with pytest.raises(FileNotFoundError):

@@ -212,7 +212,6 @@ class Branches(nn.ModuleList):
 
 
 def test_outputs_without_a_gradient_in_one_kind_have_theirs_in_another() -> None:
-    torch.manual_seed(0)
     plain = nn.Sequential(*(Branches([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(5)))
     planned = Checkpointable(copy.deepcopy(plain), loss=square)
     for step in range(4):
@@ -230,7 +229,6 @@ def test_outputs_without_a_gradient_in_one_kind_have_theirs_in_another() -> None
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_gradients_left_over_from_another_kind_count(fresh: bool) -> None:
-    torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)]
     planned, batch = Checkpointable(nn.Sequential(*layers), loss=square, fresh_grads=fresh), torch.randn(256, 128)
     halves = [nn.ModuleList(layers[:4]), nn.ModuleList(layers[4:])]

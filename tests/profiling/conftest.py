@@ -4,11 +4,6 @@ import torch
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def cuda() -> torch.device:
     if not torch.cuda.is_available():

@@ -162,7 +162,6 @@ def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", FEWER_BITS)
 def test_to_round_is_no_decision_of_the_stage_that_saves(name: str) -> None:
-    torch.manual_seed(0)
     layer = nn.Linear(32, 32)
 
     def stage(value: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,6 @@ SAMPLES = {"without bias": (4, 3, 6), "convolution": (2, 3, 8, 8), "transposed":
 
 @pytest.mark.parametrize("name", SKIPPING)
 def test_numbers_are_those_of_plain_training_without_the_last_product(name: str) -> None:
-    torch.manual_seed(0)
     layers, sample = SKIPPING[name](), torch.randn(SAMPLES.get(name, (9, 6)))
     stage = nn.Sequential(*layers) if len(layers) > 1 else layers[0]
     if name == "convolution":
@@ -94,7 +93,6 @@ def test_nothing_is_skipped_where_somebody_may_look_at_it() -> None:
 
 
 def test_what_is_stored_on_the_way_back_is_computed() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
     sample = torch.randn(3, 5, requires_grad=True)
     sequence = Sequence.parse("CF_0, Fn_1, Fn_2, Fe_3, L, B_3, Fe_0, Fe_1, Fe_2, B_2, B_1, B_0")
@@ -130,7 +128,6 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(("ending", "skips"), {"dropout": 1, "matmul": 1, "in place": 0, "square": 0}.items())
 def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, skips: int) -> None:
-    torch.manual_seed(0)
     plain = Stack(*(Block(ending) for _ in range(4)))
     planned = Checkpointable(copy.deepcopy(plain), loss=mean_square, granularity=4)
     batch = torch.randn(64, 8, requires_grad=True)

@@ -85,7 +85,6 @@ def in_turn(planned: Checkpointable) -> Sequence:
 
 @pytest.mark.usefixtures("_two_keepers")
 def test_a_chain_of_layers_is_stored_by_ways_that_need_nothing_of_it_inside_the_predicted_peak() -> None:
-    torch.manual_seed(0)
     model, batch = nn.Sequential(Gated(), Gated(), Left(), Gated()).train(), torch.randn(256, WIDTH)
     planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True)
     planned.measure(batch)

@@ -265,9 +265,7 @@ def test_any_step_is_that_of_plain_training_inside_the_limit(machine: type[Steps
 
 # Smaller ones save too little for a file.
 @pytest.mark.parametrize(("name", "size"), [("chain", 8), ("captured", 8), ("file", 12)])
-def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(
-    name: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_peaks_and_numbers_hold_over_steps_of_changing_size(name: str, size: int, monkeypatch) -> None:
     monkeypatch.setattr(soak, "SIZE", size)
     found = soak.soak(name, steps=30, every=3)
     assert found.problems() == []

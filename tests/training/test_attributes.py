@@ -71,7 +71,6 @@ def _attributes(model: nn.Module) -> list[Any]:
     ("kind", "options"), [("count", {}), ("list", {}), ("state", {}), ("sum", {}), ("state", {"on_oom": "replan"})]
 )
 def test_numbers_and_attributes_are_those_of_plain_training(kind: str, options: dict[str, Any]) -> None:
-    torch.manual_seed(0)
     plain = nn.Sequential(*(_Layer(kind) for _ in range(6)))
     model = copy.deepcopy(plain)
     x = torch.randn(64, 16)
@@ -89,7 +88,6 @@ def test_numbers_and_attributes_are_those_of_plain_training(kind: str, options: 
 
 
 def test_layers_that_count_are_of_one_kind_and_verification_moves_no_attribute() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(*(_Layer("count") for _ in range(6))), torch.randn(64, 16)
     planned = _halfway(model, x)
     planned(x).sum().backward()
@@ -183,7 +181,6 @@ def gradients(layers: nn.Module, run: Callable[[torch.Tensor], torch.Tensor]) ->
 @pytest.mark.parametrize("run", [by_tape, by_regions])
 @pytest.mark.parametrize("how", WAYS)
 def test_gradients_are_those_of_the_experts_that_the_forward_chose(how: str, run: Callable[..., torch.Tensor]) -> None:
-    torch.manual_seed(0)
     layers = nn.Sequential(*(Mixture(how) for _ in range(3)))
     expected = gradients(layers, layers)
     for _ in range(2):  # what decides is known from the first time on
@@ -193,7 +190,6 @@ def test_gradients_are_those_of_the_experts_that_the_forward_chose(how: str, run
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Residual])  # a chain, and captured
 def test_a_plan_keeps_what_was_decided_and_counts_it(kind: type[nn.Module]) -> None:
-    torch.manual_seed(0)
     model = kind(*(Mixture() for _ in range(4)))
     batch = torch.randn(64, WIDTH)
     planned = Checkpointable(model, batch)

@@ -1,7 +1,6 @@
 """torch.compile around a plan, inside one, and on the layers of a planned chain."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,10 +68,7 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
         pytest.param(chain, each_layer, marks=pytest.mark.slow),
     ],
 )
-def test_the_plan_is_followed_with_the_numbers_of_plain_training(
-    make: Callable[[], nn.Module], way: Callable[[nn.Module, int], nn.Module]
-) -> None:
-    torch.manual_seed(0)
+def test_the_plan_is_followed_with_the_numbers_of_plain_training(make, way) -> None:
     model = make()
     probe = Checkpointable(copy.deepcopy(model), loss=square)
     probe.measure(BATCH)

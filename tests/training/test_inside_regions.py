@@ -136,9 +136,7 @@ def test_what_is_planned_inside_of_a_selective_region_is_no_part_of_it(kind: str
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_that_is_all_of_a_region_follows_its_plan_and_runs_once(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_is_all_of_a_region_follows_its_plan_and_runs_once(kind: str, caplog) -> None:
     planned = planned_at(MODELS[kind](), 0.3)
     for _ in range(3):
         assert (

@@ -109,10 +109,7 @@ def planned_halfway(model: nn.Module, region: Region, dtype: torch.dtype) -> Che
         (Shared, partial(bfloat16, cache_enabled=False), torch.float32, False),
     ],
 )
-def test_numbers_are_those_of_plain_training_inside_the_limit(
-    make: Callable[[], nn.Module], region: Region, dtype: torch.dtype, scaled: bool
-) -> None:
-    torch.manual_seed(0)
+def test_numbers_are_those_of_plain_training_inside_the_limit(make, region, dtype, scaled) -> None:
     model = make().to(dtype).train()
     network = planned_halfway(copy.deepcopy(model), region, dtype)
     expected, found = trained(model, region, dtype, scaled), trained(network, region, dtype, scaled)
@@ -132,7 +129,6 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(
 
 def test_a_shared_weight_in_the_cache_of_autocast_gets_a_gradient_at_least_as_exact() -> None:
     """Plain training adds the uses' gradients up in the low precision of the one cached copy; stages in full."""
-    torch.manual_seed(0)
     model = Shared().train()
     network = planned_halfway(copy.deepcopy(model), bfloat16, torch.float32)
     exact = copy.deepcopy(model).double()

@@ -99,9 +99,7 @@ def limit_between(make: Callable[[], nn.Module], share: float) -> int:
 
 
 @pytest.mark.parametrize(("make", "share"), [(transformer, 0.1), (chain, 0.5), (chain, 0.1)])
-def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slower(
-    make: Callable[[], nn.Module], share: float, tmp_path: Path
-) -> None:
+def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slower(make, share: float, tmp_path) -> None:
     limit = limit_between(make, share)
     alone, moving = planned(make(), limit, None), planned(make(), limit, tmp_path)
     report = moving.report()
@@ -142,9 +140,7 @@ class AllIn:
         (transformer, "in part, packed, elsewhere"),
     ],
 )
-def test_what_a_part_or_packing_leaves_is_elsewhere(
-    make: Callable[[], nn.Module], way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_part_or_packing_leaves_is_elsewhere(make, way: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("rotor_py.plan.source._LEAST_BYTES", 0)
     # What is measured is not to depend on clocks.
     monkeypatch.setattr("rotor_py.measure.stage_measurer.worth_choosing", lambda whole, ways: tuple(ways))
@@ -152,7 +148,6 @@ def test_what_a_part_or_packing_leaves_is_elsewhere(
     model = planned(make(), 10**9, tmp_path)
     budget = model.budget
     sequence = model.compute_sequence(10**9, algo=AllIn(way, budget.link))
-    assert sequence.moves is not None
     assert len(sequence.moves.stages) >= 2
     nbytes, tier = budget.moved_bytes(sequence), tier_of(model)
     before, peak = tier.moved_bytes, peak_of(model)
@@ -198,9 +193,7 @@ def test_the_report_says_what_is_moved_where_and_copies_are_planned_with_moves(t
     assert copied.compute_sequence(model.mem_limit).moves is not None
 
 
-def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_several_forwards_in_flight_are_right_and_told_that_nothing_moves(tmp_path, caplog) -> None:
     model, plain = planned(chain(), limit_between(chain, 0.3), tmp_path), chain()
 
     def gradients(of: nn.Module) -> list[torch.Tensor]:
@@ -318,7 +311,6 @@ def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatc
     model = planned(chain(), 10**9, tmp_path)
     # Of this very measurement: which options a stage has, and their numbers, can be others at another one.
     sequence = model.budget.solve(limit_between(chain, 0.3), Persistent())
-    assert sequence.moves is not None
 
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
@@ -357,9 +349,7 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(tmp_path: Path, monkeypatc
         planned(chain(), 10**9, tmp_path)
 
 
-def test_a_plan_from_a_file_moves_what_it_moved_before_and_says_so_if_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_from_a_file_moves_what_it_moved_before_and_says_so_if_nothing(tmp_path, caplog) -> None:
     limit = limit_between(chain, 0.3)
     first = planned(chain(), limit, tmp_path)
     file = tmp_path / "plan.json"

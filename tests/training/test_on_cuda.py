@@ -127,8 +127,6 @@ def plain_numbers(model: nn.Module, batch: torch.Tensor, **options: Any) -> list
 
 def assert_as_planned(planned: Checkpointable, peaks: list[int], limit: int) -> None:
     """What was predicted is what a step takes, once the optimizer has its state."""
-    assert planned.budget is not None
-    assert planned.sequence is not None
     predicted = planned.budget.peak_bytes(planned.sequence)
     assert max(peaks) <= limit
     assert 0.9 * predicted <= max(peaks[1:]) <= predicted
@@ -190,7 +188,6 @@ def test_activations_that_wait_in_the_host(make: Any, monkeypatch: pytest.Monkey
     """Over a link so fast, as is said, that moving pays: so something moves."""
     monkeypatch.setattr("rotor_py.offload.open_tier.measure_bandwidth", lambda *_: 1e13)
     planned = assert_trains_the_same(make, 0.3, offload="host")
-    assert planned.sequence is not None
     assert planned.sequence.moves is not None
 
 
@@ -200,6 +197,5 @@ def test_masks_and_indices_are_packed_without_loss() -> None:
     _, indices = nn.functional.max_pool2d(values, 2, return_indices=True)
     for tensor in (indices.flatten(), (values > 0).flatten()):
         kept = Packed().keep(tensor)
-        assert kept is not None
         assert kept.nbytes <= tensor.nbytes // 4
         assert torch.equal(kept.tensor(), tensor)

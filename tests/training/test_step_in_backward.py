@@ -13,7 +13,6 @@ from rotor_solver import recompute_all, store_all
 from tests.checkpointable.steps import between
 from tests.training.stepping import (
     Language,
-    Make,
     chain,
     same_parameters,
     same_state,
@@ -53,9 +52,7 @@ def halved(optimizer: torch.optim.Optimizer) -> Any:
         (Language(tied=True), words(), adamw),
     ],
 )
-def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(
-    model: nn.Module, batches: list[torch.Tensor], make: Make
-) -> None:
+def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(model, batches, make) -> None:
     plain = copy.deepcopy(model)
     expected = make(plain)
     *_, plain_peak = train(plain, expected, batches, halved(expected))

@@ -84,7 +84,6 @@ def step(model: nn.Module, value: torch.Tensor, **partition: Any) -> list[torch.
 
 def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = noted_usual(monkeypatch)
-    torch.manual_seed(0)
     model, value = made(), torch.randn(8, 16)
     gradients = step(model, value, partition_fn=BudgetPartitioner("1GB", fused=True))
     ((joint, chosen),) = found

@@ -23,9 +23,7 @@ def ratio_peak(ratio: float, value: torch.Tensor) -> int:
 
 
 @pytest.mark.slow
-def test_with_a_ratio_less_budget_takes_more_memory_and_with_bytes_it_never_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_with_a_ratio_less_budget_takes_more_memory_and_with_bytes_it_never_does(monkeypatch) -> None:
     value = torch.randn(SHAPE)
     with seen_candidates(monkeypatch) as found:
         compiled_step(blocks, value, 10**12)

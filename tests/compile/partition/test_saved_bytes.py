@@ -111,9 +111,7 @@ def apart() -> nn.Module:
         (apart, (4, 8, 8, 8), "9MB", 0.85),
     ],
 )
-def test_the_peak_of_convolutions_under_inductor_is_known_from_the_graph(
-    made: Callable[[], nn.Module], shape: tuple[int, ...], budget: str, least: float
-) -> None:
+def test_the_peak_of_convolutions_under_inductor_is_known_from_the_graph(made, shape, budget, least) -> None:
     torch._dynamo.reset()
     model = Loss(made())
     options = memory_budget(budget).options
@@ -130,7 +128,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_the_estimated_peak_is_near_that_of_fused_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = noted_usual(monkeypatch)
     torch._dynamo.reset()
-    torch.manual_seed(0)
     model = Loss(Block(64))
     chooser = BudgetPartitioner("1GB", fused=True, estimated=True)
     with fresh_cache():
@@ -201,9 +198,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "name",
     ["chain", pytest.param("llama", marks=pytest.mark.slow)],
 )
-def test_peaks_are_the_predicted_ones_to_the_byte_fall_with_budgets_and_numbers_stay(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peaks_are_the_predicted_ones_to_the_byte_fall_with_budgets_and_numbers_stay(name: str, monkeypatch) -> None:
     made, shape = MODELS[name]
     torch.manual_seed(2)
     value = torch.randn(shape)

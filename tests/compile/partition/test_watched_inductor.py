@@ -127,7 +127,6 @@ def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest
     made.backward(torch.ones_like(made))
     del made
     gc.collect()
-    assert watch.peak is not None
     assert 0 <= watch.peak - 5 * UNIT < SCALARS
 
 
@@ -135,7 +134,6 @@ def test_where_nothing_helps_it_is_said_once_and_the_best_is_kept(caplog: pytest
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_inductor_comes_to_stay_within_the_budget() -> None:
     torch._dynamo.reset()
-    torch.manual_seed(0)
     model, value = Loss(nn.Sequential(*(Block(64) for _ in range(3)))), torch.randn(4, 128, 64)
     with memory_budget("6MB"):
         run = torch.compile(model)
