@@ -1,17 +1,14 @@
 """The package itself: its public names."""
 
 import ast
-import os
 import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import rotor_py
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.quick import ROOT, run_python
 
 
 def test_each_public_name_is_where_type_checkers_find_it() -> None:
@@ -36,9 +33,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_importing_names_leaves_out_what_only_some_models_need(names: str) -> None:
     """`import torch` leaves these out, too. Each takes as long as half of torch, or longer than all of ours."""
     code = f"import sys; from rotor_py import {names}; print(*sys.modules)"
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
-    environment = {**os.environ, "PYTHONPATH": path}
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    found = run_python(code)
     needless = {"torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "numba", "sympy", "rich"}
     assert not {*needless, "networkx", "rotor_py.capture"} & {*found.stdout.split()}
     assert "torch" in found.stdout.split()

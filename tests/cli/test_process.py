@@ -1,24 +1,12 @@
 """The installed command, as a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from rotor_cli.main import main
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def python(code: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(str(ROOT / folder) for folder in (".", "solver", "profiling", "cli"))
-    environment = {**os.environ, "PYTHONPATH": path, **variables}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=cwd, timeout=240, check=False
-    )
+from tests.quick import ROOT, run_python
 
 
 def test_stdout_is_json_stderr_is_silent_and_questions_in_python_load_neither_click_nor_a_renderer(model_file):
@@ -29,7 +17,7 @@ assert not {{"click", "rich", "jinja2", "rotor_cli"}} & set(sys.modules)
 sys.argv[1:] = [{model_file()!r}, "--mem-limit", "2600kB", "--verify", "--json", "-"]
 runpy.run_module("rotor_cli", run_name="__main__")
 """
-    result = python(code)
+    result = run_python(code)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     found = json.loads(result.stdout)
@@ -40,7 +28,7 @@ runpy.run_module("rotor_cli", run_name="__main__")
 @pytest.mark.parametrize(("typed", "completed"), [("--mem", "plain,--mem-limit"), ("net", "file,net")])
 def test_a_shell_completes_options_and_files(typed, completed):
     asked = {"_ROTOR_PLAN_COMPLETE": "bash_complete", "COMP_WORDS": f"rotor-plan {typed}", "COMP_CWORD": "1"}
-    result = python("from rotor_cli.main import main; main(prog_name='rotor-plan')", **asked)
+    result = run_python("from rotor_cli.main import main; main(prog_name='rotor-plan')", **asked)
     assert completed in result.stdout.splitlines()
 
 
@@ -57,7 +45,7 @@ def test_completion_is_documented_as_the_command_offers_it(monkeypatch, capsys):
 
 def test_help_loads_neither_torch_nor_numba():
     code = "import sys; from rotor_cli.main import main; main(['--help'], standalone_mode=False); "
-    result = python(code + "assert not {'torch', 'numba', 'rotor_py'} & set(sys.modules)")
+    result = run_python(code + "assert not {'torch', 'numba', 'rotor_py'} & set(sys.modules)")
     assert result.returncode == 0, result.stderr
     assert "Examples:" in result.stdout
     assert "rotor-plan model.py --mem-limit 4GB" in result.stdout
@@ -85,7 +73,7 @@ for arguments in {WRONG_USE!r}:
     except SystemExit as end: assert end.code == 2
     assert not {{"torch", "numba"}} & set(sys.modules), arguments
 """
-    result = python(code, cwd=Path(model_file()).parent)
+    result = run_python(code, cwd=Path(model_file()).parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout == ""
     first, *others = result.stderr.split("=== ")[1:]
@@ -93,10 +81,3 @@ for arguments in {WRONG_USE!r}:
     assert len(others) == len(WRONG_USE) - 1
     for each in others:  # click's own have three lines
         assert len(each.split("A file that works:")[0].strip().splitlines()) <= 5, each
-
-
-def test_errors_of_a_model_that_was_measured_are_on_stderr_only(model_file, capfd):
-    with pytest.raises(SystemExit, match="3"):
-        main([model_file(), "--mem-limit", "1kB"])
-    out, err = capfd.readouterr()
-    assert (out, "rotor-plan: " in err) == ("", True)

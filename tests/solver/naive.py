@@ -43,27 +43,39 @@ def with_graph(columns: SimpleNamespace, i: int, last: int, option: Option, insi
     return need, option.forward_time - skipped + option.backward_time
 
 
-def naive_optimum(chain: Chain, limit: int) -> float:
-    """The least makespan of a memory-persistent sequence within `limit` bytes; infinite where there is none."""
+def naive_optimum(chain: Chain, limit: int, attached: bool | None = None) -> float:
+    """The least makespan of a memory-persistent sequence within `limit` bytes; infinite where there is none.
+
+    If `attached` is given, that of `GriewankHeterogeneous`, which stores a stage in the fastest way alone: `attached`,
+    so that whatever follows a checkpoint begins with a graph, and otherwise only right before its backward.
+    """
     length, columns, sizes = len(chain), columns_of(chain), chain.activation
 
+    def ways(i: int, last: int) -> tuple[Option, ...]:
+        stage = chain.stages[i]
+        if attached is None:
+            return stage.options
+        stored = attached or i == last or (i, last) == (length - 1, length)
+        return (stage.options[stage.fastest_option],) if stored else ()
+
     @cache
-    def best(i: int, last: int, memory: int, inside: bool) -> float:
-        """`inside` says that a_i lies in the ā_i of the stage before, and not alone."""
+    def best(i: int, last: int, memory: int, inside: bool, enable: bool = False) -> float:
+        """`inside` says that a_i lies in an ā_i, and not alone; `enable` that [i, last] has to begin with Fe_i."""
         if i == length:
             return chain.loss_time if memory >= sizes[length] + chain.loss_temp else math.inf
         times = [math.inf]
-        for option in chain.stages[i].options:
+        for option in ways(i, last):
             need, seconds = with_graph(columns, i, last, option, inside)
             if memory >= need:
                 rest = memory + columns.released[i][inside] - option.saved
                 times.append(seconds + (best(i + 1, last, rest, True) if i < last else 0.0))
         forward, most = 0.0, 0
-        for j in range(i + 1, last + 1):
+        for j in range(i + 1, last + 1) if not enable else ():
             forward += columns.nograd_time[j - 1]
             most = max(most, (sizes[j - 1] if j - 1 > i else 0) + sizes[j] + columns.nograd_temp[j - 1])
             if memory >= beside(columns, last) + most:
-                times.append(forward + best(j, last, memory - sizes[j], False) + best(i, j - 1, memory, inside))
+                rest = best(j, last, memory - sizes[j], False, bool(attached) and j < length)
+                times.append(forward + rest + best(i, j - 1, memory, inside))
         return min(times)
 
     return best(0, length, limit - sizes[0], False)

@@ -15,7 +15,7 @@ from rotor_solver import Algorithm, Chain, simulate, store_all
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt, forward_steps
 from rotor_solver.floating import Floating
 from tests.fields import raises
-from tests.solver.naive import beside, columns_of, naive_optimum, with_graph
+from tests.solver.naive import naive_optimum
 from tests.solver.plans import forwards, least_limit, makespan, stores_only_inputs
 from tests.solver.strategies import limited, plain_chains, rich_chains, unit_chain
 
@@ -103,12 +103,6 @@ def test_sqrt_runs_all_but_the_last_of_about_sqrt_segments_twice(length: int) ->
     assert simulate(chain, sequence).peak <= segments + last + 3
 
 
-def test_chains_of_one_stage_and_of_none() -> None:
-    for algorithm in (Periodic(), Periodic(1), Periodic(1, 1), Sqrt(), Revolve(), Revolve(7), *HETEROGENEOUS):
-        assert str(algorithm.solve(unit_chain(0), 2)) == "L"
-        assert str(algorithm.solve(unit_chain(1), 4)) == "Fe_0, L, B_0"
-
-
 @settings(max_examples=40, deadline=None)
 @given(limited(rich_chains(max_stages=6)), ALGORITHMS)
 def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(case, algorithm: Algorithm) -> None:
@@ -116,35 +110,11 @@ def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(case, a
     assert makespan(algorithm, *case) >= naive_optimum(*case)
 
 
-def naive_heterogeneous(chain: Chain, limit: int, attached: bool) -> float:
-    """The recurrence as a memoised recursion in bytes; infinite where nothing fits."""
-    length, columns, sizes = len(chain), columns_of(chain), chain.activation
-
-    @cache
-    def best(i: int, last: int, memory: int, inside: bool, enable: bool) -> float:
-        """`inside` says that a_i lies in an ā_i, `enable` that [i, last] has to begin with Fe_i."""
-        if i == length:
-            return chain.loss_time if memory >= sizes[length] + chain.loss_temp else math.inf
-        times, option = [math.inf], chain.stages[i].options[chain.stages[i].fastest_option]
-        need, seconds = with_graph(columns, i, last, option, inside)
-        if memory >= need and (attached or i == last or (i, last) == (length - 1, length)):
-            rest = memory + columns.released[i][inside] - option.saved
-            times.append(seconds + (best(i + 1, last, rest, True, False) if i < last else 0.0))
-        for j in range(i + 1, last + 1) if not enable else ():
-            most = max((sizes[k] if k > i else 0) + sizes[k + 1] + columns.nograd_temp[k] for k in range(i, j))
-            if memory >= beside(columns, last) + most:
-                rest = best(j, last, memory - sizes[j], False, attached and j < length)
-                times.append(sum(columns.nograd_time[i:j]) + rest + best(i, j - 1, memory, inside, False))
-        return min(times)
-
-    return best(0, length, limit - sizes[0], False, False)
-
-
 @BOTH
 @settings(max_examples=40, deadline=None)
 @given(case=limited(rich_chains() | plain_chains()), slots=st.integers(1, 12))
 def test_schedules_are_as_fast_as_the_recurrence_says(attached: bool, case: tuple[Chain, int], slots: int) -> None:
-    best = naive_heterogeneous(*case, attached)
+    best = naive_optimum(*case, attached)
     assert makespan(GriewankHeterogeneous(attached=attached), *case) == best >= naive_optimum(*case)
     coarse = makespan(GriewankHeterogeneous(slots, attached), *case)
     assert best <= coarse
@@ -153,7 +123,7 @@ def test_schedules_are_as_fast_as_the_recurrence_says(attached: bool, case: tupl
         assert best <= makespan(Revolve(), *case)
         assert math.isinf(best) or stores_only_inputs(GriewankHeterogeneous().solve(*case))
     least = least_limit(GriewankHeterogeneous(attached=attached), case[0])
-    assert math.isinf(naive_heterogeneous(case[0], least - 1, attached))
+    assert math.isinf(naive_optimum(case[0], least - 1, attached))
 
 
 @BOTH
@@ -169,7 +139,7 @@ def test_scratch_of_forwards_without_a_graph_counts_beside_gradients(attached: b
         least = least_limit(GriewankHeterogeneous(attached=attached), chain)
         for limit in range(least - 1, least + 4):
             found = makespan(GriewankHeterogeneous(attached=attached), chain, limit)
-            assert found == naive_heterogeneous(chain, limit, attached)
+            assert found == naive_optimum(chain, limit, attached)
 
 
 @BOTH
@@ -178,7 +148,7 @@ def test_sizes_in_real_bytes(attached: bool) -> None:
     chain = Chain.from_arrays([1.0] * 12, [2.0] * 13, sizes, [3 * size for size in sizes[1:]], [5] * 12, [7] * 13)
     least = least_limit(GriewankHeterogeneous(attached=attached), chain)
     for limit in range(least, 2 * least, least // 4):
-        best = naive_heterogeneous(chain, limit, attached)
+        best = naive_optimum(chain, limit, attached)
         assert best <= makespan(GriewankHeterogeneous(attached=attached), chain, limit) <= 1.05 * best
 
 

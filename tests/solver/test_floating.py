@@ -110,13 +110,6 @@ def test_few_slots_cost_time_but_neither_memory_nor_the_bound(seed: int, monkeyp
     assert makespan(Floating(), real, limit) <= makespan(Persistent(), real, limit)
 
 
-def test_everything_is_stored_where_it_fits() -> None:
-    for length in (0, 1, 12):
-        chain, stored = unit_chain(length), store_all(unit_chain(length))
-        plan = Floating().solve(chain, simulate(chain, stored).peak)
-        assert (plan, plan.algorithm, plan.lower_bound) == (stored, "floating", stored.lower_bound)
-
-
 def test_chains_that_are_too_long_are_refused_and_fewer_slots_allow_longer_ones() -> None:
     for length, slots in ((200, 500), (30, 200000)):
         chain = random_chain(length)

@@ -50,13 +50,6 @@ def test_the_loss_frees_an_output_that_stands_alone_unless_the_caller_holds_it()
     assert run(held, ALONE).after[3:6] == (160 + 30, 190 + 33, 190 + 33 - 33 - 30 + 20 - 20)
 
 
-def test_parameter_gradients_come_with_the_backward_and_stay() -> None:
-    chain = Chain.from_arrays([1] * 2, [1] * 3, [8] * 3, [8] * 2, [0] * 2, [0] * 3, gradient=[100, 1000])
-    result = run(chain, "Fe_0, Fe_1, L, B_1, B_0")
-    assert result.after == (16, 24, 32, 16 + 8 + 1000, 8 + 1100)
-    assert result.peak == 8 + 1100
-
-
 def test_options_have_costs_of_their_own_and_scratch_may_be_negative_and_differ_after_a_recompute() -> None:
     stage = Stage(8, (Option(1, 2, 50, 3, 4), Option(10, 20, 9, 30, 40)), nograd_time=0.5, nograd_temp=6)
     first = run(Chain((stage, stage), 8), "Fe_0^1, Fe_1, L, B_1, B_0")

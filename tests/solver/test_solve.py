@@ -2,10 +2,7 @@
 
 import json
 import math
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +32,10 @@ from rotor_solver import (
 )
 from rotor_solver.segments import RecomputeAll, StoreAll, recompute_segments
 from tests.fields import raises
+from tests.quick import run_python
 from tests.solver.naive import naive_optimum
 from tests.solver.plans import makespan
 from tests.solver.strategies import limited, rich_chains, unit_chain
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @settings(max_examples=40, deadline=None)
@@ -123,10 +119,8 @@ def test_bad_questions_are_refused_in_words(limit, options, kind: str, name: str
 
 
 def run(script: str, **variables: str) -> str:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "solver")])
     script = f"import sys; from tests.solver.strategies import unit_chain; from rotor_solver import *; {script}"
-    command, environment = [sys.executable, "-c", script], {**os.environ, "PYTHONPATH": path, **variables}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = run_python(script, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -1,20 +1,14 @@
 """What a watcher of the solver is told, and that watching changes nothing."""
 
-import math
-
 import numpy as np
 import pytest
 
 from rotor_solver import Persistent, frontier, jit_policy, watched
 from rotor_solver.jit_policy import PREPARING
-from tests.solver.long_chains import fresh_process, repeated_chain, rich_chain
+from tests.solver.long_chains import repeated_chain, rich_chain
+from tests.solver.persistent.test_table import compiled_kernels as compiled_kernels
 from tests.solver.persistent.test_table import filled_table
 from tests.solver.strategies import unit_chain
-
-
-@pytest.fixture(autouse=True)
-def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    fresh_process(monkeypatch, spent=math.inf)
 
 
 @pytest.mark.parametrize("kind", ["different", "repeated"])

@@ -17,10 +17,16 @@ from rotor_solver.persistent.recurrence import Effort, coarse_chain, fine_sequen
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import need_of
 from rotor_solver.segments import even_segments
-from tests.solver.long_chains import limit_between, random_chain, repeated_chain, rich_chain
+from tests.solver.long_chains import fresh_process, limit_between, random_chain, repeated_chain, rich_chain
 from tests.solver.naive import exhaustive_optimum, naive_optimum
 from tests.solver.plans import least_limit, makespan
 from tests.solver.strategies import limited, plain_chains, rich_chains
+
+
+@pytest.fixture(autouse=True)
+def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`test_jit_policy` compares plain Python with them."""
+    fresh_process(monkeypatch, spent=math.inf)
 
 
 def plain_rows(filled: Table) -> dict[tuple[int, int], np.ndarray]:
