@@ -7,16 +7,7 @@ import warnings
 
 import pytest
 
-from rotor_py.errors import (
-    CheckpointLimitError,
-    DescribedWarning,
-    MissingCheckpointError,
-    OffloadError,
-    PlanMismatchError,
-    UnsupportedModelError,
-    fields_of,
-    record_fields,
-)
+from rotor_py import errors
 from rotor_solver import DescribedError, InfeasibleError, InvalidStateError, InvalidTypeError, InvalidValueError
 from tests.fields import kinds, logged, raises, warns
 
@@ -24,17 +15,17 @@ BUILTINS = {
     InvalidValueError: ValueError,
     InvalidTypeError: TypeError,
     InvalidStateError: RuntimeError,
-    UnsupportedModelError: ValueError,
-    OffloadError: RuntimeError,
+    errors.UnsupportedModelError: ValueError,
+    errors.OffloadError: RuntimeError,
 }
 MADE = (
     InvalidValueError("slots must be one or more, got 0", kind="not_a_count", name="slots", got=0),
     InfeasibleError("too small", min_bytes=7, mem_limit=5, stage=2),
-    UnsupportedModelError("no gradient", name="model"),
-    PlanMismatchError("keep=", "bf16", None),
-    CheckpointLimitError(3, 2),
-    MissingCheckpointError(4),
-    DescribedWarning("no effect", kind="no_effect"),
+    errors.UnsupportedModelError("no gradient", name="model"),
+    errors.PlanMismatchError("keep=", "bf16", None),
+    errors.CheckpointLimitError(3, 2),
+    errors.MissingCheckpointError(4),
+    errors.DescribedWarning("no effect", kind="no_effect"),
 )
 
 
@@ -64,9 +55,10 @@ def test_fields_have_defaults():
 
 
 def test_log_records_carry_the_fields(caplog):
-    logging.getLogger("rotor_py").warning("%d of %d", 1, 2, extra=record_fields("odd", stage=4, name="a", first=1))
-    logging.getLogger("rotor_py").warning("again", extra=fields_of(MADE[1]))
-    logging.getLogger("rotor_py").warning("without fields")
+    log = logging.getLogger("rotor_py")
+    log.warning("%d of %d", 1, 2, extra=errors.record_fields("odd", stage=4, name="a", first=1))
+    log.warning("again", extra=errors.fields_of(MADE[1]))
+    log.warning("without fields")
     assert kinds(caplog) == ["odd", "limit_too_small"]
     (record,) = logged(caplog, "odd", stage=4, name="a", first=1)
     assert (record.stage, record.subject, record.numbers) == (4, "a", {"first": 1})
@@ -75,7 +67,7 @@ def test_log_records_carry_the_fields(caplog):
 
 
 def test_fields_of_an_error_without_any_name_its_class():
-    assert fields_of(KeyError("x"))["kind"] == "KeyError"
+    assert errors.fields_of(KeyError("x"))["kind"] == "KeyError"
 
 
 def test_a_warning_carries_the_fields():

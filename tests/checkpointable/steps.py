@@ -1,6 +1,8 @@
 """Whole training steps of networks whose activations are large enough for memory to be about them."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,14 +54,7 @@ def square(output: Any) -> torch.Tensor:
     return sum((t.float().square().mean() for t in tensors_in(output)), torch.zeros(()))
 
 
-def step_peak(
-    planned: Checkpointable | nn.Module,
-    batch: Any,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    fresh_grads: bool = False,
-    loss: Callable[[Any], torch.Tensor] = square,
-) -> int:
+def step_peak(planned: nn.Module, batch: Any, optimizer: Any = None, *, fresh_grads=False, loss: Any = square) -> int:
     """The measured peak of a whole step: its forward, loss, backward and optimizer step."""
     if fresh_grads:
         planned.zero_grad(set_to_none=True)
@@ -99,3 +94,14 @@ def same_gradients(network: nn.Module, plain: nn.Module) -> bool:
 
 def said_in(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "rotor_py"]
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Reference counts alone let everything go."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -111,13 +111,11 @@ class Join(nn.Module):
         return self.inner(pair[0]) * pair[1].mean()
 
 
-class First(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
+class First(nn.Sequential):
+    """The first of what a layer returns."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.inner(value)[0]
+        return super().forward(value)[0]
 
 
 def entry() -> nn.Conv2d:

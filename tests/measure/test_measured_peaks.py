@@ -5,24 +5,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from rotor_profiling import loss_layouts, measured_peak
+from rotor_profiling import loss_layouts
 from rotor_py import Checkpointable
 from rotor_py.measure.discovery_pass import DiscoveryPass
-from tests.checkpointable.steps import between, square
+from tests.checkpointable.steps import between, square, step_peak
+from tests.checkpointable.test_memory import First
 
 CPU = torch.device("cpu")
 LABELS = torch.randint(200, (16, 12), generator=torch.Generator().manual_seed(0))
-
-
-class First(nn.Module):
-    """The first of what a layer returns."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.layer(value)[0]
 
 
 def recurrent() -> nn.Module:
@@ -52,15 +42,9 @@ def cross_entropy(output: torch.Tensor) -> torch.Tensor:
 def test_copies_that_backwards_begin_with_are_inside_the_limit(make, loss) -> None:
     planned, sample = Checkpointable(make(), loss=loss, fresh_grads=True), torch.randn(16, 12, 48)
     planned.measure(sample)
-
-    def step() -> None:
-        output = planned(sample)
-        loss(output).backward()
-
     for limit in (between(planned, share) for share in (0, 0.5, 1)):
         predicted = planned.budget.peak_bytes(planned.compute_sequence(limit))
-        planned.zero_grad()
-        assert 0.98 * predicted <= measured_peak(step, [*planned.parameters(), sample], CPU) <= limit
+        assert 0.98 * predicted <= step_peak(planned, sample, fresh_grads=True, loss=loss) <= limit
 
 
 def test_a_loss_says_in_which_layout_it_gives_gradients() -> None:
@@ -152,16 +136,8 @@ def test_a_tensor_that_several_stages_read_is_in_memory_until_the_first_of_them_
     planned = Checkpointable(model, loss=square, fresh_grads=True, cache=False, watch=False)
     planned.measure(batch)
     assert (0 in [each.gradient_bytes for each in planned.inspection_values.carried]) is not trained
-
-    def step() -> None:
-        output = planned(batch)  # held to the end, as people do
-        square(output).backward()
-
     for share in (0.1, 1):
         sequence = planned.compute_sequence(between(planned, share))
-        model.zero_grad()
-        step()
-        model.zero_grad()
-        measured = measured_peak(step, [*model.parameters(), batch], CPU)
+        _, measured = (step_peak(planned, batch, fresh_grads=True) for _ in range(2))
         predicted = planned.budget.peak_bytes(sequence)
         assert 0.95 * predicted <= measured <= predicted

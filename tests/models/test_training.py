@@ -44,16 +44,12 @@ def test_steps_by_any_sequence_are_those_of_plain_training_and_the_measured_peak
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 @pytest.mark.parametrize("name", NAMES)
-def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_training(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_training(cuda, name, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     make, shape = NETWORKS[name]
-    network, batch = make().to(device), torch.randn((8, *shape[1:]), device=device)
+    network, batch = make().to(cuda), torch.randn((8, *shape[1:]), device=cuda)
     plain = copy.deepcopy(network).cpu()
     planned = Checkpointable(network, loss=square, fresh_grads=True)
     planned.measure(batch)
@@ -64,10 +60,10 @@ def test_on_cuda_the_peak_is_inside_the_limit_and_gradients_are_those_of_plain_t
         torch.manual_seed(1)
         for _ in range(2):
             model.zero_grad(set_to_none=True)
-            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.reset_peak_memory_stats(cuda)
             square(model(batch)).backward()
-            assert model is not planned or torch.cuda.max_memory_allocated(device) <= limit
+            assert model is not planned or torch.cuda.max_memory_allocated(cuda) <= limit
         return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
     found = gradients(planned)
-    assert all(map(torch.equal, found, gradients(plain.to(device))))
+    assert all(map(torch.equal, found, gradients(plain.to(cuda))))

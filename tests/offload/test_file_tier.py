@@ -139,9 +139,7 @@ def test_there_is_never_a_file_to_see(tmp_path: Path) -> None:
         assert not thread.is_alive()
 
 
-def test_a_full_disk_is_refused_and_nothing_is_broken(
-    tier: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_refused_and_nothing_is_broken(tier, tmp_path, monkeypatch) -> None:
     with raises(OffloadError, "no_space") as refused:
         tier.reserve(9 * 10**15)
     assert str(tmp_path) in str(refused.value)

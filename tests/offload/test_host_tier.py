@@ -186,9 +186,7 @@ def test_memory_that_has_not_left_stays(device: Device) -> None:
     assert tier.held_bytes == 0
 
 
-def test_a_host_with_too_little_memory_is_refused_when_the_plan_is_made(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_with_too_little_memory_is_refused_when_the_plan_is_made(device, monkeypatch) -> None:
     tier = HostTier()
     with raises(OffloadError, "other_device", name="cpu"):
         tier.move_out(torch.empty(4).untyped_storage())
@@ -201,19 +199,18 @@ def test_a_host_with_too_little_memory_is_refused_when_the_plan_is_made(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_gpu_gets_its_bytes_back_and_its_memory_meanwhile() -> None:
-    tier, device = HostTier(), torch.device("cuda", torch.cuda.current_device())
+def test_a_gpu_gets_its_bytes_back_and_its_memory_meanwhile(cuda) -> None:
+    tier = HostTier()
     for value in range(5):
-        tensor = torch.randn(4 * 2**20, device=device) + value
-        expected, before = tensor.clone(), torch.cuda.memory_allocated(device)
+        tensor = torch.randn(4 * 2**20, device=cuda) + value
+        expected, before = tensor.clone(), torch.cuda.memory_allocated(cuda)
         moved = tier.move_out(tensor.untyped_storage())
         del tensor
         moved.wait_out()
-        assert before - torch.cuda.memory_allocated(device) >= 4 * 4 * 2**20
-        torch.full((4 * 2**20,), -1.0, device=device)  # in the same memory
+        assert before - torch.cuda.memory_allocated(cuda) >= 4 * 4 * 2**20
+        torch.full((4 * 2**20,), -1.0, device=cuda)  # in the same memory
         moved.fetch()
-        assert torch.equal(torch.empty(0, device=device).set_(moved.storage()), expected)  # type: ignore[call-overload] # untyped
+        assert torch.equal(torch.empty(0, device=cuda).set_(moved.storage()), expected)  # type: ignore[call-overload] # untyped
         del moved
     assert tier.held_bytes == 0
 

@@ -151,12 +151,6 @@ def test_frees_by_other_threads_show_when_the_memory_is_used_again() -> None:
     assert peak == len(addresses) * 2**18
 
 
-def watching() -> CpuWatch:
-    found = watch_step(CPU, 0, 0)
-    assert isinstance(found, CpuWatch)
-    return found
-
-
 def assert_a_meter_works() -> None:
     with memory_meter(CPU) as meter:
         held = block(2)
@@ -194,7 +188,7 @@ def test_a_thread_has_one_profiler_and_a_watch_is_the_one_to_go() -> None:
     found: list[object] = []
     _backward_with(lambda: found.append(watch_step(CPU, 0, 0)), 1)
     assert found == [None]
-    watch = watching()
+    watch = watch_step(CPU, 0, 0)
     assert watch_step(CPU, 0, 0) is None
     assert_a_meter_works()
     assert watch.stop() is None
@@ -208,14 +202,14 @@ def measure() -> None:
 
 @pytest.mark.parametrize(("do", "depth"), [(CpuWatch.stop, 1), (CpuWatch.stop, 2), (lambda watch: measure(), 1)])
 def test_a_watch_that_is_to_stop_or_give_way_inside_of_a_backward_ends_with_the_pass(do: Any, depth: int) -> None:
-    watch = watching()
+    watch = watch_step(CPU, 0, 0)
     found: list[object] = []
     _backward_with(lambda: found.append(do(watch)), depth)
     assert found == [None]
     assert not torch.autograd._profiler_enabled()
     assert watch.stop() is None
     assert_a_meter_works()
-    watching()
+    watch_step(CPU, 0, 0)
     give_way()
 
 
@@ -229,7 +223,7 @@ def _backward_with(do: Callable[[], object], depth: int) -> None:
 
 
 def test_another_thread_cannot_stop_it_but_its_own_can() -> None:
-    watch = watching()
+    watch = watch_step(CPU, 0, 0)
     found: list[object] = []
     thread = Thread(target=lambda: (watch.mark("other"), give_way(), found.append(watch.stop())))
     thread.start()

@@ -167,9 +167,7 @@ def test_gradients_are_predicted_to_be_added_in_place_where_the_engine_does(name
     assert predicted(partial(run, around=HandsOn)) == predicted(run)
 
 
-def device(**options: object) -> PredictedDevice:
-    given: dict[str, object] = {"kind": "cpu", "memory_bytes": 10**12, "seconds": lambda *call: 1.0, **options}
-    return PredictedDevice(**given)  # type: ignore[arg-type]  # by name
+device = partial(PredictedDevice, kind="cpu", memory_bytes=10**12, seconds=lambda *call: 1.0)
 
 
 def test_scratch_of_kernels_counts_while_they_run_and_older_tensors_do_not_count_when_freed() -> None:

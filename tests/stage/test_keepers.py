@@ -1,6 +1,5 @@
 """What goes to a keeper, and what the backward finds of it."""
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from rotor_py.stage.compressing_hooks import Keeping
 from rotor_py.stage.partial_storage import Call, PartialSaving, Recipe, Value
+from tests.checkpointable.steps import without_collector
 from tests.fields import raises
 
 WIDTH = 8
@@ -145,16 +145,13 @@ def test_what_is_saved_before_it_is_whole_and_parts_that_are_written_to_alone_ar
 
 
 def test_a_graph_goes_with_its_output_without_the_help_of_the_garbage_collector() -> None:
-    gc.disable()
-    try:
+    with without_collector():
         x = leaf(2, 5, WIDTH)
         with Keeping(Copies(), [x], least_bytes=0):
             output = Block()(x).exp()
         storage = StorageWeakRef(output.untyped_storage())
         del output
         assert storage.expired()
-    finally:
-        gc.enable()
 
 
 def test_what_is_given_back_is_shared_by_its_holders_and_not_cached() -> None:

@@ -15,7 +15,8 @@ from rotor_py import Checkpointable, PlanMismatchError
 from rotor_py.stage.compression import word_of
 from rotor_solver import ForwardEnable, InvalidValueError, Sequence
 from tests.capture.steps import adamw, compare, limits
-from tests.capture.test_partial_saving import WIDTH, Attention, Gated, NewGelu, Stack, loss
+from tests.capture.test_partial_saving import WIDTH, Attention, Gated, NewGelu, Stack
+from tests.checkpointable.steps import square
 from tests.fields import raises
 
 
@@ -72,7 +73,7 @@ def measured(make: Callable[[], Any], **options: Any) -> tuple[Checkpointable, n
     model, batch = make()
     model.train()
     optimizer = adamw(model)
-    planned = Checkpointable(model, loss=loss, optimizer=optimizer, fresh_grads=True, **options)
+    planned = Checkpointable(model, loss=square, optimizer=optimizer, fresh_grads=True, **options)
     planned.measure(batch)
     return planned, copy.deepcopy(model), batch
 
@@ -98,7 +99,7 @@ def test_packed_stages_train_bit_for_bit_inside_the_predicted_peak(make: Callabl
     limit = int(least + 0.3 * (whole - least))
     assert stored_by(planned, lambda name: name.endswith("packed"), limit) >= 2
     predicted = planned.budget.peak_bytes(planned.sequence)  # type: ignore[arg-type]  # it is there
-    peak = compare(planned, plain, batch, loss)
+    peak = compare(planned, plain, batch, square)
     assert 0.97 * predicted <= peak <= predicted
 
 
@@ -124,13 +125,13 @@ def test_a_layer_that_refuses_hooks_is_stored_whole() -> None:
     layers = nn.Linear(WIDTH, WIDTH), Transformed(), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3)
     planned, plain, batch = measured(lambda: (nn.Sequential(*layers), {"input": torch.randn(256, WIDTH)}))
     assert planned.inspection_values.way_names == ((), (), (), ("packed",))
-    compare(planned, plain, batch, loss)
+    compare(planned, plain, batch, square)
 
 
 def gradients(network: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     network.zero_grad()
     torch.manual_seed(7)
-    value = loss(network(**batch))
+    value = square(network(**batch))
     value.backward()  # type: ignore[no-untyped-call]  # of torch
     return value.detach(), torch.cat([each.grad.flatten() for each in network.parameters() if each.grad is not None])
 
@@ -154,7 +155,7 @@ def test_nothing_is_rounded_unless_it_is_asked_for(tmp_path: Path) -> None:
 
     def loaded(**options: Any) -> Checkpointable:
         model = copy.deepcopy(planned.model)
-        given = {"loss": loss, "optimizer": adamw(model), "fresh_grads": True}
+        given = {"loss": square, "optimizer": adamw(model), "fresh_grads": True}
         return Checkpointable(model, plan=tmp_path / "plan.json", **given, **options)
 
     for other in (None, "int8"):

@@ -42,9 +42,7 @@ def test_booleans_are_bits(values: list[bool]) -> None:
     number=st.floats(1, 1000) | st.sampled_from([0.0, -0.0, 0.5, -1.0, float("inf"), float("nan"), 1e-40]),
     stranger=st.none() | st.sampled_from([-0.0, 2.5, float("nan"), -1.0]),
 )
-def test_floating_tensors_come_back_with_the_same_bits_or_are_left(
-    places: list[bool], dtype: torch.dtype, number: float, stranger: float | None
-) -> None:
+def test_floating_tensors_come_back_with_the_same_bits_or_are_left(places, dtype, number, stranger) -> None:
     memory = torch.tensor(places).to(dtype) * number if number == number else torch.full((3,), number, dtype=dtype)
     if stranger is not None:
         memory[-1] = stranger

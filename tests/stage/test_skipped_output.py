@@ -14,7 +14,7 @@ from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.stage.skipped_output import forward_skipping_output
 from rotor_solver import Sequence, recompute_all
 from tests.capture.test_partial_saving import Stack
-from tests.capture.test_partial_saving import loss as mean_square
+from tests.checkpointable.steps import square
 from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.solver.strategies import unit_chain
 
@@ -129,7 +129,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize(("ending", "skips"), {"dropout": 1, "matmul": 1, "in place": 0, "square": 0}.items())
 def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, skips: int) -> None:
     plain = Stack(*(Block(ending) for _ in range(4)))
-    planned = Checkpointable(copy.deepcopy(plain), loss=mean_square, granularity=4)
+    planned = Checkpointable(copy.deepcopy(plain), loss=square, granularity=4)
     batch = torch.randn(64, 8, requires_grad=True)
     planned.measure(batch)
     stages = planned.functions[1:]  # the first may end inside a block
@@ -140,20 +140,20 @@ def test_captured_stages_skip_what_goes_into_their_output_alone(ending: str, ski
         torch.manual_seed(3)
         output = network(batch)
         batch.grad = None
-        mean_square(output).backward()
+        square(output).backward()
         found.append([output, batch.grad, torch.get_rng_state(), *(p.grad for p in network.parameters())])
     assert all(map(torch.equal, *found))
 
 
 def test_an_error_in_what_is_left_of_a_captured_stage_names_its_line() -> None:
-    planned = Checkpointable(Stack(*(Block("dropout") for _ in range(4))), loss=mean_square, granularity=4)
+    planned = Checkpointable(Stack(*(Block("dropout") for _ in range(4))), loss=square, granularity=4)
     batch = torch.randn(64, 8)
     planned.measure(batch)
     planned.compute_sequence(planned.budget.least_bytes())
     output = planned(batch)
     planned.model.layers[1].wide.weight.data = torch.zeros(1, 1)
     with pytest.raises(RuntimeError) as caught:
-        mean_square(output).backward()
+        square(output).backward()
     notes = "\n".join(caught.value.__notes__)
     assert "in the recomputation of stage 'layers." in notes
     assert "self.wide(self.norm(value))" in notes

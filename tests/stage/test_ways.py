@@ -6,7 +6,6 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,8 @@ from rotor_py.plan.settings import Settings
 from rotor_py.stage.protocol import Keeper, Run, Trial, base_of, both, own_of, parted
 from rotor_solver import Chain, ForwardEnable, Option, Sequence, Stage
 from tests.capture.steps import adamw, compare
-from tests.capture.test_partial_saving import WIDTH, Gated, captured, loss
+from tests.capture.test_partial_saving import WIDTH, Gated, captured
+from tests.checkpointable.steps import square
 from tests.fields import raises
 
 
@@ -86,7 +86,7 @@ def in_turn(planned: Checkpointable) -> Sequence:
 @pytest.mark.usefixtures("_two_keepers")
 def test_a_chain_of_layers_is_stored_by_ways_that_need_nothing_of_it_inside_the_predicted_peak() -> None:
     model, batch = nn.Sequential(Gated(), Gated(), Left(), Gated()).train(), torch.randn(256, WIDTH)
-    planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True)
+    planned = Checkpointable(model, loss=square, optimizer=adamw(model), fresh_grads=True)
     planned.measure(batch)
     assert not planned.captured
     names = planned.inspection_values.way_names
@@ -94,14 +94,12 @@ def test_a_chain_of_layers_is_stored_by_ways_that_need_nothing_of_it_inside_the_
     assert [names[at][-1:] for at in range(4)] == [("written",), ("written",), (), ("written",)]
     planned.sequence = in_turn(planned)
     predicted = planned.budget.peak_bytes(planned.sequence)
-    measured = compare(planned, copy.deepcopy(model), {"input": batch}, loss)
+    measured = compare(planned, copy.deepcopy(model), {"input": batch}, square)
     assert 0.95 * predicted <= measured <= predicted
 
 
 @pytest.mark.usefixtures("_two_keepers")
-def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(tmp_path, monkeypatch) -> None:
     planned, batch = captured(Gated(), Gated(), Gated())
     names = planned.inspection_values.way_names
     assert max(map(len, names)) >= 2
@@ -114,14 +112,14 @@ def test_a_plan_with_several_ways_comes_back_from_its_file_and_is_run_by_name(
 
     def loaded(**options: Any) -> Checkpointable:
         other, path = copy.deepcopy(planned.model).train(), tmp_path / "plan.json"
-        options |= {"loss": loss, "optimizer": adamw(other), "fresh_grads": True, "granularity": 3}
+        options |= {"loss": square, "optimizer": adamw(other), "fresh_grads": True, "granularity": 3}
         return Checkpointable(other, plan=path, **options)
 
     # The keepers come in another order.
     turned = Written("written", most=True), Written("half written", most=False)
     monkeypatch.setattr(Settings, "_keepers", lambda self: turned)
     found = loaded()
-    compare(found, copy.deepcopy(planned.model), {"x": batch}, loss)
+    compare(found, copy.deepcopy(planned.model), {"x": batch}, square)
     assert found.sequence == planned.sequence
     assert found.inspection_values == planned.inspection_values
     monkeypatch.setattr(Settings, "_keepers", lambda self: ())
