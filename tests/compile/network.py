@@ -1,7 +1,7 @@
 """Small networks compiled stage by stage or whole, of few kinds of stages, since each takes seconds to compile."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import fx, nn
 
-from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_py.compile import compiled_stage
 from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.operator_costs import Cost
 from rotor_py.compile.stage_code import Compile, NotCompilableError
 from rotor_solver import Persistent, Sequence, store_all
+from tests.checkpointable.steps import between, step_peak
+from tests.checkpointable.steps import square as loss
+from tests.execute.test_moving import same as same
 
 WIDTH = 32
 
@@ -67,10 +69,6 @@ def batch(rows: int = 64) -> torch.Tensor:
     return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()
-
-
 def network(compile: Compile = True, blocks: int = 4, *, budgets: bool = False, **given: Any) -> Checkpointable:
     """A `Net` whose stages run compiled one by one, all that can be, whatever was measured."""
     torch.manual_seed(0)
@@ -96,12 +94,7 @@ ROWS = 256
 """Rows of a batch for graphs compiled whole."""
 
 
-def whole(
-    limit: int | str,
-    loss: Callable[[torch.Tensor], torch.Tensor] = loss,
-    make: Callable[[int], nn.Module] = Net,
-    blocks: int = 2,
-) -> Checkpointable:
+def whole(limit: int | str, loss: Any = loss, make: Any = Net, blocks: int = 2) -> Checkpointable:
     """A network that runs compiled as a whole, or else stage by stage, whatever was measured."""
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -149,26 +142,16 @@ def peak(found: Checkpointable) -> int:
 
 def measured(found: Checkpointable, value: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor] = loss) -> int:
     """The measured peak of a second step."""
-    model, found.watch = found.model, False
-    before = copy.deepcopy(model.state_dict())
-
-    def step() -> None:
-        output = found(value)
-        loss(output).backward()
-
-    model.zero_grad()
-    step()
-    model.zero_grad()
+    found.watch, before = False, copy.deepcopy(found.model.state_dict())
     try:
-        return measured_peak(step, [*model.parameters(), *model.buffers(), value], torch.device("cpu"))
+        return [step_peak(found, value, fresh_grads=True, loss=loss) for _ in range(2)][-1]
     finally:
-        model.load_state_dict(before)
+        found.model.load_state_dict(before)
 
 
 def middle(found: Checkpointable) -> Sequence:
     """A sequence that computes some stages again, and is not the one that needs least."""
-    least, most = found.budget.least_bytes(), found.budget.peak_bytes(store_all(found.budget.chain))
-    return found.budget.solve((least + most) // 2, Persistent())
+    return found.budget.solve(between(found, 0.5), Persistent())
 
 
 def run_compiled(found: Checkpointable) -> None:
@@ -195,7 +178,3 @@ def results(found: Checkpointable, sequence: Sequence, value: torch.Tensor, pass
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
-
-
-def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,5 +1,6 @@
 """Which stages are compiled: those of one kind once, those that can be, and none where that makes the plan worse."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,30 +11,9 @@ from torch import nn
 from rotor_py import Checkpointable
 from rotor_py.capture.variants import with_ways
 from rotor_py.compile.compiled_stage import same_bits
-from rotor_solver import (
-    Backward,
-    ForwardCheck,
-    ForwardEnable,
-    InfeasibleError,
-    Loss,
-    Persistent,
-    Sequence,
-    simulate,
-    store_all,
-)
-from tests.compile.network import (
-    Compilations,
-    Net,
-    batch,
-    gradients,
-    loss,
-    measured,
-    network,
-    peak,
-    results,
-    same,
-    stage_by_stage,
-)
+from rotor_solver import InfeasibleError, Persistent, simulate, store_all
+from tests.capture.steps import assert_same_step, in_part
+from tests.compile.network import Compilations, Net, batch, loss, measured, network, peak, results, same, stage_by_stage
 from tests.fields import logged
 
 
@@ -89,15 +69,7 @@ def test_a_stage_that_cannot_be_compiled_runs_as_it_is(monkeypatch, caplog) -> N
     assert names[0] == "the graph as a whole"
     assert 1 < len(names) <= 5  # one for each kind
     assert any(name in names[1] for name in found.names)
-
-    def step(model: torch.nn.Module) -> list[torch.Tensor]:
-        found.model.zero_grad()
-        torch.manual_seed(1)
-        loss(model(batch())).backward()
-        return gradients(found.model)
-
-    made = step(found)
-    assert same(made, step(found.model))
+    assert_same_step(found, copy.deepcopy(found.model), batch(), loss=loss)
 
 
 def test_the_others_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,24 +84,12 @@ def budgeted() -> Checkpointable:
     return network(blocks=6, budgets=True)
 
 
-def in_ways(found: Checkpointable) -> Sequence:
-    """Every stage is stored in the last of its ways, and those up to the middle are run again for that."""
-    measurement = found._planner.in_use.measurement
-    options = [len(names) for names in measurement.way_names]
-    assert sum(map(bool, options)) > 1, "no stage has another way"
-    middle = next(stage for stage, option in enumerate(options) if option) + 1
-    operations: list[Any] = [ForwardCheck(stage) for stage in range(middle)]
-    operations += [ForwardEnable(stage, options[stage]) for stage in range(middle, len(options))]
-    operations.append(Loss())
-    operations += [Backward(stage) for stage in reversed(range(middle, len(options)))]
-    for stage in reversed(range(middle)):
-        operations += [ForwardEnable(stage, options[stage]), Backward(stage)]
-    return Sequence(operations)
-
-
 @pytest.mark.slow
 def test_ways_keep_less_with_the_same_bits_and_the_predicted_peak_also_from_a_file(budgeted, tmp_path) -> None:
-    measurement, sequence = budgeted._planner.in_use.measurement, in_ways(budgeted)
+    measurement = budgeted._planner.in_use.measurement
+    others = [stage for stage, names in enumerate(measurement.way_names) if names]
+    assert len(others) > 1, "no stage has another way"
+    sequence = in_part(budgeted, others[0] + 1)
     for cost, ways in zip(measurement.stages, measurement.ways_by_stage, strict=True):
         saved = [cost.saved_bytes, *(way.cost.saved_bytes for way in ways)]
         assert saved == sorted(set(saved), reverse=True)

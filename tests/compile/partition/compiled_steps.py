@@ -20,15 +20,11 @@ from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.partition import GraphCosts
 
 
-class Loss(nn.Module):
+class Loss(nn.Sequential):
     """A model with a loss inside the graph: the caller has nothing but a number."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return self.model(value).pow(2).mean()
+        return super().forward(value).pow(2).mean()
 
 
 class Block(nn.Module):
@@ -48,15 +44,6 @@ class Block(nn.Module):
         value = value + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         inside = self.norms[1](value)
         return value + self.down(F.silu(self.gate(inside)) * self.up(inside))
-
-
-class Residual(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*layers)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.inner(value)
 
 
 @dataclass

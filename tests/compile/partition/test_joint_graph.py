@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rotor_py.compile.joint_graph import JointGraph, usually_saved
 from rotor_py.compile.partition import extract, in_time
 from rotor_py.compile.partitioner import BudgetPartitioner
-from tests.compile.partition.compiled_steps import Residual, noted_usual
+from tests.checkpointable.steps import Residual
+from tests.compile.partition.compiled_steps import noted_usual
 
 aten = torch.ops.aten
 

@@ -105,7 +105,7 @@ def test_graph_breaks_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
             self.first, self.second = chain(), chain()
 
         def forward(self, value: torch.Tensor) -> torch.Tensor:
-            value = self.first.model(value)
+            value = self.first[0](value)
             torch._dynamo.graph_break()
             return self.second(value)
 

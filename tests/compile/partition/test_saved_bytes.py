@@ -18,15 +18,8 @@ from rotor_py.compile.joint_graph import JointGraph
 from rotor_py.compile.partition import GraphCosts, Run, in_registers
 from rotor_py.compile.partitioner import BudgetPartitioner, SavedInputs, saving_inputs
 from rotor_py.compile.stage_code import compile_code
-from tests.compile.partition.compiled_steps import (
-    Block,
-    Loss,
-    Residual,
-    compiled_step,
-    noted_usual,
-    seen_candidates,
-    take_step,
-)
+from tests.checkpointable.steps import Residual
+from tests.compile.partition.compiled_steps import Block, Loss, compiled_step, noted_usual, seen_candidates, take_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
@@ -89,8 +82,7 @@ class Depthwise(nn.Module):
         self.up, self.down = nn.Conv2d(channels, 4 * channels, 1), nn.Conv2d(4 * channels, channels, 1)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        inside: torch.Tensor = self.down(nn.functional.gelu(self.up(self.apart(value))))
-        return value + inside
+        return value + self.down(nn.functional.gelu(self.up(self.apart(value))))
 
 
 def deep() -> nn.Module:
@@ -119,9 +111,6 @@ def test_the_peak_of_convolutions_under_inductor_is_known_from_the_graph(made, s
         step = take_step(model, torch.compile(model, options=options), torch.randn(shape))
     (weight,) = options["custom_partitioner_fn"].chosen.values()
     assert least * weight.peak <= step.peak <= 1.02 * weight.peak
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
 
 @pytest.mark.slow
@@ -194,10 +183,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["chain", pytest.param("llama", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("name", ["chain", pytest.param("llama", marks=pytest.mark.slow)])
 def test_peaks_are_the_predicted_ones_to_the_byte_fall_with_budgets_and_numbers_stay(name: str, monkeypatch) -> None:
     made, shape = MODELS[name]
     torch.manual_seed(2)
