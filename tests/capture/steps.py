@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,29 +10,18 @@ from torch import nn
 
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable, store_all
-from rotor_solver import ForwardCheck, ForwardEnable, Sequence
-from tests.checkpointable.steps import between, square
+from rotor_solver import Backward, ForwardCheck, ForwardEnable, Sequence
+from tests.checkpointable.steps import between, planned_at, square
 
 Loss = Callable[[Any], torch.Tensor]
 
 
-def planned_for(
-    model: nn.Module, inputs: Any, loss: Loss = square, share: float = 0.0, **options: Any
-) -> Checkpointable:
+def planned_for(model: nn.Module, inputs: Any, loss: Loss = square, share=0.0, **options: Any) -> Checkpointable:
     """A model planned for `inputs`, at a `share` of the way from the least limit to storing everything."""
-    planned = Checkpointable(model, loss=loss, fresh_grads=True, **options)
-    planned.measure(inputs)
-    planned.compute_sequence(between(planned, share))
-    return planned
+    return planned_at(share, model, inputs, loss=loss, fresh_grads=True, **options)
 
 
-def assert_trains_inside(
-    model: nn.Module,
-    inputs: dict[str, Any],
-    loss: Loss = square,
-    shares: tuple[float, ...] = (0.0, 0.5),
-    exact: float = 0.0,
-) -> Checkpointable:
+def assert_trains_inside(model, inputs, loss: Loss = square, shares=(0.0, 0.5), exact: float = 0.0) -> Checkpointable:
     """Train by plans with less and more memory: the numbers of plain training, inside the limit, as predicted."""
     plain = copy.deepcopy(model)
     planned = planned_for(model, inputs, loss, optimizer=adamw(model))
@@ -58,7 +48,7 @@ def compare(planned: Checkpointable, plain: nn.Module, inputs: dict[str, Any], l
     optimizers = [adamw(network) for network in networks]
     peaks = []
     for number in range(steps):
-        losses = []
+        losses, states = [], []
         for network, optimizer in zip(networks, optimizers, strict=True):
             optimizer.zero_grad()
             torch.manual_seed(number)
@@ -68,10 +58,11 @@ def compare(planned: Checkpointable, plain: nn.Module, inputs: dict[str, Any], l
             else:
                 value = step(network, optimizer, inputs, loss)
             losses.append(value)
-        assert torch.equal(losses[0], losses[1])
+            states.append(torch.get_rng_state())
+        assert torch.equal(*losses)
+        assert torch.equal(*states)
         for found, expected in zip(everything(networks[0]), everything(networks[1]), strict=True):
             assert torch.equal(found, expected)
-        assert torch.equal(torch.get_rng_state(), torch.get_rng_state())
     return max(peaks, default=0)
 
 
@@ -83,9 +74,7 @@ def step(network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str,
     return value.detach()
 
 
-def measured_step(
-    network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], loss: Loss
-) -> tuple[int, torch.Tensor]:
+def measured_step(network: nn.Module, optimizer: Any, inputs: dict[str, Any], loss: Loss) -> tuple[int, torch.Tensor]:
     state = tensors_in([list(entry.values()) for entry in optimizer.state.values()])
     present = [*network.parameters(), *network.buffers(), *state, *tensors_in(inputs)]
     values: list[torch.Tensor] = []
@@ -107,15 +96,25 @@ def assert_same_gradients(found: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(one, other)
 
 
+def assert_same_step(planned, plain, *batch, loss: Loss = square, around=None, seed=torch.manual_seed, **named) -> None:
+    """A step of both, from the same random numbers, has the same output and leaves the same gradients and buffers."""
+    outputs = []
+    for network in (planned, plain):
+        network.zero_grad()
+        seed(1)
+        with around or nullcontext():
+            outputs.append(network(*batch, **named))
+            value = loss(outputs[-1])
+        value.backward()  # as people do: outside
+    assert all(map(torch.equal, *map(tensors_in, outputs)))
+    assert_same_gradients(planned, plain)
+
+
 def in_part(planned: Checkpointable, again: int = 0) -> Sequence:
     """Every stage stored by the last of its ways, the first `again` stages only when they are run again."""
     chain = planned.budget.chain
     attached = [ForwardEnable(number, len(stage.options) - 1) for number, stage in enumerate(chain.stages)]
     checked = [ForwardCheck(number) for number in range(again)]
+    before: dict[object, Any] = {Backward(number): attached[number] for number in range(again)}
     done = [each for each in store_all(chain) if not isinstance(each, ForwardEnable)]
-    backward = [each for one in done for each in ([attached[one.stage], one] if _of_first(one, again) else [one])]
-    return Sequence((*checked, *attached[again:], *backward))
-
-
-def _of_first(operation: object, again: int) -> bool:
-    return getattr(operation, "stage", again) < again
+    return Sequence((*checked, *attached[again:], *(each for one in done for each in (before.get(one), one) if each)))

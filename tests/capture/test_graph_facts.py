@@ -18,9 +18,9 @@ from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
-from tests.capture.steps import assert_same_gradients, compare
+from tests.capture.steps import assert_same_step, compare
 from tests.checkpointable.steps import Tower as Skips
-from tests.checkpointable.steps import between, square
+from tests.checkpointable.steps import between, planned_at, square
 from tests.fields import raises
 
 F = nn.functional
@@ -135,14 +135,8 @@ def test_frozen_parts_and_autocast_around_the_model(trained: str, mixed: bool) -
     plain = copy.deepcopy(model)
     surroundings = torch.autocast("cpu", torch.bfloat16, enabled=mixed)
     with surroundings:
-        planned = Checkpointable(model, {"ids": ids}, loss=tower_loss, fresh_grads=True)
-        planned.compute_sequence(between(planned, 0.0))
-    for network in (planned, plain):
-        torch.manual_seed(1)
-        with surroundings:
-            loss = tower_loss(network(ids))
-        loss.backward()
-    assert_same_gradients(model, plain)
+        planned = planned_at(0.0, model, {"ids": ids}, loss=tower_loss, fresh_grads=True)
+    assert_same_step(planned, plain, ids, loss=tower_loss, around=surroundings)
 
 
 _seen: list[weakref.ref[torch.UntypedStorage]] = []
@@ -170,9 +164,7 @@ class Mixed(nn.Module):
         return self.third(x).sum(1) / rows
 
 
-def test_stages_that_are_stored_run_as_one_as_in_plain_training_with_tensors_put_in_the_place_of_parameters(
-    monkeypatch: Any,
-) -> None:
+def test_stages_that_are_stored_run_as_one_as_in_plain_training_with_tensors_put_in_place_of_parameters(monkeypatch):
     model, inputs = Mixed(), {"x": torch.randn(16, 12, 24), "scale": torch.rand(16, 12, 24)}
     planned, plain = Checkpointable(model, loss=square, fresh_grads=True), copy.deepcopy(model)
     planned.measure(inputs)

@@ -10,39 +10,20 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_solver import store_all
-from tests.capture.steps import assert_same_gradients, planned_for
+from tests.capture.steps import assert_same_gradients, assert_same_step, planned_for
+from tests.capture.test_partial_saving import Stack
 from tests.checkpointable.steps import between
+from tests.execute.test_bit_for_bit import WIDTH, Block, Noisy, Scaled
 from tests.fields import logged
 
-WIDTH = 32
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.narrow(torch.relu(self.wide(value)))
-
-
-class Blocks(nn.Module):
-    def __init__(self, make: Callable[[], nn.Module] = Block, count: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(make() for _ in range(count))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            value = block(value)
-        return value
-
-
-class Moving(Blocks):
+class Moving(Stack):
     """Blocks, and a mean that moves with them."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Block(), Block(), Block())
         self.norm = nn.BatchNorm1d(WIDTH)
         self.mean = nn.Buffer(torch.zeros(WIDTH))
 
@@ -51,7 +32,7 @@ class Moving(Blocks):
             self.mean.lerp_(value.detach().mean(0), 0.1)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for block in self.layers:
             self.move(value)
             value = block(value - self.mean)
         return value
@@ -59,7 +40,7 @@ class Moving(Blocks):
 
 class ReadBefore(Moving):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for block in self.layers:
             value = block(value - self.mean)
             self.move(value)
         return value
@@ -67,7 +48,7 @@ class ReadBefore(Moving):
 
 class Statistics(Moving):
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
+        for block in self.layers:
             value = block(self.norm(value)) - self.norm.running_mean
         return value
 
@@ -110,36 +91,21 @@ def test_moved_buffers_are_those_of_plain_training(make: Callable[[], nn.Module]
             assert_same_gradients(trained, plain)
 
 
-class Noisy(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = torch.Generator().manual_seed(1)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return super().forward(value + torch.rand(value.shape, generator=self.noise))
-
-
 def test_measuring_leaves_a_generator_of_the_model_as_it_was() -> None:
-    model = Blocks(Noisy)
-    before = [block.noise.get_state() for block in model.blocks]
+    model = Stack(Noisy(), Noisy(), Noisy())
+    for block in model.layers:
+        block.noise = torch.Generator().manual_seed(1)
+    before = [block.noise.get_state() for block in model.layers]
     Checkpointable(model, torch.randn(16, WIDTH), "1GB", cache=False)
-    assert all(map(torch.equal, (block.noise.get_state() for block in model.blocks), before))
-
-
-class Scaled(Block):
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + float(np.random.rand()) * super().forward(value)  # as models do
+    assert all(map(torch.equal, (block.noise.get_state() for block in model.layers), before))
 
 
 def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
     """Their graphs are made while training, since each has another number in it."""
-    model, value = Blocks(Scaled, 2), torch.randn(16, WIDTH)
+    model, value = Stack(Scaled(), Scaled()), torch.randn(16, WIDTH)
     plain = copy.deepcopy(model)
     planned = planned_for(model, value, cache=False, watch=False)
-    for network in (plain, planned):
-        np.random.seed(0)
-        network(value).square().mean().backward()
-    assert_same_gradients(model, plain)
+    assert_same_step(planned, plain, value, seed=np.random.seed)
 
 
 class Counter(nn.Module):
@@ -156,9 +122,9 @@ class Counter(nn.Module):
         return x + torch.softmax(y / self.temperature, -1) * (1 + 0.1 * self.calls)
 
 
-class Counting(Blocks):
+class Counting(Stack):
     def __init__(self) -> None:
-        super().__init__(Counter)
+        super().__init__(Counter(), Counter(), Counter())
         self.steps = 0
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -173,17 +139,11 @@ def test_changing_numbers_are_those_of_plain_training_and_tracing_ends(caplog: p
     for step in range(9):
         if step == 3:
             caplog.clear()
-        outputs = []
-        for each, run in ((plain, plain), (model, planned)):
-            for block in each.blocks:
-                block.temperature = 1 / (1 + step)
-            each.zero_grad()
-            outputs.append(run(x))
-            outputs[-1].square().mean().backward()
-        assert torch.equal(*outputs), step
-        assert_same_gradients(model, plain)
+        for block in (*plain.layers, *model.layers):
+            block.temperature = 1 / (1 + step)
+        assert_same_step(planned, plain, x)
         assert model.steps == plain.steps == step + 1
-        assert [each.calls for each in model.blocks] == [step + 1] * 3
+        assert [each.calls for each in model.layers] == [step + 1] * 3
     assert not logged(caplog, "captured_again")
     assert planned.sequence != store_all(planned.budget.chain)  # something was recomputed
 

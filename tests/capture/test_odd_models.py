@@ -1,7 +1,6 @@
 """Models of odd forms train with the numbers of plain training, inside the limit: writes, vmap, functions, skips."""
 
 import copy
-import gc
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ from torch.nn import functional as F
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture.graph.graph_nodes import written_by
 from rotor_solver import store_all
-from tests.capture.steps import assert_same_gradients, assert_trains_inside, limits
-from tests.checkpointable.steps import between, square, step_peak
+from tests.capture.steps import assert_same_step, assert_trains_inside, limits
+from tests.checkpointable.steps import between, planned_at, square, step_peak, without_collector
 from tests.fields import logged, raises
 
 WIDTH = 32
@@ -218,12 +217,8 @@ def test_a_model_of_odd_form_trains_inside_the_limit_with_the_same_numbers(case:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # TorchDynamo does, for a moment
 def test_a_step_with_own_autograd_functions_keeps_to_the_plan_without_the_collector() -> None:
     model, value = Squashed(), torch.randn(256, WIDTH)
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         assert_trains_inside(model, {"value": value}, shares=(0.0, 0.4, 1.0), exact=0.97)
-    finally:
-        gc.enable()
     planned = Checkpointable(Squashed(), mem_limit="1GB")
     (gradient,) = torch.autograd.grad(planned(value.requires_grad_()).sum(), value, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
@@ -254,12 +249,7 @@ def test_another_function_inside_of_vmap_is_another_graph(caplog: pytest.LogCapt
     planned = Checkpointable(model, {"value": torch.randn(16, WIDTH)}, mem_limit="1GB", loss=square)
     with caplog.at_level(logging.WARNING, "rotor_py"):
         for rows in (6, 16):
-            value = torch.randn(rows, WIDTH)
-            for each in (planned, plain):
-                each.zero_grad()
-                torch.manual_seed(1)
-                square(each(value=value)).backward()
-            assert_same_gradients(planned, plain)
+            assert_same_step(planned, plain, value=torch.randn(rows, WIDTH))
     assert len(logged(caplog, "planning_again")) == 1  # for few rows, and once
 
 
@@ -321,12 +311,7 @@ def test_copies_of_statistics_of_equal_stages_are_inside_the_limit() -> None:
 @pytest.mark.parametrize("make", [Normalized, lambda: Normalized(momentum=None), chain])
 def test_statistics_that_did_not_move_when_they_were_measured_move_once(make: Callable[[], nn.Module]) -> None:
     plain = make()
-    planned = Checkpointable(copy.deepcopy(plain))
-    planned.measure(torch.zeros(64, WIDTH))  # whose mean is what the running mean begins with
-    planned.compute_sequence(between(planned, 0.0))
+    # The mean of zeros is what the running mean begins with.
+    planned = planned_at(0.0, copy.deepcopy(plain), torch.zeros(64, WIDTH))
     for _ in range(2):
-        batch = torch.randn(64, WIDTH)
-        for network in (plain, planned):
-            network.zero_grad()
-            square(network(batch)).backward()
-        assert_same_gradients(planned, plain)
+        assert_same_step(planned, plain, torch.randn(64, WIDTH))

@@ -7,10 +7,8 @@ import copy
 import gc
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,8 +24,8 @@ from rotor_py.capture.graph.graph_stage import GraphStage
 from rotor_py.capture.graph.selective_recompute import IN_PART
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable, Sequence
-from tests.capture.steps import adamw, assert_same_gradients, compare, in_part
-from tests.checkpointable.steps import between
+from tests.capture.steps import adamw, assert_same_step, compare, in_part
+from tests.checkpointable.steps import between, square, without_collector
 from tests.fields import logged, raises
 
 WIDTH, ROWS = 32, 1024
@@ -97,29 +95,17 @@ class Stack(nn.Module):
         return x
 
 
-def loss(output: torch.Tensor) -> torch.Tensor:
-    return output.square().mean()
-
-
 def captured(*layers: nn.Module, rows: int = 64) -> tuple[Checkpointable, torch.Tensor]:
     torch.manual_seed(0)
     batch = torch.randn(4, rows, WIDTH)
     model = Stack(*layers).train()
-    planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True, granularity=len(layers))
+    planned = Checkpointable(model, loss=square, optimizer=adamw(model), fresh_grads=True, granularity=len(layers))
     planned.measure({"x": batch})
+    assert planned.captured
     return planned, batch
 
 
-def stages(planned: Checkpointable) -> list[GraphStage]:
-    assert planned.captured
-    found = planned.functions
-    assert all(isinstance(stage, GraphStage) for stage in found)
-    return found  # type: ignore[return-value]
-
-
-def run(
-    forward: Callable[..., Any], stage: nn.Module, values: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
+def run(forward: Any, stage: nn.Module, values: Any) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
     """Outputs; gradients and moved buffers, which are put back; the bytes held between forward and backward."""
     values, before = leaves_of(values), copy.deepcopy(list(stage.buffers()))
     stage.zero_grad()
@@ -187,10 +173,10 @@ def test_a_stage_stored_in_part_has_the_same_bits_and_holds_less(autocast: bool)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         planned, batch = captured(nn.Linear(WIDTH, WIDTH), *(kind() for kind in kinds), rows=64 if autocast else 384)
         state = torch.get_rng_state()
-        assert sum(bool(stage.ways()) for stage in stages(planned)) >= len(kinds) - 1
+        assert sum(bool(stage.ways()) for stage in planned.functions) >= len(kinds) - 1
         assert torch.equal(torch.get_rng_state(), state), "finding out what to keep draws no random numbers"
         value: Any = (batch,)
-        for stage in stages(planned):
+        for stage in planned.functions:
             outputs, expected, whole = run(stage, stage, value)
             for way, skip_output in itertools.product(stage.ways(), (False, True)):
                 forward = stage.forward_by(way, skip_output=skip_output)
@@ -223,13 +209,13 @@ def test_options_of_any_plan_have_the_same_bits_and_the_peak_that_is_predicted(m
         planned.sequence = Sequence(tuple(changed))
         assert any(isinstance(each, ForwardEnable) and each.option for each in planned.sequence)
         predicted = planned.budget.peak_bytes(planned.sequence)
-        assert 0.97 * predicted <= compare(planned, plain, {"x": batch}, loss) <= predicted
+        assert 0.97 * predicted <= compare(planned, plain, {"x": batch}, square) <= predicted
 
 
 def test_a_node_that_is_saved_and_written_over_leaves_no_choice() -> None:
     planned, batch = captured(nn.Linear(WIDTH, WIDTH), Routed(), nn.Linear(WIDTH, WIDTH))
     planned.mem_limit = "1GB"
-    compare(planned, copy.deepcopy(planned.model), {"x": batch}, loss)
+    compare(planned, copy.deepcopy(planned.model), {"x": batch}, square)
 
 
 def total(output: Any) -> torch.Tensor:
@@ -241,7 +227,7 @@ def lean() -> tuple[GraphStage, Any]:
     """A stage with a gated layer, and its input."""
     planned, batch = captured(nn.Linear(WIDTH, WIDTH), Gated(), Gated())
     value: Any = (batch,)
-    for stage in stages(planned):
+    for stage in planned.functions:
         if stage.ways() and len(list(stage.parameters())) >= 4:
             return stage, value
         value = leaves_of(stage(value))
@@ -269,9 +255,7 @@ def test_a_second_backward_is_the_same_and_gradients_of_gradients_and_changed_pa
 
 def test_nothing_is_held_once_the_output_is_gone_without_the_collector() -> None:
     stage, value = lean()
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         for backward in (True, False):
             with memory_meter(torch.device("cpu")) as meter:
                 forward = stage.forward_by(IN_PART)
@@ -282,8 +266,6 @@ def test_nothing_is_held_once_the_output_is_gone_without_the_collector() -> None
                 meter.mark("after")
             assert meter.phases[""].peak > 0
             assert meter.phases["after"].start == 0
-    finally:
-        gc.enable()
 
 
 def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
@@ -298,23 +280,21 @@ def test_an_option_that_a_stage_does_not_have_is_refused_by_name() -> None:
     assert StageRunner(stage, "a", ways=("packed", "in part")).by(2).option == 2
 
 
-def test_a_plan_and_its_file_serve_smaller_inputs_for_which_their_ways_would_not_have_been_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_plan_and_its_file_serve_smaller_inputs_for_which_their_ways_would_not_have_been_found(tmp_path, caplog):
     """For few rows attention costs little, so that nobody would make the products before it again to keep it."""
     planned, batch = captured(LongAttention(), LongAttention(), rows=384)
     planned.mem_limit = 10**9
     planned.sequence = before = in_part(planned)
-    assert any("products again" in way for stage in stages(planned) for way in stage.ways())
+    assert any("products again" in way for stage in planned.functions for way in stage.ways())
     plain = Stack(*planned.model.layers)
     planned.save_plan(tmp_path / "plan.json")
     model = Stack(*copy.deepcopy(plain.layers)).train()
-    options = {"loss": loss, "optimizer": adamw(model), "fresh_grads": True, "granularity": 2}
+    options = {"loss": square, "optimizer": adamw(model), "fresh_grads": True, "granularity": 2}
     loaded = Checkpointable(model, plan=tmp_path / "plan.json", **options)
     assert "stored in part" in str(loaded.report())
     with caplog.at_level("WARNING", "rotor_py"):
         for each, rows in itertools.product((planned, loaded), (384, 24)):
-            compare(each, plain, {"x": batch[:, :rows]}, loss)
+            compare(each, plain, {"x": batch[:, :rows]}, square)
     assert planned.sequence == before == loaded.sequence
     assert not logged(caplog, "planning_again")
 
@@ -339,7 +319,7 @@ class Noting(NewGelu):
 def measured(*layers: nn.Module, rows: int = ROWS) -> tuple[Checkpointable, torch.Tensor]:
     torch.manual_seed(0)
     model, batch = nn.Sequential(*layers).train(), torch.randn(rows, WIDTH)
-    planned = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True)
+    planned = Checkpointable(model, loss=square, optimizer=adamw(model), fresh_grads=True)
     planned.measure(batch)
     assert not planned.captured
     return planned, batch
@@ -349,9 +329,7 @@ def names_in_part(planned: Checkpointable) -> list[list[str]]:
     return [[name for name in each if name.startswith("in part")] for each in planned.inspection_values.way_names]
 
 
-def test_layers_stored_in_part_train_as_ever_within_the_predicted_peak_on_smaller_batches_and_from_files_as_well(
-    tmp_path: Path,
-) -> None:
+def test_layers_stored_in_part_train_as_ever_within_the_predicted_peak_on_smaller_batches_and_from_files(tmp_path):
     planned, batch = measured(NewGelu(), NewGelu(), nn.Linear(WIDTH, WIDTH), NewGelu())
     assert [bool(each) for each in names_in_part(planned)] == [True, True, False, True]
     plain = copy.deepcopy(planned.model)
@@ -359,12 +337,12 @@ def test_layers_stored_in_part_train_as_ever_within_the_predicted_peak_on_smalle
     for again in (2, 0):
         planned.sequence = in_part(planned, again)
         predicted = planned.budget.peak_bytes(planned.sequence)
-        assert 0.98 * predicted <= compare(planned, plain, {"input": batch}, loss) <= predicted
+        assert 0.98 * predicted <= compare(planned, plain, {"input": batch}, square) <= predicted
     planned.save_plan(tmp_path / "plan.json")
     model = copy.deepcopy(plain)
-    loaded = Checkpointable(model, loss=loss, optimizer=adamw(model), fresh_grads=True, plan=tmp_path / "plan.json")
+    loaded = Checkpointable(model, loss=square, optimizer=adamw(model), fresh_grads=True, plan=tmp_path / "plan.json")
     for network in (loaded, copy.deepcopy(loaded)):
-        least = [compare(network, plain, {"input": batch[:rows]}, loss) for rows in (ROWS, ROWS // 2)]
+        least = [compare(network, plain, {"input": batch[:rows]}, square) for rows in (ROWS, ROWS // 2)]
         assert 0.98 * predicted <= least[0] <= predicted
         assert least[1] < 0.75 * predicted
 
@@ -375,12 +353,10 @@ def test_small_layers_and_those_that_are_not_captured_keep_their_other_ways() ->
         planned, batch = measured(*layers, rows=rows)
         assert not any(names_in_part(planned))
     planned.sequence = in_part(planned)
-    compare(planned, copy.deepcopy(planned.model), {"input": batch}, loss)
+    compare(planned, copy.deepcopy(planned.model), {"input": batch}, square)
 
 
-def test_a_layer_stored_in_part_has_its_side_effects_and_later_hooks_and_holds_nothing_when_it_was_measured(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_layer_stored_in_part_has_its_side_effects_and_later_hooks_and_holds_nothing_when_it_was_measured(caplog):
     planned, batch = measured(Noting(), nn.Linear(WIDTH, WIDTH))
     assert names_in_part(planned)[0]
     gc.collect()
@@ -401,14 +377,9 @@ def test_a_layer_stored_in_part_has_its_side_effects_and_later_hooks_and_holds_n
 
 def test_autocast_is_that_of_the_forward() -> None:
     model, batch = nn.Sequential(NewGelu(), NewGelu()).train(), torch.randn(ROWS, WIDTH)
-    planned = Checkpointable(copy.deepcopy(model), loss=loss, optimizer=adamw(model), fresh_grads=True)
+    planned = Checkpointable(copy.deepcopy(model), loss=square, optimizer=adamw(model), fresh_grads=True)
     with torch.autocast("cpu", torch.bfloat16):
         planned.measure(batch)
     assert any(names_in_part(planned))
     planned.sequence = in_part(planned, again=1)
-    for network in (planned, model):
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            value = loss(network(batch))
-        value.backward()  # as people do: outside
-    assert_same_gradients(planned, model)
+    assert_same_step(planned, model, batch, around=torch.autocast("cpu", torch.bfloat16))

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, PlanMismatchError, UnsupportedModelError
 from rotor_py.capture import captured_forward, tracing
-from tests.capture.steps import assert_same_gradients, compare, everything, limits
+from tests.capture.steps import assert_same_gradients, assert_same_step, compare, everything, limits
 from tests.capture.test_graph_facts import Tower, planned_tower, tower_loss
 from tests.checkpointable.steps import Tower as Skips
 from tests.fields import logged, raises
@@ -59,13 +59,8 @@ def test_smaller_inputs_use_the_plan_larger_ones_are_planned_and_wrong_or_too_ma
         planned(ids=torch.randint(20, (40, 40)))
 
 
-class Branches(Skips):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__(width, depth=4)
-
-
 def test_hooks_that_come_and_go_after_planning_are_seen() -> None:
-    model = Branches()
+    model = Skips(16, 4)
     plain = copy.deepcopy(model)
     planned = Checkpointable(model)
     value = torch.randn(8, 16)
@@ -76,11 +71,7 @@ def test_hooks_that_come_and_go_after_planning_are_seen() -> None:
         if hooked:
             layers = [each.layers[1] for each in (model, plain)]
             handles = [each.register_forward_hook(lambda _, __, output: 2 * output) for each in layers]
-        outputs = [each(value) for each in (planned, plain)]
-        assert torch.equal(*outputs)
-        for output in outputs:
-            output.sum().backward()
-        assert_same_gradients(model, plain)
+        assert_same_step(planned, plain, value)
 
 
 def test_measuring_changes_nothing_and_eval_is_the_model_itself() -> None:
@@ -142,9 +133,9 @@ def library(function: Any) -> Any:
     return wrapper
 
 
-class Scaled(Branches):
+class Scaled(Skips):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(16, 4)
         self.register_buffer("scale", torch.ones(16))
 
     @library
@@ -152,7 +143,7 @@ class Scaled(Branches):
         return super().forward(value * self.scale) * other
 
 
-class Unscaled(Branches):
+class Unscaled(Skips):
     @library
     def forward(self, value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return super().forward(value) * other
@@ -163,7 +154,7 @@ def test_models_of_other_kinds_that_share_functions_are_captured_one_after_the_o
     value = torch.randn(4, 16)
     for other in (torch.randn(4, 16), torch.randn(4, 16).double()):
         Checkpointable(Scaled(), {"value": value, "other": other})
-    planned = Checkpointable(Unscaled(), {"value": value, "other": value})
+    planned = Checkpointable(Unscaled(16, 4), {"value": value, "other": value})
     planned(value=value, other=value).sum().backward()
 
 
@@ -189,21 +180,18 @@ def test_models_built_alike_are_captured_once_and_train_side_by_side(monkeypatch
         assert_same_gradients(network, plain)
 
 
-class Tempered(Branches):
+class Tempered(Skips):
     def forward(self, value: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return super().forward(value / temperature)
 
 
 def test_a_number_given_as_a_tensor_may_change_at_every_step(caplog: Any) -> None:
-    plain, batch = Tempered(64), torch.randn(32, 64)
+    plain, batch = Tempered(64, 4), torch.randn(32, 64)
     planned = Checkpointable(copy.deepcopy(plain), fresh_grads=True)
     planned.measure((batch, torch.tensor(1.0)))
     planned.compute_sequence(planned.budget.least_bytes())
     for step in range(4):
-        for network in (planned, plain):
-            network.zero_grad()
-            network(batch, torch.tensor(1.0 - step / 20)).square().mean().backward()
-        assert_same_gradients(planned, plain)
+        assert_same_step(planned, plain, batch, torch.tensor(1.0 - step / 20))
     assert not logged(caplog, "planning_again")
 
 
@@ -233,11 +221,11 @@ def test_plans_from_files_and_of_copies_train_the_same_without_measuring(tmp_pat
         loaded(ids=torch.randint(20, (17, 40)))
 
 
-class Writing(Branches):
+class Writing(Skips):
     """Writes into what it is called with, at its beginning or in the middle."""
 
     def __init__(self, at: int) -> None:
-        super().__init__()
+        super().__init__(16, 4)
         self.at = at
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -259,7 +247,7 @@ def test_a_model_that_writes_into_its_input_is_refused_with_the_line_and_writes_
         assert torch.equal(value, before)
 
 
-class Counting(Branches):
+class Counting(Skips):
     """Asks about its data, and computes with another number at every call: each needs a graph of its own."""
 
     factors: tuple[float, ...] = (1.0,)
@@ -275,7 +263,7 @@ class Counting(Branches):
 
 def test_a_model_that_needs_more_graphs_than_there_may_be_is_told_where_its_graph_breaks(monkeypatch: Any) -> None:
     monkeypatch.setattr(tracing, "MOST_GRAPHS", 3)
-    planned = Checkpointable(Counting(), mem_limit="1GB")
+    planned = Checkpointable(Counting(16, 4), mem_limit="1GB")
     with raises(UnsupportedModelError, "no_graph") as caught:
         for _ in range(6):
             planned(torch.randn(8, 16)).sum().backward()

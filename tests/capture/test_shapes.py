@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.capture import captured_forward
-from tests.capture.steps import assert_same_gradients, planned_for
-from tests.checkpointable.steps import CPU, Tower, said_in, square, step_peak
+from tests.capture.steps import assert_same_step, planned_for
+from tests.checkpointable.steps import CPU, Tower, said_in, step_peak
 from tests.fields import logged
 from tests.plan.test_step_plans import plans_counted
 
@@ -96,22 +95,13 @@ def planned_and_plain(model: nn.Module, batch: Any, share: float = 0.0) -> tuple
 
 def assert_trains_like(planned: Checkpointable, plain: nn.Module, batch: dict[str, Any]) -> None:
     """A step has the bits of plain training, inside the limit."""
-    outputs = []
     plain.load_state_dict(planned.state_dict())
-    for network in (planned, plain):
-        network.zero_grad()
-        torch.manual_seed(1)
-        outputs.append(square(network(**batch)))
-        outputs[-1].backward()
-    assert torch.equal(*outputs)
-    assert_same_gradients(planned, plain)
+    assert_same_step(planned, plain, **batch)
     limit = planned._planner.model.limit_bytes(CPU)
     assert step_peak(planned, batch, fresh_grads=True) <= limit
 
 
-def assert_follows(
-    planned: Checkpointable, plain: nn.Module, batches: Callable[..., dict[str, Any]], *shapes: tuple[int, ...]
-) -> None:
+def assert_follows(planned: Checkpointable, plain: nn.Module, batches: Any, *shapes: tuple[int, ...]) -> None:
     """Train on batches of these shapes, with nothing measured."""
     with plans_counted(planned) as measured:
         for shape in shapes:

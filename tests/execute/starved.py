@@ -57,7 +57,7 @@ class Capacity(TorchDispatchMode):
 
 
 class AtOperators(TorchDispatchMode):
-    """Runs out of memory right after the operators with these numbers, of those that stages run."""
+    """Runs out of memory, or is interrupted, right after the operators with these numbers."""
 
     def __init__(self, *at: int, error: Callable[[], BaseException] = out_of_memory) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """What autograd can do, it still can."""
 
 import copy
-import gc
 import random
 import weakref
 from collections import Counter
@@ -17,6 +16,7 @@ from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Backward, Loss, Sequence
+from tests.checkpointable.steps import same_gradients, without_collector
 from tests.execute.sequences import any_sequence, persistent_sequence
 from tests.execute.training import assert_same
 from tests.fields import raises
@@ -39,10 +39,6 @@ def apply(model: nn.Sequential, sequence: Sequence | str, value: torch.Tensor) -
 
 def runners_of(model: nn.Sequential) -> list[StageRunner]:
     return [StageRunner(layer, f"stage {number}") for number, layer in enumerate(model)]
-
-
-def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
 def value(requires_grad: bool = False) -> torch.Tensor:
@@ -80,7 +76,7 @@ def test_gradients_accumulate_from_last_to_first_also_in_a_retained_graph_and_ho
         order = [int(name[0]) for name, _ in model.seen[at : at + 12] if "arriving" not in name]
         assert order == sorted(order, reverse=True)
     assert_same(sorted(model.seen, key=lambda s: s[0]), sorted(plain.seen, key=lambda s: s[0]))
-    assert_same_gradients(model, plain)
+    assert same_gradients(model, plain)
 
 
 def test_a_hook_sees_the_backward_of_a_late_stage_before_an_early_stage_runs_again():
@@ -119,8 +115,7 @@ def test_the_gradient_of_only_a_part_of_the_output_and_functions_without_paramet
 
 @pytest.mark.parametrize("sequence", SEQUENCES)
 def test_dropping_the_output_drops_everything_though_the_runners_stay(sequence):
-    gc.disable()  # no cycles: reference counts alone do it
-    try:
+    with without_collector():
         model, x = network(), value()
         kept, runners, held = weakref.WeakSet(), runners_of(model), weakref.ref(x.untyped_storage())
         model[1].register_forward_hook(lambda module, args, output: kept.add(output))
@@ -132,8 +127,6 @@ def test_dropping_the_output_drops_everything_though_the_runners_stay(sequence):
         assert not kept
         Tape(runners, read_sequence(4, sequence)).forward(value()).sum().backward()
         assert not kept
-    finally:
-        gc.enable()
 
 
 def test_an_error_in_a_recomputation_is_the_stages_own_and_the_next_step_is_right():
@@ -154,7 +147,7 @@ def test_an_error_in_a_recomputation_is_the_stages_own_and_the_next_step_is_righ
     model.zero_grad()
     apply(model, NESTED, value()).sum().backward()
     plain(value()).sum().backward()
-    assert_same_gradients(model, plain)
+    assert same_gradients(model, plain)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
@@ -211,7 +204,7 @@ def test_what_changes_between_two_forwards_in_flight_is_refused_to_the_first_alo
     plain = copy.deepcopy(model)
     Tape(runners, instructions).forward(value()).sum().backward()
     plain(value()).sum().backward()
-    assert_same_gradients(model, plain)
+    assert same_gradients(model, plain)
     with raises(RuntimeError, kind):
         first.sum().backward()
 

@@ -21,7 +21,8 @@ from rotor_py.stage import compression
 from rotor_py.stage.compression import FormKeeper, Packed
 from rotor_py.stage.replayed_routing import streams_of
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import ForwardEnable, Sequence, store_all
+from rotor_solver import ForwardEnable, Sequence
+from tests.checkpointable.steps import Residual, between, same_gradients
 from tests.execute.sequences import any_sequence, everything_again, persistent_sequence
 from tests.execute.training import assert_same, cut_of, replayed, steps
 from tests.execute.zoo import ZOO
@@ -82,13 +83,9 @@ def test_so_does_one_whose_stages_keep_tensors_in_another_form(name: str, monkey
 WIDTH = 32
 
 
-class Block(nn.Module):
+class Block(Residual):
     def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.narrow(torch.tanh(self.wide(value)))
+        super().__init__(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
 
 
 class Skipped(Block):
@@ -132,10 +129,8 @@ def test_numbers_and_streams_are_those_of_plain_training(make: Callable[[], nn.M
     before = states(trained)
     planned = Checkpointable(trained, value, "1GB", fresh_grads=True, cache=False, watch=False)
     assert states(trained) == before, "measuring draws nothing"
-    found = planned.budget
-    least, most = found.least_bytes(), found.peak_bytes(store_all(found.chain))
     for step in range(4):
-        planned.compute_sequence(int(least + step * 0.1 * (most - least)))
+        planned.compute_sequence(between(planned, step * 0.1))
         after = []
         for network, own in ((plain, plain), (planned, trained)):
             network.zero_grad()
@@ -145,6 +140,4 @@ def test_numbers_and_streams_are_those_of_plain_training(make: Callable[[], nn.M
                 output.square().mean().backward()
             after.append(states(own))
         assert after[0] == after[1]
-        for mine, theirs in zip(trained.parameters(), plain.parameters(), strict=True):
-            assert (mine.grad is None) == (theirs.grad is None)
-            assert mine.grad is None or theirs.grad is None or torch.equal(mine.grad, theirs.grad)
+        assert same_gradients(trained, plain)

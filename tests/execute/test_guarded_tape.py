@@ -1,7 +1,6 @@
 """Out of memory anywhere in a step: it is undone, and runs again with the numbers of plain training."""
 
 import copy
-import gc
 import logging
 import weakref
 from collections.abc import Callable
@@ -12,10 +11,9 @@ import torch
 from torch import nn
 
 from rotor_profiling import memory_meter
-from rotor_py import Checkpointable
 from rotor_py.stage.error_context import watched
 from rotor_solver import Sequence
-from tests.checkpointable.steps import between, square
+from tests.checkpointable.steps import planned_at, square, without_collector
 from tests.execute.starved import AtOperators
 from tests.execute.undone import Gated, Train, assert_exact_wherever_it_runs_out, moving, planned, state, step
 from tests.fields import raises
@@ -123,9 +121,8 @@ def test_layers_around_and_hooks_on_parameters_see_one_backward() -> None:
         around.zero_grad()
         torch.manual_seed(int(outer * 1e9) % 2**31)  # compared by `state`
 
-    network = Checkpointable(copy.deepcopy(start), loss=square, on_oom="replan")
-    network.measure(before(rows()).detach().requires_grad_())
-    network.compute_sequence(between(network, 0.8))
+    sample = before(rows()).detach().requires_grad_()
+    network = planned_at(0.8, copy.deepcopy(start), sample, on_oom="replan")
     assert_exact_wherever_it_runs_out(network, start, train)
 
 
@@ -176,9 +173,7 @@ def test_steps_that_were_undone_leave_no_bytes_behind_and_the_input_goes_with_th
     step(network)
     with AtOperators().inside_stages() as count:
         step(network)
-    gc.collect()
-    gc.disable()  # reference counts alone let everything go
-    try:
+    with without_collector():
         for at in range(3, count.calls, count.calls // 4):
             network.compute_sequence(limit)
             network.zero_grad()
@@ -188,8 +183,6 @@ def test_steps_that_were_undone_leave_no_bytes_behind_and_the_input_goes_with_th
                 network.zero_grad()
             assert mode.errors == 1
             assert meter.phases[""].end == 0, at
-    finally:
-        gc.enable()
     batch = rows().clone()
     held = weakref.ref(batch.untyped_storage())
     loss = square(network(batch))

@@ -4,7 +4,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def gradients_of(layers: list[Any], run: Any) -> list[torch.Tensor]:
     return [*found, torch.get_rng_state()]
 
 
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+def same(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -21,7 +21,8 @@ from rotor_py.execute.regions import Region, regions, run
 from rotor_py.stage.compression import FormKeeper, Packed
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
-from tests.capture.test_partial_saving import Attention, Gated, NewGelu, captured, loss
+from tests.capture.test_partial_saving import Attention, Gated, NewGelu, captured
+from tests.checkpointable.steps import square
 from tests.execute.sequences import any_sequence, persistent_sequence
 from tests.execute.training import assert_same, steps
 from tests.fields import raises
@@ -160,7 +161,7 @@ def by_regions(planned: Checkpointable, sequence: Sequence, batch: torch.Tensor)
 
 def numbers(planned: Checkpointable, output: torch.Tensor) -> list[torch.Tensor]:
     planned.zero_grad()
-    loss(output).backward()
+    square(output).backward()
     return [*(p.grad for p in planned.parameters() if p.grad is not None), output.detach(), torch.get_rng_state()]
 
 
@@ -184,7 +185,7 @@ def test_a_region_with_stages_in_part_takes_what_the_plan_says_and_a_retained_gr
     predicted, measured = [], []
     for sequence in (plain, in_part(plain, planned)):
         planned.zero_grad()
-        step = lambda: loss(by_regions(planned, sequence, batch)).backward()  # noqa: B023, E731  # called at once
+        step = lambda: square(by_regions(planned, sequence, batch)).backward()  # noqa: B023, E731  # called at once
         measured.append(measured_peak(step, [*planned.parameters(), batch], CPU))
         predicted.append(planned.budget.peak_bytes(sequence) - planned.budget.fixed.optimizer)
     assert predicted[1] < 0.9 * predicted[0]
@@ -193,7 +194,7 @@ def test_a_region_with_stages_in_part_takes_what_the_plan_says_and_a_retained_gr
         assert 0.95 * expected <= found <= expected
 
     planned.zero_grad()
-    value = loss(by_regions(planned, in_part(plain, planned), batch))
+    value = square(by_regions(planned, in_part(plain, planned), batch))
     parameters = list(planned.parameters())
     with memory_meter(CPU) as meter:
         first = torch.autograd.grad(value, parameters, retain_graph=True)

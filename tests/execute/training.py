@@ -33,9 +33,7 @@ def replayed(found: Cut, sequence: Sequence) -> Forward:
     return forward
 
 
-def steps(
-    model: nn.Module, forward: Forward, sample: Any, autocast: torch.autocast | None = None
-) -> list[tuple[str, torch.Tensor]]:
+def steps(model: nn.Module, forward: Forward, sample: Any, autocast: Any = None) -> list[tuple[str, torch.Tensor]]:
     """Train three steps; return copies of all that a step leaves behind, after each: the random state included."""
     torch.manual_seed(5)
     trained = [p for p in model.parameters() if p.requires_grad]

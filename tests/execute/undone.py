@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable
-from tests.checkpointable.steps import between, square
+from tests.checkpointable.steps import planned_at, square
 from tests.execute.starved import AtOperators
 from tests.training.loop import differences, rows
 from tests.training.tripping import left_behind
@@ -52,10 +52,7 @@ def moving() -> nn.Sequential:
 
 
 def planned(model: nn.Module, share: float = 1.0, **given: Any) -> Checkpointable:
-    network = Checkpointable(copy.deepcopy(model), loss=square, on_oom="replan", **given)
-    network.measure(rows())
-    network.compute_sequence(between(network, share))
-    return network
+    return planned_at(share, copy.deepcopy(model), rows(), on_oom="replan", **given)
 
 
 def step(network: nn.Module, seed: int = 3, batch: torch.Tensor | None = None) -> None:
@@ -68,14 +65,7 @@ def state(network: nn.Module) -> dict[str, Any]:
     return {**gradients, **left_behind(network)}
 
 
-def assert_exact_wherever_it_runs_out(
-    network: Checkpointable,
-    start: nn.Module,
-    train: Train = step,
-    points: int = 5,
-    times: int = 1,
-    sequence: Any = None,
-) -> None:
+def assert_exact_wherever_it_runs_out(network, start, train: Train = step, points=5, times=1, sequence=None) -> None:
     """Out of memory at `points` operators all over a step, `times` in a row: everything is as in plain training."""
     limit = network.mem_limit
 
