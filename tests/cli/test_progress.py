@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,13 +31,6 @@ class Slow(torch.nn.Linear):
 model, sample = torch.nn.Sequential(*[Slow(16 + i, 17 + i) for i in range(5)]), torch.randn(64, 16)
 """
 _markers = count()
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Terminal:
@@ -104,8 +98,8 @@ def run(monkeypatch, capfd) -> Callable[..., str]:
 
 def test_the_time_left_is_that_of_the_rest_at_the_pace_so_far(terminal: Terminal) -> None:
     terminal.on()
-    clock = Clock()
-    shown = Activities(True, clock)
+    clock = SimpleNamespace(now=100.0)
+    shown = Activities(True, lambda: clock.now)
     shown.doing("measuring")(0, 10, "x")
     clock.now += 6
     shown.doing("measuring")(2, 10, "x")
@@ -126,8 +120,8 @@ def test_the_time_left_is_that_of_the_rest_at_the_pace_so_far(terminal: Terminal
 
 def test_a_line_says_what_is_done_and_how_much_of_it_within_the_terminal(terminal: Terminal) -> None:
     terminal.on()
-    clock = Clock()
-    shown = Activities(True, clock)
+    clock = SimpleNamespace(now=100.0)
+    shown = Activities(True, lambda: clock.now)
     tell = shown.doing("measuring")
     tell(0, 8, "0.conv")
     assert terminal.read() == ""  # not yet a second
@@ -177,9 +171,7 @@ def test_short_work_quiet_and_a_pipe_show_nothing(terminal: Terminal, run, model
     assert terminal.read() == ""
 
 
-def test_long_work_shows_what_is_done_and_the_time_left_and_an_error_is_on_a_new_line(
-    terminal: Terminal, run, model_file
-) -> None:
+def test_long_work_shows_what_is_done_and_the_time_left_and_an_error_is_on_a_new_line(terminal, run, model_file):
     terminal.on()
     options = ("--max-overhead", "30%", "--compare", "--verify", "--json", "-")
     report = json.loads(run(model_file(SLOW, "slow.py"), *options))

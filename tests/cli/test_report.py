@@ -143,9 +143,7 @@ def test_the_order_of_backwards_is_planned_for_and_shown(plan, model_file, tmp_p
     assert "forwards_in_flight=2,backward_order='reverse'" in text
 
 
-def test_the_optimal_plan_comes_first_nothing_that_fits_is_faster_and_all_of_it_trains(
-    plan, report, model_file, tmp_path
-):
+def test_the_optimal_plan_comes_first_none_that_fits_is_faster_and_all_of_it_trains(plan, report, model_file, tmp_path):
     stored, file = report(model_file(), "--sweep")["store_all"]["peak_bytes"], tmp_path / "report.json"
     shown = plan(model_file(), "--mem-limit", int(0.85 * stored), "--compare", "--verify", "--json", file).stdout
     found = json.loads(file.read_text())

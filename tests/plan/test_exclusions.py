@@ -13,6 +13,7 @@ from rotor_py.plan.settings import EXCLUSIONS, SEVERAL_PROCESSES, SHARDED
 from rotor_py.plan.trained_model import TrainedModel
 from tests.checkpointable.steps import CPU, Residual, between, square, step_peak
 from tests.fields import raises
+from tests.training.stepping import Language
 
 PAGE = Path(__file__).parents[2] / "docs" / "training.md"
 MODEL = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -75,22 +76,14 @@ def block() -> Residual:
     return Residual(nn.Linear(WIDTH, 3 * WIDTH), nn.Tanh(), nn.Linear(3 * WIDTH, WIDTH))
 
 
-class Tied(nn.Module):
+class Tied(Language):
     """No chain: it is captured. Its embedding is the last stage's, too, and its blocks run twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.words.weight
-        self.blocks = nn.ModuleList(block() for _ in range(3))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        value = self.words(ids)
-        for _ in range(2):
-            for block in self.blocks:
-                value = block(value)
-        result: torch.Tensor = self.head(value[:8])
-        return result
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        value = self.embedding(words)
+        for block in [*self.blocks] * 2:
+            value = block(value)
+        return self.head(value[:8])
 
 
 def repeated() -> tuple[nn.Module, torch.Tensor]:
@@ -98,7 +91,7 @@ def repeated() -> tuple[nn.Module, torch.Tensor]:
 
 
 def tied() -> tuple[nn.Module, torch.Tensor]:
-    return Tied(), torch.randint(WORDS, (512,))
+    return Tied(tied=True, blocks=3, width=WIDTH, words=WORDS), torch.randint(WORDS, (512,))
 
 
 @pytest.mark.parametrize(("made", "fresh"), [(repeated, False), (tied, True)])

@@ -102,9 +102,7 @@ def test_a_step_over_its_limit_is_warned_of_and_the_next_is_inside(kind: str, st
     assert len(logged(caplog, "planning_again", cause="forwards", forwards=2)) == 1
 
 
-def test_the_step_that_shows_them_is_kept_inside_where_that_is_possible_unless_the_sequence_is_the_users(
-    caplog,
-) -> None:
+def test_the_step_that_shows_them_is_kept_inside_where_that_is_possible_unless_the_sequence_is_the_users(caplog):
     planned = planned_at(1.0)
     planned.compute_sequence(int(1.6 * planned.mem_limit))  # all is stored, and some of the limit is left
     for _ in range(2):

@@ -10,6 +10,7 @@ from torch import nn
 
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
+from tests.capture.steps import adamw
 from tests.checkpointable.steps import planned_at, square, step_peak
 from tests.execute.training import assert_same
 from tests.fields import logged
@@ -23,10 +24,6 @@ def network() -> nn.Sequential:
 
 def batch() -> torch.Tensor:
     return torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
-
-
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def told(share: float) -> Checkpointable:

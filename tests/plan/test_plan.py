@@ -16,19 +16,9 @@ from rotor_profiling.backends import using
 from rotor_py import Checkpointable, Plan, PlanMismatchError
 from rotor_py.estimation.fake_tensors import FakeCopies
 from rotor_py.estimation.simulated_target import PredictedDevice
-from tests.checkpointable.steps import (
-    Tower,
-    between,
-    blocks,
-    images,
-    planned_at,
-    said_in,
-    same_gradients,
-    square,
-    step_peak,
-)
+from tests.checkpointable.steps import Tower, between, blocks, images, planned_at, same_gradients, square, step_peak
 from tests.execute.training import assert_same, steps
-from tests.fields import logged, raises
+from tests.fields import kinds, logged, raises
 from tests.plan.test_step_plans import plans_counted
 from tests.training.loop import Mixer, chain, rows
 
@@ -250,7 +240,7 @@ def test_a_prediction_that_holds_is_followed(path: Path, caplog) -> None:
     for _ in range(3):
         network.zero_grad(set_to_none=False)
         mean_step(network)
-    assert said_in(caplog) == []
+    assert kinds(caplog) == []
     assert network.inspection_values == Plan.load(path).costs.measurement
 
 

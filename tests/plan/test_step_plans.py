@@ -14,7 +14,8 @@ from torch import nn
 
 from rotor_py import Checkpointable, InfeasibleError
 from rotor_py.measure.budget import recomputes
-from tests.checkpointable.steps import Tower, between, planned_at, same_gradients, square, step_peak
+from tests.capture.steps import assert_same_step
+from tests.checkpointable.steps import Tower, between, planned_at, square, step_peak
 from tests.execute.training import assert_same, steps
 from tests.fields import logged, raises
 
@@ -119,11 +120,8 @@ def test_a_beginning_that_is_frozen_in_every_other_step_leaves_the_chain_and_com
     with plans_counted(planned) as measured:
         for step in range(4):
             for network in (planned, plain):
-                torch.manual_seed(step)
                 freeze(network, step % 2 == 0)
-                network.zero_grad()
-                square(network(images())).backward()
-            assert same_gradients(planned, plain)
+            assert_same_step(planned, plain, images())
             stages.append(tuple(planned.names))
     assert measured == []
     assert stages[0] == stages[2] != stages[1] == stages[3]
@@ -215,16 +213,13 @@ def test_outputs_without_a_gradient_in_one_kind_have_theirs_in_another() -> None
     plain = nn.Sequential(*(Branches([nn.Linear(16, 16), nn.Linear(16, 16)]) for _ in range(5)))
     planned = Checkpointable(copy.deepcopy(plain), loss=square)
     for step in range(4):
-        for network in (planned, plain):
-            for block in network:
-                block[1].requires_grad_(step % 2 == 0)
-            network.zero_grad()
-            if network is planned and step < 2:
-                planned.measure(torch.randn(64, 16))
-                planned.mem_limit = max(planned.mem_limit or 0, between(planned, 0.1))
-            torch.manual_seed(step)
-            square(network(torch.randn(64, 16))).backward()
-        assert same_gradients(planned, plain)
+        for block in (*planned, *plain):
+            block[1].requires_grad_(step % 2 == 0)
+        if step < 2:
+            planned.zero_grad()
+            planned.measure(torch.randn(64, 16))
+            planned.mem_limit = max(planned.mem_limit or 0, between(planned, 0.1))
+        assert_same_step(planned, plain, torch.randn(64, 16))
 
 
 @pytest.mark.parametrize("fresh", [False, True])

@@ -27,11 +27,6 @@ def planned() -> Checkpointable:
     return stepping(chain(2, 16), sgd, BATCH)[0]
 
 
-def optimizer_of(planned: Checkpointable) -> torch.optim.Optimizer:
-    assert planned.step_in_backward is not None
-    return planned.step_in_backward
-
-
 def copies(planned: nn.Module) -> list[torch.Tensor]:
     return [each.detach().clone() for each in planned.parameters()]
 
@@ -67,13 +62,13 @@ def test_a_second_backward_is_refused_before_it_steps(planned: Checkpointable) -
         with pytest.raises(RuntimeError):
             loss.backward()
         assert unchanged(planned, before)
-        optimizer_of(planned).step()
+        planned.step_in_backward.step()
     square(planned(BATCH)).backward()
     before, loss = copies(planned), square(planned(BATCH))
     with raises(RuntimeError, "second_backward"):  # through another graph
         loss.backward()
     assert unchanged(planned, before)
-    optimizer_of(planned).step()
+    planned.step_in_backward.step()
     square(planned(BATCH)).backward()
     assert not unchanged(planned, before)
 
@@ -131,15 +126,15 @@ def test_gradients_that_are_gone_take_no_memory_and_go_with_the_step(planned: Ch
     square(planned(BATCH)).backward()
     assert [each.grad.shape for each in parameters if each.grad is not None] == [each.shape for each in parameters]
     assert "ConsumedGradient" in repr(parameters[0].grad)
-    optimizer_of(planned).step()
+    planned.step_in_backward.step()
     assert all(each.grad is None for each in parameters)
     square(planned(BATCH)).backward()
-    optimizer_of(planned).zero_grad()
+    planned.step_in_backward.zero_grad()
     assert all(each.grad is None for each in parameters)
 
 
 def test_hooks_of_the_optimizer_and_schedulers_see_one_step(planned: Checkpointable) -> None:
-    optimizer, steps = optimizer_of(planned), []
+    optimizer, steps = planned.step_in_backward, []
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     optimizer.register_step_post_hook(lambda *unused: steps.append(1))
     for number in range(3):

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import _profiler_enabled as listening
 from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, Plan
 from rotor_py.plan.observers import watched_steps
 from rotor_py.validate.verification import verify
-from tests.checkpointable.steps import CPU, Residual, planned_at, said_in, same_gradients
+from tests.checkpointable.steps import CPU, Residual, planned_at, said_in, same_gradients, without_collector
 from tests.fields import kinds, logged
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
@@ -85,10 +86,6 @@ def lean_step(planned: nn.Module) -> None:
 def peak_of(planned: nn.Module, step: Callable[[nn.Module], None] = step) -> int:
     planned.zero_grad()
     return measured_peak(lambda: step(planned), [*planned.parameters(), WORDS], CPU)
-
-
-def listening() -> bool:
-    return torch.autograd._profiler_enabled()
 
 
 @pytest.mark.parametrize(("kind", "step"), [("chain", step), ("captured", lean_step)])
@@ -257,16 +254,12 @@ ENDINGS: dict[str, tuple[Callable[[Checkpointable], Any], type[Exception] | None
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_watch_ends_with_its_step_and_leaves_nothing(ending: str) -> None:
     planned, (run, error) = Checkpointable(chain(), plan=plan_of_chain(), watch=True), ENDINGS[ending]
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         with pytest.raises(error) if error else nullcontext():
             run(planned)
         assert not listening()
         gone = weakref.ref(planned)
         del planned
-    finally:
-        gc.enable()
     gc.collect()
     assert gone() is None
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rotor_py import Checkpointable, store_all
-from tests.checkpointable.steps import between, square
+from tests.checkpointable.steps import planned_at, square
 
 F = nn.functional
 
@@ -50,11 +50,9 @@ def rows(step: int = 0, count: int = 64) -> torch.Tensor:
 
 def planned(model: nn.Module, sample: torch.Tensor | None = None, share: float = 0.0) -> Checkpointable:
     """`model`, planned for a limit `share` of the way from the least possible to storing all; some is recomputed."""
-    whole = Checkpointable(model, loss=square)
-    whole.measure(rows() if sample is None else sample)
-    sequence = whole.compute_sequence(between(whole, share))
-    assert str(sequence) != str(store_all(whole.budget.chain))
-    return whole
+    found = planned_at(share, model, rows() if sample is None else sample)
+    assert str(found.sequence) != str(store_all(found.budget.chain))
+    return found
 
 
 @dataclass

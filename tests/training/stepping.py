@@ -41,15 +41,14 @@ class Language(nn.Module):
         value = self.embedding(words)
         for block in self.blocks:
             value = block(value)
-        head: torch.Tensor = self.head(value)
-        return head
+        return self.head(value)
 
 
 def chain(count: int = 6, width: int = 96) -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)])
 
 
-def tied_chain(words: int = 120, width: int = 48) -> nn.Sequential:
+def tied(words: int = 120, width: int = 48) -> nn.Sequential:
     made = nn.Sequential(nn.Embedding(words, width), *chain(4, width), nn.Linear(width, words, bias=False))
     made[-1].weight = made[0].weight
     return made
@@ -63,9 +62,7 @@ def vectors(count: int = 3, width: int = 96) -> list[torch.Tensor]:
     return [torch.randn(64, width) for _ in range(count)]
 
 
-def train(
-    network: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor], scheduler: Any = None
-) -> list[int]:
+def train(network: nn.Module, optimizer: Any, batches: list[torch.Tensor], scheduler: Any = None) -> list[int]:
     """The measured peaks of the steps of a loop as anybody writes it."""
     peaks = []
     for seed, batch in enumerate(batches):
@@ -86,9 +83,7 @@ def same_state(found: torch.optim.Optimizer, expected: torch.optim.Optimizer) ->
     return not differences(flat(found.state_dict()), flat(expected.state_dict()))
 
 
-def stepping(
-    model: nn.Module, make: Make, batch: torch.Tensor, limit: int | None = None, **options: Any
-) -> tuple[Checkpointable, torch.optim.Optimizer]:
+def stepping(model: nn.Module, make: Make, batch: Any, limit: Any = None, **options: Any) -> tuple[Checkpointable, Any]:
     """A copy of `model` that is stepped in the backward, and its optimizer."""
     model = copy.deepcopy(model)
     optimizer = make(model)

@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,12 @@ from rotor_py.stage.replayed_routing import decided_bytes
 from rotor_py.stage.runner import StageRunner
 from rotor_py.validate.verification import verify
 from rotor_solver import Backward, Loss, Sequence
-from tests.checkpointable.steps import Residual, between, same_gradients, square, step_peak
+from tests.capture.steps import assert_same_step
+from tests.checkpointable.steps import Residual, between, square, step_peak
 from tests.fields import logged, raises
-from tests.training.loop import Mixer, Training, chain, differences, planned
+from tests.training.loop import Training, differences, planned
 from tests.training.mixtures import CHOSEN, EXPERTS, WIDTH, Mixture, start_again
+from tests.training.test_concurrent import KINDS, made
 
 
 class _Layer(nn.Module):
@@ -76,13 +77,7 @@ def test_numbers_and_attributes_are_those_of_plain_training(kind: str, options: 
     x = torch.randn(64, 16)
     planned = _halfway(model, x, **options)
     for step in range(4):
-        outputs = []
-        for each in (plain, planned):
-            each.zero_grad()
-            outputs.append(each(x))
-            square(outputs[-1]).backward()
-        assert torch.equal(*outputs), step
-        assert same_gradients(model, plain), step
+        assert_same_step(planned, plain, x)
         assert _attributes(model) == _attributes(plain), step
     assert len(list(planned.sequence)) > 2 * 6 + 1  # something was run again
 
@@ -121,14 +116,6 @@ def test_a_gradient_that_leaves_by_an_attribute_is_warned_of(caplog: pytest.LogC
     assert len(records) == 2  # one for each kind of stage: the input of the first gets no gradient
 
 
-KINDS = [chain, Mixer]
-
-
-def made(kind: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_steps_leave_the_bits_of_plain_training(kind: Callable[[], nn.Module]) -> None:
     model = made(kind)
@@ -144,9 +131,7 @@ def test_twenty_steps_leave_the_bits_of_plain_training(kind: Callable[[], nn.Mod
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("first", "second"), [("plain", "planned"), ("planned", "plain"), ("plain", "unplanned")])
-def test_a_checkpoint_of_either_side_is_resumed_by_either_side_also_where_it_plans_only_then(
-    kind: Callable[[], nn.Module], first: str, second: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_either_side_is_resumed_by_either_also_where_it_plans_only_then(kind, first, second, tmp_path):
     expected = Training(made(kind)).run(14).everything()
     sides = {"plain": lambda model: model, "planned": planned, "unplanned": Checkpointable}
     Training(sides[first](made(kind))).run(7).save(tmp_path / "checkpoint.pt")

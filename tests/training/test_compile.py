@@ -7,24 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_solver import store_all
-from tests.checkpointable.steps import CPU, Tower, between, square
+from tests.checkpointable.steps import between, square, step_peak
 from tests.fields import logged
+from tests.training.test_mixed_precision import chain, tower
 
 BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
-
-
-def chain() -> nn.Module:
-    def layer() -> nn.Module:
-        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
-
-    return nn.Sequential(*(layer() for _ in range(4)))
-
-
-def captured() -> nn.Module:
-    return Tower(32, 4, 0.1)
 
 
 def compiled(model: Any) -> Any:
@@ -63,8 +52,8 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
     [
         (chain, whole),
         (chain, around),
-        (captured, whole),
-        (captured, around),
+        (tower, whole),
+        (tower, around),
         pytest.param(chain, each_layer, marks=pytest.mark.slow),
     ],
 )
@@ -78,9 +67,7 @@ def test_the_plan_is_followed_with_the_numbers_of_plain_training(make, way) -> N
     assert all(map(torch.equal, found, trained(model)))
     inner: Any = getattr(planned, "_orig_mod", planned) if way is around else planned
     assert inner.sequence != store_all(inner.budget.chain)
-    gradients = [p.grad for p in planned.parameters() if p.grad is not None]
-    peak = measured_peak(lambda: square(planned(BATCH)).backward(), [*planned.parameters(), *gradients, BATCH], CPU)
-    assert peak <= limit
+    assert step_peak(planned, BATCH) <= limit
 
 
 def test_a_model_compiled_as_a_whole_is_mentioned_and_keeps_its_keys(caplog: pytest.LogCaptureFixture) -> None:

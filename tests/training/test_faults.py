@@ -1,7 +1,6 @@
 """A step that fails: the error is the user's own and names the stage; nothing stays behind; the next step is right."""
 
 import copy
-import gc
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,9 +15,10 @@ from rotor_profiling import memory_meter
 from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.stage.error_context import add_note
-from tests.checkpointable.steps import CPU, same_gradients, square
+from tests.checkpointable.steps import CPU, same_gradients, square, without_collector
+from tests.execute.starved import AtOperators
+from tests.execute.undone import notes
 from tests.training import tripping
-from tests.training.interrupt import Interrupt
 from tests.training.loop import differences, planned, rows
 from tests.training.tripping import BACKWARD, FORWARD, Caught, chain, left_behind, slots, train_step
 
@@ -61,10 +61,6 @@ def calls_of_a_step(network: Checkpointable) -> int:
     train_step(network)
     network.load_state_dict(state)
     return FORWARD.calls
-
-
-def notes(error: BaseException) -> str:
-    return "\n".join(error.__notes__)
 
 
 def assert_next_step_is_right(network: Checkpointable, start: nn.Module, kept: list[tuple[str, int, type]]) -> None:
@@ -148,11 +144,11 @@ def test_ctrl_c_at_any_operator_of_a_step_leaves_a_model_that_trains_on() -> Non
 
     kept, before = slots(network), modes()
     train_step(network)
-    with Interrupt(0) as count:
+    with AtOperators() as count:
         train_step(network)
     assert count.calls > 500
     for at in range(1, count.calls, 29):
-        with pytest.raises(KeyboardInterrupt), Interrupt(at):
+        with pytest.raises(KeyboardInterrupt), AtOperators(at, error=KeyboardInterrupt):
             train_step(network)
         assert slots(network) == kept
         assert modes() == before
@@ -165,9 +161,7 @@ def test_failing_steps_leave_no_bytes_behind(kind: Kind) -> None:
     network, _ = pair(kind)
     runs = calls_of_a_step(network)
     errors: weakref.WeakSet[BaseException] = weakref.WeakSet()
-    gc.collect()
-    gc.disable()
-    try:
+    with without_collector():
         for step in range(31):
             fails = step % (runs + 1)  # in one of the runs, or in the backward
             FORWARD.reset(fails, OwnError(code=1))
@@ -182,8 +176,6 @@ def test_failing_steps_leave_no_bytes_behind(kind: Kind) -> None:
                 assert meter.phases[""].peak > 0
                 assert meter.phases[""].end == 0, step
         assert not errors
-    finally:
-        gc.enable()
 
 
 def test_what_was_kept_for_a_failed_backward_is_let_go_while_the_error_is_in_hand() -> None:
@@ -292,35 +284,33 @@ class Greedy(nn.Linear):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_out_of_memory_on_a_device_names_the_stage_and_a_smaller_batch_trains_after_it() -> None:
+def test_out_of_memory_on_a_device_names_the_stage_and_a_smaller_batch_trains_after_it(cuda) -> None:
     """A step that fits, then one in which a stage needs more than the allocator may have when it is run again."""
-    device = torch.device("cuda", torch.cuda.current_device())
     layers = [nn.Sequential(Greedy(1024, 1024), nn.GELU()) for _ in range(8)]
-    plain = nn.Sequential(*layers).to(device)
+    plain = nn.Sequential(*layers).to(cuda)
     network = Checkpointable(copy.deepcopy(plain), loss=square)
-    batch = torch.randn(8192, 1024, device=device)
+    batch = torch.randn(8192, 1024, device=cuda)
     network.measure(batch)
     network.compute_sequence(network.budget.least_bytes())
     square(network(batch)).backward()
     network.zero_grad()
-    before = torch.cuda.memory_allocated(device)
+    before = torch.cuda.memory_allocated(cuda)
     greedy = network.model[0][0]
     greedy.wanted = 2**30
     loss = square(network(batch))
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + 2**29) / total, device)
+    total = torch.cuda.get_device_properties(cuda).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(cuda) + 2**29) / total, cuda)
     try:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             loss.backward()
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, cuda)
     assert "of stage '0.0'" in notes(caught.value)
     del loss, caught
     greedy.wanted = 0
     network.zero_grad()
-    assert torch.cuda.memory_allocated(device) <= before
+    assert torch.cuda.memory_allocated(cuda) <= before
     square(network(batch[:64])).backward()
     square(plain(batch[:64])).backward()
     assert same_gradients(network, plain)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
-from tests.checkpointable.steps import CPU, Tower, between, square
+from tests.checkpointable.steps import CPU, Tower, planned_at, square
 from tests.fields import logged, raises
 
 pytestmark = [
@@ -80,11 +80,8 @@ def batch() -> torch.Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(3)).requires_grad_()
 
 
-def planned_at(model: nn.Module, share: float) -> Checkpointable:
-    planned = Checkpointable(model, fresh_grads=True, loss=square)
-    planned.measure(batch())
-    planned.compute_sequence(between(planned, share))
-    return planned
+def halfway(model: nn.Module, share: float) -> Checkpointable:
+    return planned_at(share, model, batch(), fresh_grads=True)
 
 
 def gradients(models: tuple[nn.Module, nn.Module], step: Step) -> list[Any]:
@@ -116,7 +113,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> bool:
 )
 def test_numbers_are_those_of_plain_training_in_every_step(kind: str, share: float, run: str, step: Step) -> None:
     plain = MODELS[kind](), MODELS[kind]()
-    planned = planned_at(copy.deepcopy(plain[0]), share), planned_at(copy.deepcopy(plain[1]), share)
+    planned = halfway(copy.deepcopy(plain[0]), share), halfway(copy.deepcopy(plain[1]), share)
     expected = gradients(plain, partial(step, RUNS[run]))
     for _ in range(3):  # the plan is another one after each of the first
         for found, right in zip(gradients(planned, partial(step, RUNS[run])), expected, strict=True):
@@ -137,18 +134,15 @@ def test_what_is_planned_inside_of_a_selective_region_is_no_part_of_it(kind: str
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_that_is_all_of_a_region_follows_its_plan_and_runs_once(kind: str, caplog) -> None:
-    planned = planned_at(MODELS[kind](), 0.3)
+    planned = halfway(MODELS[kind](), 0.3)
     for _ in range(3):
-        assert (
-            peak_of(planned, lambda value: square(region(planned, value)))
-            <= planned.budget.peak_bytes(planned.sequence)
-            <= planned.mem_limit
-        )
+        peak = peak_of(planned, lambda value: square(region(planned, value)))
+        assert peak <= planned.budget.peak_bytes(planned.sequence) <= planned.mem_limit
     assert not warned(caplog)
 
 
 def test_a_second_run_keeps_nothing_and_is_no_forward_in_flight(caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_at(chain(), 1.0)
+    planned = halfway(chain(), 1.0)
     bare = peak_of(planned, lambda value: square(planned(value.sin()).sin()))
     inside = peak_of(planned, lambda value: square(region(lambda each: planned(each.sin()).sin(), value)))
     # The caller's two operators, and what one stage needs.
@@ -159,7 +153,7 @@ def test_a_second_run_keeps_nothing_and_is_no_forward_in_flight(caplog: pytest.L
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_is_inside_the_limit_or_says_that_it_is_not(step: Step, caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_at(chain(), 0.4)
+    planned = halfway(chain(), 0.4)
     for _ in range(3):
         peak = peak_of(planned, lambda value: step(region, nn.Identity(), planned, value))
         assert peak <= planned.mem_limit or warned(caplog)

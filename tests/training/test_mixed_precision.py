@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from rotor_profiling import measured_peak
-from rotor_py import Checkpointable
 from tests.checkpointable.steps import CPU, Tower, square
 from tests.training.loop import planned
 
@@ -37,20 +36,16 @@ class Inside(Tower):
         return super().forward(value.float())
 
 
-class Entering(nn.Module):
+class Entering(nn.Sequential):
     """A layer of a chain that enters autocast by itself."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         with bfloat16():
-            return self.layer(value).float()
+            return super().forward(value).float()
 
 
 def entering() -> nn.Module:
-    return nn.Sequential(*(Entering(layer) for layer in chain().children()))
+    return nn.Sequential(*(Entering(*layer) for layer in chain().children()))
 
 
 class Shared(nn.Module):
@@ -90,11 +85,6 @@ def trained(model: nn.Module, region: Region, dtype: torch.dtype, scaled: bool) 
     return {**numbers, **model.state_dict(), "random": torch.get_rng_state()}
 
 
-def planned_halfway(model: nn.Module, region: Region, dtype: torch.dtype) -> Checkpointable:
-    with region():
-        return planned(model, batch(dtype), 0.5)
-
-
 @pytest.mark.parametrize(
     ("make", "region", "dtype", "scaled"),
     [
@@ -111,7 +101,8 @@ def planned_halfway(model: nn.Module, region: Region, dtype: torch.dtype) -> Che
 )
 def test_numbers_are_those_of_plain_training_inside_the_limit(make, region, dtype, scaled) -> None:
     model = make().to(dtype).train()
-    network = planned_halfway(copy.deepcopy(model), region, dtype)
+    with region():
+        network = planned(copy.deepcopy(model), batch(dtype), 0.5)
     expected, found = trained(model, region, dtype, scaled), trained(network, region, dtype, scaled)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -130,7 +121,8 @@ def test_numbers_are_those_of_plain_training_inside_the_limit(make, region, dtyp
 def test_a_shared_weight_in_the_cache_of_autocast_gets_a_gradient_at_least_as_exact() -> None:
     """Plain training adds the uses' gradients up in the low precision of the one cached copy; stages in full."""
     model = Shared().train()
-    network = planned_halfway(copy.deepcopy(model), bfloat16, torch.float32)
+    with bfloat16():
+        network = planned(copy.deepcopy(model), batch(torch.float32), 0.5)
     exact = copy.deepcopy(model).double()
     square(exact(batch(torch.float64))).backward()
     for each in (model, network):

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from rotor_py.errors import OffloadError
 from rotor_solver import Backward, Chain, ForwardEnable, InfeasibleError, Loss, Persistent, Sequence, simulate
 from rotor_solver.moving import Link, plan_moves, timed_moments
 from tests.checkpointable.steps import between, square, step_peak
-from tests.execute.test_moving import settle
+from tests.execute.test_moving import same, settle
 from tests.fields import logged, raises
 from tests.training.stepping import Block, Language
 
@@ -39,10 +39,6 @@ def transformer() -> nn.Module:
 def chain(dropout: float = 0.1) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(50, WIDTH), *(Block(WIDTH, dropout) for _ in range(4)), nn.Linear(WIDTH, 50))
-
-
-def without_dropout() -> nn.Module:
-    return chain(0.0)
 
 
 def tokens() -> torch.Tensor:
@@ -76,10 +72,6 @@ def trained(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
         losses[-1].backward()
         optimizer.step()
     return [*losses, *(p.detach().clone() for p in model.parameters()), torch.get_rng_state()]
-
-
-def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
-    return all(map(torch.equal, found, expected))
 
 
 def peak_of(model: Checkpointable) -> int:
@@ -135,7 +127,7 @@ class AllIn:
 @pytest.mark.parametrize(
     ("make", "way"),
     [
-        (without_dropout, "in part, elsewhere"),
+        (partial(chain, 0.0), "in part, elsewhere"),
         (chain, "packed, elsewhere"),
         (transformer, "in part, packed, elsewhere"),
     ],
@@ -228,9 +220,7 @@ def test_where_several_forwards_have_no_room_each_moves_as_one_does_and_the_repo
     assert tier.moved_bytes - before == report.budget.moved_bytes(report.sequence) > 0
 
 
-def test_a_disk_that_fails_ends_the_step_with_a_sentence_and_neither_that_nor_ctrl_c_leaves_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fails_ends_a_step_in_a_sentence_and_neither_that_nor_ctrl_c_leaves_anything(tmp_path, monkeypatch):
     model, plain = planned(chain(), limit_between(chain, 0.1), tmp_path), chain()
     trained(model, 1)
     trained(plain, 1)

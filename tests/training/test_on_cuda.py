@@ -11,8 +11,10 @@ from torch import nn
 from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.stage.compression import Packed
+from tests.capture.test_partial_saving import Stack
 from tests.checkpointable.steps import between
 from tests.stage.test_kept_steps import stored_by
+from tests.training.stepping import Block
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -33,33 +35,8 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class Residual(nn.Module):
-    """A block that is captured, with dropout."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        return value + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(value)))))
-
-
-class Stack(nn.Module):
-    """No chain, so it is captured."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual(256) for _ in range(6))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            value = block(value)
-        return value
-
-
 def captured() -> tuple[nn.Module, torch.Tensor]:
-    return Stack(), torch.randn(4096, 256)
+    return Stack(*(Block(256) for _ in range(6))), torch.randn(4096, 256)
 
 
 def chain() -> tuple[nn.Module, torch.Tensor]:
@@ -117,33 +94,15 @@ def numbers(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Te
     return [each.detach().to("cpu", copy=True) for each in [*model.parameters(), *model.buffers(), *state]]
 
 
-def plain_numbers(model: nn.Module, batch: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-    """What plain training comes to; its own memory is given back."""
-    plain = copy.deepcopy(model)
-    optimizer = adamw(plain, **options)
-    train(plain, optimizer, batch)
-    return numbers(plain, optimizer)
-
-
-def assert_as_planned(planned: Checkpointable, peaks: list[int], limit: int) -> None:
-    """What was predicted is what a step takes, once the optimizer has its state."""
-    predicted = planned.budget.peak_bytes(planned.sequence)
-    assert max(peaks) <= limit
-    assert 0.9 * predicted <= max(peaks[1:]) <= predicted
-
-
-def assert_trains_the_same(
-    make: Any,
-    share: float,
-    *,
-    step_in_backward: bool = False,
-    plan: Any = Checkpointable.compute_sequence,
-    **options: Any,
-) -> Checkpointable:
+def assert_trains_the_same(make, share, *, step_in_backward=False, plan=Checkpointable.compute_sequence, **options):
     """Three steps by a plan, beside plain ones. `options` with "adamw_" are those of the optimizer."""
     of_adamw = {name.removeprefix("adamw_"): options.pop(name) for name in list(options) if name.startswith("adamw_")}
     model, batch = made(make)
-    expected = plain_numbers(model, batch, **of_adamw)
+    plain = copy.deepcopy(model)
+    optimizer = adamw(plain, **of_adamw)
+    train(plain, optimizer, batch)
+    expected = numbers(plain, optimizer)
+    del plain, optimizer  # its memory is given back
     torch.cuda.empty_cache()
     optimizer = adamw(model, **of_adamw)
     steps = {"step_in_backward" if step_in_backward else "optimizer": optimizer}
@@ -155,7 +114,9 @@ def assert_trains_the_same(
     found = numbers(planned, optimizer)
     assert len(found) == len(expected)
     assert all(map(torch.equal, found, expected))
-    assert_as_planned(planned, peaks, limit)
+    predicted = planned.budget.peak_bytes(planned.sequence)
+    assert max(peaks) <= limit
+    assert 0.9 * predicted <= max(peaks[1:]) <= predicted  # once the optimizer has its state
     return planned
 
 
