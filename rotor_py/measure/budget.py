@@ -297,7 +297,9 @@ def in_nodes(chain: Chain) -> Chain:
     """Return the chain with every stage as a custom autograd node, whose graph is separate from the caller's."""
     stages = []
     for stage in chain.stages:
-        options = tuple(replace(each, backward_temp=each.backward_temp_of_replay) for each in stage.options)
+        # A stored stage that is a node may hold its output, too, which a recomputed one skips.
+        temp = [max(each.backward_temp, each.backward_temp_of_replay) for each in stage.options]
+        options = tuple(replace(each, backward_temp=most) for each, most in zip(stage.options, temp, strict=True))
         stages.append(replace(stage, options=options))
     return replace(chain, stages=tuple(stages))
 

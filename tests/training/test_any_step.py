@@ -245,7 +245,7 @@ class CapturedSteps(Steps):
     [
         (Steps, 2),
         (CapturedSteps, 2),
-        pytest.param(Steps, 100, marks=pytest.mark.slow),
+        pytest.param(Steps, 50, marks=pytest.mark.slow),
         pytest.param(CapturedSteps, 15, marks=pytest.mark.slow),
     ],
 )
