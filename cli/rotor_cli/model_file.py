@@ -23,7 +23,7 @@ from rotor_cli.model_file_errors import REQUIRED_SAMPLE, no_module, required_mod
 from rotor_cli.request import Request
 from rotor_cli.target_device import Target, dtype_called
 from rotor_profiling import tensors_in
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only
 from rotor_py.plan.step_spec import arguments_of
 
 DEFAULT_BATCH = 8

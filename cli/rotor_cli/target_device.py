@@ -15,7 +15,7 @@ from torch import nn
 from rotor_cli.failure import INFEASIBLE, Failure, about_option, usage
 from rotor_cli.request import HERE, Request
 from rotor_profiling import tensors_in
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only
 from rotor_py.data_sheet import UNANCHORED
 from rotor_py.estimation.calibration import as_toml, calibrate
 from rotor_py.estimation.device_table import devices_from_file, find_devices

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from rotor_profiling.backends import storages_of
-from rotor_profiling.torch_compat import FakeTensor, tree_leaves
+from rotor_profiling.torch_compat import FakeTensor
+from rotor_profiling.value_tree import tree_leaves
 
 
 def allocated(size: int, kind: str) -> int:
@@ -17,7 +18,7 @@ def allocated(size: int, kind: str) -> int:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of a nested structure of tuples, lists, dicts and registered classes, in order."""
+    """Return the tensors of a value, in order: of nested tuples, lists and dicts, and of objects in them."""
     if isinstance(value, torch.Tensor):
         return [value]
     kind = type(value)

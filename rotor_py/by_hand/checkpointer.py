@@ -16,7 +16,7 @@ from torch import nn
 
 from rotor_profiling import storage_bytes, storages, tensors_in
 from rotor_profiling.isolate import accelerators
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only
 from rotor_py.by_hand.strategy import whole_number
 from rotor_py.errors import CheckpointLimitError, InvalidStateError, InvalidValueError, MissingCheckpointError
 from rotor_py.execute.backward_passes import ActivationStore

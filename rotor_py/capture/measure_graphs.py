@@ -29,6 +29,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
+from rotor_profiling.value_tree import with_own_containers
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.variants import CompileBudgetOf, MeasuredGraph, MeasuredGraphs, compiled_variants, whole_step
@@ -142,7 +143,8 @@ def measure_graphs(
     with attributes_kept(model), buffers_kept(model), forward.measuring():
         try:
             with outside:
-                output = forward.call(args, kwargs, run)
+                # A forward may change a dict that it gets.
+                output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
             found.output = as_left(model, output)  # `forward` was called, without the model's own hooks
         finally:
             state.restore()

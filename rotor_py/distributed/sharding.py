@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from rotor_profiling.storage import local
-from rotor_profiling.torch_compat import has_fsdp_module, is_dtensor, is_fsdp_module, tree_map_only
+from rotor_profiling.torch_compat import has_fsdp_module, is_dtensor, is_fsdp_module
+from rotor_profiling.value_tree import tree_map_only
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor_profiling import storage_bytes, tensors_in, torch_compat
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only
 from rotor_py.errors import InvalidStateError
 from rotor_py.execute.instructions import Instructions
 from rotor_py.stage.compression import Converted

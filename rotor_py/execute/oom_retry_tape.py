@@ -34,7 +34,7 @@ from rotor_profiling import bytes_like
 from rotor_profiling.attributes import Attributes
 from rotor_profiling.isolate import RandomState, buffer_slots
 from rotor_profiling.storage import tensors_in
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only
 from rotor_py.execute.backward_passes import Held, Passes
 from rotor_py.execute.instructions import Instructions, Runners, from_input, read_sequence
 from rotor_py.execute.tape import Tape

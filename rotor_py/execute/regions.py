@@ -35,7 +35,7 @@ import torch
 
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only
 from rotor_py.distributed.sharding import gathered_again
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.instructions import Runners

@@ -52,7 +52,8 @@ from torch import nn
 
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.storage import tensors_in, wait_for
-from rotor_profiling.torch_compat import TreeSpec, tree_flatten, tree_unflatten
+from rotor_profiling.torch_compat import TreeSpec
+from rotor_profiling.value_tree import Structure, tree_flatten, tree_unflatten
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.execute.backward_passes import (
     ActivationStore,
@@ -115,7 +116,7 @@ _TENSOR = object()
 class Frame:
     """A value without its tensors: autograd tracks only tensors passed one by one."""
 
-    spec: TreeSpec
+    spec: TreeSpec | Structure
     leaves: tuple[Any, ...]
     tensors: int
     """number of leaves that are tensors"""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -15,12 +17,13 @@ from rotor_profiling import isolated, memory_meter, storage_bytes, storages, ten
 from rotor_profiling.backends import stopwatch
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_flatten, tree_map_only
 from rotor_py.distributed.sharding import Sharding, gathered, sharding_of
-from rotor_py.errors import UnsupportedModelError
+from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.error_context import During
 
+_log = logging.getLogger("rotor_py")
 Layer = tuple[str, nn.Module]
 """Dotted path in the model, and module."""
 _NOTHING: Sharding = MappingProxyType({})
@@ -119,12 +122,17 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     refuse_random_state_of_its_own(found[leading:], device)
     # Cloned, since the first layer may write into it.
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+    entered, (leaves, structure) = value, tree_flatten(value)
+    changed_by: str | None = None
     groups: list[list[Layer]] = []
     # storage address of a tensor still handed on, to the index of the group that made it
     made_by: dict[int, int] = {}
     for position, (name, module) in enumerate(found):
         given = storages(tensors_in(value))
         value, wrote, made_nothing = _run(name, module, value, device, sharding)
+        if changed_by is None and not isinstance(entered, torch.Tensor) and position >= leading:
+            now, form = tree_flatten(entered)
+            changed_by = None if form == structure and all(map(operator.is_, now, leaves)) else name
         if position == leading and wrote:
             raise UnsupportedModelError(
                 f"layer {name!r} overwrites the input of the chain, and no stage before it could be joined to it; use "
@@ -144,6 +152,13 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         known = {address: min(maker, own) for address, maker in made_by.items() if address in given}
         new = dict.fromkeys(storages(tensors_in(value)).keys() - given.keys(), own)
         made_by = {**known, **new}
+    if changed_by is not None:
+        _log.warning(
+            "layer %r changes the %s that the model is given, and in planned steps a copy of it: read what the model "
+            "returns, since your own stays as it was",
+            changed_by, type(entered).__name__,
+            extra=record_fields("input_changed", name=changed_by),
+        )  # fmt: skip
     return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups), sharding=sharding)
 
 

@@ -60,8 +60,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from rotor_profiling import UnknownOptimizerError, tensors_in, torch_compat
+from rotor_profiling.value_tree import with_own_containers
 from rotor_py.compile.stage_code import Compile, config_of
 from rotor_py.errors import (
     InvalidValueError,
@@ -92,6 +94,13 @@ from rotor_solver import Algorithm, InfeasibleError, Sequence
 _log = logging.getLogger("rotor_py")
 
 
+_DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def _is_lazy(model: nn.Module) -> bool:
+    return any(map(is_lazy, (*model.parameters(), *model.buffers())))
+
+
 class Planner:
     """The plans for the steps of `whole`, the module that users call, and its forwards; `core` is cut into stages."""
 
@@ -100,6 +109,7 @@ class Planner:
         self.model = TrainedModel(whole, core, settings)
         self.plans = StepPlans(self.model)
         self._warned_of_torch_compile = False
+        self._lazy = _is_lazy(core)
         self._one_process_only = settings.offload is not None or one_process_only(settings) is not None
         self._forwards = Forwards()
         self._watched = WatchedSteps(self.model)
@@ -133,12 +143,12 @@ class Planner:
     def measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, closely: bool = False) -> None:
         """Event 1: cut the model into stages and measure them with these arguments; times more `closely` if asked."""
         with self.plans.kept_on_error():
-            value = self.plans.blank.input_of(args, kwargs)
+            value = self._input_of(args, kwargs)
             self.plans.measure(StepSpec.of(self.model.core, value), value, closely=closely)
 
     def refuse_what_cannot_fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise InfeasibleError if a step on these arguments exceeds the limit by facts known before measuring."""
-        value = self.plans.blank.input_of(args, kwargs)
+        value = self._input_of(args, kwargs)
         self.plans.refuse_what_cannot_fit(StepSpec.of(self.model.core, value), value)
 
     def solve(
@@ -239,7 +249,7 @@ class Planner:
         model, stepper = self.model, None if second else self._stepper
         if stepper is not None:
             stepper.take_consumed_away()
-        value = self.plans.blank.input_of(args, kwargs)
+        value = self._input_of(args, kwargs)
         spec = StepSpec.of(model.core, value)
         if True not in spec.model.trained and not any(tensor.requires_grad for tensor in tensors_in(value)):
             return model.core.forward(*args, **kwargs)
@@ -275,6 +285,32 @@ class Planner:
             with suppress(PlanMismatchError):  # another shape may also change the model's control flow
                 return by_plan(value, self._forwards.in_flight())
         return self._run_other_way(value, by_plan)
+
+    def _input_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of a forward as one value. Lazy layers make their parameters before the first one."""
+        if self._lazy and _is_lazy(self.model.core):
+            self._make_lazy_parameters(args, kwargs)
+        self._lazy = False
+        return self.plans.blank.input_of(args, kwargs)
+
+    def _make_lazy_parameters(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        core = self.model.core
+        modes = [(module, module.training) for module in core.modules()]
+        if any(isinstance(module, _DROPOUT) and module.p for module in core.modules()):
+            name = type(core).__name__
+            _log.warning(
+                "%s has lazy layers and dropout: their parameters are made before the first forward, and with the same "
+                "seed plain training draws other ones, in between; run the model once on a batch before you wrap it",
+                name, extra=record_fields("lazy_layers", name=name),
+            )  # fmt: skip
+        try:
+            for module, _ in modes:  # without dropout, and without statistics that move
+                module.training = False
+            with torch.no_grad():
+                core(*with_own_containers(args), **with_own_containers(kwargs))
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def _run_other_way(self, value: Any, by_plan: Callable[[Any, list[ForwardInFlight]], Any]) -> Any:
         """Run a forward whose graph differs from that of the plan in use, for example for another shape."""

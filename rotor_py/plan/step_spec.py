@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from rotor_profiling import torch_compat
 from rotor_profiling.backends import prediction
 from rotor_profiling.storage import layout_of
-from rotor_profiling.torch_compat import is_dtensor, tree_flatten, tree_leaves, tree_map_only
+from rotor_profiling.torch_compat import is_dtensor
+from rotor_profiling.value_tree import Structure, tree_flatten, tree_unflatten
 from rotor_py.distributed.sharding import at_rest
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import is_chain, layers
@@ -36,6 +39,13 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        if tensor.is_nested:
+            raise UnsupportedModelError(
+                "the input has a nested tensor, for whose lengths no plan can be made; give the model padded rows and "
+                "a mask, or the rows one after the other and their offsets, or train it without Checkpointable",
+                kind="nested_tensor",
+                name="input",
+            )
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
 
     def covers(self, other: TensorSpec) -> bool:
@@ -64,8 +74,8 @@ class TensorSpec:
 
 
 def spec_of(value: Any) -> Any:
-    """Return `value` with a `TensorSpec` in the place of every tensor."""
-    # Most inputs are nestings of these, and every step comes here: `tree_map_only` takes five times as long.
+    """Return `value` with a `TensorSpec` in the place of every tensor, and its objects taken apart."""
+    # Most inputs are nestings of these, and every step comes here: pytrees take five times as long.
     if isinstance(value, torch.Tensor):
         return TensorSpec.of(value)
     kind = type(value)
@@ -73,10 +83,26 @@ def spec_of(value: Any) -> Any:
         return kind(map(spec_of, value))
     if kind is dict:
         return {key: spec_of(each) for key, each in value.items()}
-    return value if kind in _PLAIN else tree_map_only(torch.Tensor, TensorSpec.of, value)
+    if kind in _PLAIN:
+        return value
+    leaves, structure = tree_flatten(value, every=True)
+    specs = [_leaf_spec(leaf) for leaf in leaves]
+    # Two objects are alike if their parts are: a step may bring new ones, which equal nothing but themselves.
+    return (structure, specs) if isinstance(structure, Structure) else tree_unflatten(specs, structure)
 
 
-_PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec})
+_PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec, Structure})
+
+
+def _leaf_spec(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TensorSpec.of(leaf)
+    code = getattr(leaf, "__code__", None)  # a function of its own for each step does the same
+    if code is not None:
+        return code
+    compared: Any = type(leaf).__eq__
+    alone = compared is object.__eq__ and not isinstance(leaf, nn.Module | type | torch.dtype)
+    return type(leaf) if alone or isinstance(leaf, ref) else leaf
 
 
 def covers(planned: Any, value: Any) -> bool:
@@ -95,8 +121,8 @@ def same_kind(planned: Any, spec: Any) -> bool:
 
 
 def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool]) -> bool:
-    expected, structure = tree_flatten(planned)
-    found, other = tree_flatten(spec)
+    expected, structure = torch_compat.tree_flatten(planned)
+    found, other = torch_compat.tree_flatten(spec)
     return structure == other and all(
         compare(before, after)
         if isinstance(before, TensorSpec) and isinstance(after, TensorSpec)
@@ -111,10 +137,12 @@ def _equal(before: Any, after: Any) -> bool:
         return bool(before == after)  # an array compares each element, and has no truth value of its own: ValueError
     except ValueError:
         return bool(np.array_equal(before, after))
+    except Exception:  # any: of a comparison of the user's
+        return False
 
 
 def describe(spec: Any) -> str:
-    specs = [leaf for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
+    specs = [leaf for leaf in torch_compat.tree_leaves(spec) if isinstance(leaf, TensorSpec)]
     return " and ".join(map(str, specs)) or "without tensors"
 
 
@@ -269,8 +297,8 @@ def input_fingerprint(spec: Any, device: torch.device) -> dict[str, Any]:
         "autocast": _name(torch.get_autocast_dtype(device.type)) if autocast else "off",
         "tensors": [
             {"shape": list(leaf.shape), "dtype": _name(leaf.dtype), "requires_grad": leaf.requires_grad}
-            for leaf in tree_leaves(spec)
-            if isinstance(leaf, torch.Tensor | TensorSpec)
+            for leaf in torch_compat.tree_leaves(spec_of(spec))
+            if isinstance(leaf, TensorSpec)
         ],
     }
 

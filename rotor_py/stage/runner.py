@@ -21,7 +21,7 @@ from rotor_profiling.isolate import (
 )
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only, with_own_containers
 from rotor_py.errors import InvalidStateError, InvalidValueError
 from rotor_py.offload.offload_saved import LEAST_BYTES, OffloadableStorages
 from rotor_py.stage.compressing_hooks import Keeping, owned_tensors
@@ -248,6 +248,8 @@ class StageRunner:
         holds the memory of an `AsyncCollectiveTensor` until a wait.
         """
         run = self._run_of(way, skip_output) if way is not None or skip_output else self.function
+        # A stage may change a dict that it gets, which is there for its other runs, too.
+        value = with_own_containers(value)
         output = run((*value, *context) if context else value)
         wait_for(output)
         return output[: -len(context)] if context and self.hands_on else output

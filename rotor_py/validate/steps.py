@@ -15,7 +15,7 @@ from torch import nn
 
 from rotor_profiling import RandomState, leaves_of, measured_peak, measured_phases, tensors_in
 from rotor_profiling.attributes import attributes_kept
-from rotor_profiling.torch_compat import tree_flatten, tree_map_only, tree_unflatten
+from rotor_profiling.value_tree import tree_flatten, tree_map_only, tree_unflatten
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.plan.step_spec import arguments_of
 from rotor_py.stage.error_context import BACKWARD, watched

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
-from rotor_profiling.torch_compat import tree_map_only
+from rotor_profiling.value_tree import tree_map_only
 
 Strides = tuple[int, ...]
 Layouts = tuple[Strides | None, ...]

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from rotor_profiling.storage import layout_of
-from rotor_profiling.torch_compat import is_fsdp_module, tree_flatten
+from rotor_profiling.torch_compat import is_fsdp_module
+from rotor_profiling.value_tree import tree_flatten
 
 # Tables of hooks that no step calls; `fully_shard` fills some.
 _OF_NO_STEP = re.compile("_(load_)?state_dict_.*hooks")

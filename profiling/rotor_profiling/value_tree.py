@@ -1,0 +1,179 @@
+"""Take values of models apart and put them together: nestings of tensors, and objects that hold tensors.
+
+PyTorch's pytrees know tuples, lists, dicts and registered classes. Any other object is a leaf to them: a dataclass, a
+batch of graphs, a dict of a class of its own. Here, an object is opened, by its items and attributes, if there are
+tensors inside; one put together is a new object of the same class, made without `__init__`. No class is registered,
+since that would change pytrees for the whole process.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotor_profiling import torch_compat
+from rotor_profiling.torch_compat import TreeSpec
+
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype})
+_CONTAINERS = (dict, list, tuple)
+_BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
+"""Classes written in C from which a class to open may derive: instances are made of items and attributes alone."""
+_ITEMS = ""
+"""Name of a container's items among its attributes."""
+_MOST, _DEEPEST = 10_000, 16
+"""Objects opened in a value, and inside of each other. Guesses: enough for a batch of graphs; an object that refers to
+the whole program is not searched for long."""
+_HEAP = 1 << 9
+"""Flag of Python's type objects: made by a class statement."""
+
+
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """Return attributes and items of an object that may hold tensors of a batch; None for any other value."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, torch.Tensor | nn.Module | type) or _base(kind) not in _BASES:
+        return None
+    if kind.__module__.partition(".")[0] == "torch" and not isinstance(value, _CONTAINERS):
+        return None  # symbols and nodes of graphs lead into all of torch
+    found: dict[str, Any] = {}
+    with suppress(AttributeError):  # not `vars` and `getattr`, which a class may override
+        found.update(object.__getattribute__(value, "__dict__"))
+    for name in _slots(kind):
+        with suppress(AttributeError):
+            found[name] = object.__getattribute__(value, name)
+    if isinstance(value, _CONTAINERS):
+        found[_ITEMS] = dict(value) if isinstance(value, dict) else list(value)
+    return found or None
+
+
+def tree_flatten(value: Any, of: Any = torch.Tensor, *, every: bool = False) -> tuple[list[Any], TreeSpec | Structure]:
+    """Return the leaves and the structure of a value; opens `every` object, or those with leaves of class `of`."""
+    given, tree = torch_compat.tree_flatten(value)
+    if all(type(leaf) in _PLAIN for leaf in given):  # as in most values
+        return given, tree
+    leaves, structure = _flatten(given, tree, _Search(of, every), 0)
+    return (leaves, structure) if every or any(isinstance(leaf, of) for leaf in leaves) else (given, tree)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    return tree_flatten(value)[0]
+
+
+def tree_unflatten(leaves: list[Any], structure: TreeSpec | Structure) -> Any:
+    return _put_together(iter(leaves), structure, {})
+
+
+def tree_map_only(of: Any, change: Callable[[Any], Any], value: Any) -> Any:
+    """Replace every leaf of the class `of`."""
+    leaves, structure = tree_flatten(value, of)
+    return tree_unflatten([change(leaf) if isinstance(leaf, of) else leaf for leaf in leaves], structure)
+
+
+def with_own_containers(value: Any) -> Any:
+    """Return `value` with the same tensors in containers and objects of its own, for a run that may change those."""
+    if isinstance(value, torch.Tensor) or (type(value) is tuple and all(type(each) in _PLAIN for each in value)):
+        return value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor, value)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """An opened object, the `number`-th of its value; without `parts`, the one met before that has this number."""
+
+    kind: type
+    number: int
+    parts: TreeSpec | Structure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """A value without its leaves: its pytree, and for each leaf of that the object that it is, if opened."""
+
+    tree: TreeSpec
+    objects: tuple[_Object | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    of: Any
+    every: bool
+    numbers: dict[int, int] = field(default_factory=dict)
+    """Numbers of the objects met, by `id`; of those that stay whole, -1."""
+
+
+def _flatten(given: list[Any], tree: TreeSpec, search: _Search, depth: int) -> tuple[list[Any], TreeSpec | Structure]:
+    leaves: list[Any] = []
+    objects: list[_Object | None] = []
+    for each in given:
+        inside, found = _open(each, search, depth)
+        leaves += inside
+        objects.append(found)
+    return leaves, Structure(tree, tuple(objects)) if any(objects) else tree
+
+
+def _open(value: Any, search: _Search, depth: int) -> tuple[list[Any], _Object | None]:
+    """Return the leaves inside of `value`, and its structure; or `value`, and None."""
+    whole, numbers = ([value], None), search.numbers
+    if isinstance(value, search.of) or depth == _DEEPEST or len(numbers) == _MOST:
+        return whole
+    if (number := numbers.get(id(value))) is not None:
+        return whole if number < 0 else ([], _Object(type(value), number))
+    if (parts := parts_of(value)) is None:
+        return whole
+    number = numbers[id(value)] = len(numbers)
+    leaves, structure = _flatten(*torch_compat.tree_flatten(parts), search, depth + 1)
+    if search.every or isinstance(structure, Structure) or any(isinstance(leaf, search.of) for leaf in leaves):
+        return leaves, _Object(type(value), number, structure)
+    numbers[id(value)] = -1
+    return whole
+
+
+def _put_together(leaves: Iterator[Any], structure: TreeSpec | Structure, made: dict[int, Any]) -> Any:
+    if isinstance(structure, Structure):
+        given = [next(leaves) if each is None else _object(leaves, each, made) for each in structure.objects]
+        return torch_compat.tree_unflatten(given, structure.tree)
+    return torch_compat.tree_unflatten(list(islice(leaves, structure.num_leaves)), structure)
+
+
+def _object(leaves: Iterator[Any], which: _Object, made: dict[int, Any]) -> Any:
+    if which.parts is None:
+        return made[which.number]
+    kind, base = which.kind, _base(which.kind)
+    if base is not tuple:  # before its parts, which may refer to it
+        made[which.number] = base.__new__(kind)
+    parts = _put_together(leaves, which.parts, made)
+    items = parts.pop(_ITEMS, ())
+    if base is tuple:
+        made[which.number] = tuple.__new__(kind, items)
+    found = made[which.number]
+    # As built in: the class may have methods of its own, and a frozen one refuses.
+    for name in set(_slots(kind)).intersection(parts):
+        object.__setattr__(found, name, parts.pop(name))
+    if parts:
+        object.__getattribute__(found, "__dict__").update(parts)
+    if isinstance(found, dict):
+        for key, item in items.items():
+            base.__setitem__(found, key, item)
+    elif isinstance(found, list):
+        list.extend(found, items)
+    return found
+
+
+def _base(kind: type) -> Any:
+    return next(each for each in kind.__mro__ if not each.__flags__ & _HEAP)
+
+
+def _slots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        names = base.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                private = name.startswith("__") and not name.endswith("__")
+                yield f"_{base.__name__.lstrip('_')}{name}" if private else name
