@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,58 +50,77 @@ class UnknownOptimizerError(DescribedError, ValueError):
     """An optimizer whose memory cannot be found without training."""
 
 
-def optimizer_cost(optimizer: torch.optim.Optimizer) -> OptimizerCost:
+Groups = list[dict[str, Any]]
+
+
+def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = None) -> OptimizerCost:
     """Return the memory that `optimizer` will keep and need in training, even before its first step.
 
     A copy of the optimizer takes two steps: the first creates its state, the second shows the memory of a later step.
     It steps meta tensors, or, if it has to read values, zeros, one parameter at a time. The optimizer and its
-    parameters stay untouched. Raises UnknownOptimizerError if neither works.
+    parameters stay untouched. Raises UnknownOptimizerError if neither works. `groups`: others than its own.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    devices = {parameter.device.type for parameter in parameters}
+    groups = optimizer.param_groups if groups is None else groups
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
     # Of both, CUDA memory is the scarce one.
     kind = "cuda" if "cuda" in devices else "cpu"
     if (predicted := prediction()) is not None:
         kind = predicted.kind
-    try:
-        state, step = _on_meta(optimizer, kind)
-    except Exception:  # any: an optimizer may be user code, and the second way may work
+    with _without_gradients(groups):
         try:
-            state, step = _on_zeros(optimizer, kind)
-        except Exception as error:
-            raise UnknownOptimizerError(
-                f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the optimizer, "
-                "and leave room for its state in the limit",
-                kind="unknown_optimizer",
-                name=type(optimizer).__name__,
-            ) from error
-    if kind == "cpu":
-        step = max(step, _fused_step(optimizer))
+            state, step = _on_meta(optimizer, groups, kind)
+        except Exception:  # any: an optimizer may be user code, and another way may work
+            try:
+                sparse = isinstance(optimizer, torch.optim.SparseAdam)  # others take dense gradients, too
+                state, step = _on_zeros(optimizer, groups, kind, sparse=sparse)
+            except Exception as error:
+                raise UnknownOptimizerError(
+                    f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the "
+                    "optimizer, and leave room for its state in the limit",
+                    kind="unknown_optimizer",
+                    name=type(optimizer).__name__,
+                ) from error
+        if kind == "cpu":
+            step = max(step, _fused_step(optimizer, groups))
     return OptimizerCost(state, step, present_bytes=_state_bytes(optimizer, devices))
 
 
-def _fused_step(optimizer: torch.optim.Optimizer) -> int:
+@contextmanager
+def _without_gradients(groups: Groups) -> Iterator[None]:
+    """Take gradients away meanwhile: a copy that refers to the optimizer in a way of its own then steps nothing."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def _fused_step(optimizer: torch.optim.Optimizer, groups: Groups) -> int:
     # A `fused` CPU step copies non-contiguous parameters (`channels_last`) one by one. Steps zeros like the largest.
     most = 0
-    for group in optimizer.param_groups if prediction() is None else ():
+    for group in groups if prediction() is None else ():
         strided = [each for each in group["params"] if each.requires_grad and not each.is_contiguous()]
         if not group.get("fused") or not strided:
             continue
         largest = max(strided, key=lambda each: each.numel() * each.element_size())
-        alone = _with_groups(optimizer, [{**group, "params": [largest]}])
-        twin = _twin(alone, lambda parameter: torch.zeros_like(parameter), foreach=False, fused=True)
+        alone = [{**group, "params": [largest]}]
+        twin = _twin(optimizer, alone, lambda parameter: torch.zeros_like(parameter), fused=True)
         most = max(most, _second_step(twin))
     return most
 
 
-def _on_meta(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
-    twin = _twin(optimizer, lambda parameter: torch.empty_like(parameter, device="meta"), foreach=kind == "cuda")
+def _on_meta(optimizer: torch.optim.Optimizer, groups: Groups, kind: str) -> tuple[int, int]:
+    twin = _twin(optimizer, groups, lambda each: torch.empty_like(each, device="meta"), foreach=kind == "cuda")
     kinds = {"meta", kind}  # an optimizer may also make tensors on the device by name
     live = LiveBytes(kinds, kind)
     with live:
-        twin.step()
+        _step(twin)
         live.reset()
-        twin.step()
+        _step(twin)
     return _state_bytes(twin, kinds, kind) + _counters_on_device(optimizer, twin, kind), live.peak + _SCALARS
 
 
@@ -119,21 +139,26 @@ def _counters_on_device(optimizer: torch.optim.Optimizer, twin: torch.optim.Opti
     return bytes_like(counters, kind)
 
 
-def _on_zeros(optimizer: torch.optim.Optimizer, kind: str) -> tuple[int, int]:
+def _on_zeros(optimizer: torch.optim.Optimizer, groups: Groups, kind: str, *, sparse: bool) -> tuple[int, int]:
     state = step = 0
-    for group in optimizer.param_groups:
+    for group in groups:
         for parameter in group["params"]:
             with unset_fake_temporarily():  # values are read, so zeros for a fake parameter are real too
-                twin = _twin(_with_groups(optimizer, [{**group, "params": [parameter]}]), _zeros, foreach=False)
+                twin = _twin(optimizer, [{**group, "params": [parameter]}], _zeros)
+                for stand_in in twin.param_groups[0]["params"] if sparse else ():
+                    row = torch.zeros((1, 1), dtype=torch.long)
+                    stand_in.grad = torch.sparse_coo_tensor(
+                        row, stand_in.grad[:1], stand_in.shape, check_invariants=False
+                    )
                 step = max(step, _second_step(twin))  # on the CPU for any parameter, as the zeros are
             state += _state_bytes(twin, {"cpu"}, kind)
     return state, step
 
 
 def _second_step(twin: torch.optim.Optimizer) -> int:
-    twin.step()
+    _step(twin)
     with CpuMeter() as meter:
-        twin.step()
+        _step(twin)
     return meter.phases[""].peak
 
 
@@ -143,42 +168,89 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
+def _step(twin: torch.optim.Optimizer) -> None:
+    # The class's: schedulers put a `step` on the optimizer that refers to it.
+    step = type(twin).step
+    closure = inspect.signature(step).parameters.get("closure")
+    parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
+    before = [parameter._version for parameter in parameters]
+    if closure is None or closure.default is not closure.empty:
+        step(twin)
+    elif isinstance(twin, torch.optim.LBFGS):  # it stops at once where gradients are zero, and keeps nothing
+        raise NotImplementedError("its history grows with the steps of each search")
+    else:
+        step(twin, lambda: 0.0)
+    if parameters and [parameter._version for parameter in parameters] == before:
+        raise NotImplementedError("a copy of it steps nothing")
+
+
 def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | None = None) -> int:
-    kept = [tensor for state in optimizer.state.values() for tensor in tensors_in(list(state.values()))]
-    return bytes_like((tensor for tensor in kept if tensor.device.type in kinds), kind)
+    """Return the bytes of the state, and of tensors in attributes of the optimizer's own, also of one inside of it."""
+    known: set[int] = set()
+    kept: dict[int, torch.Tensor] = {}
+    for each in _with_inner(optimizer):
+        for parameter in (one for group in each.param_groups for one in group["params"]):
+            known |= {id(parameter), id(parameter.grad)}
+        values = [list(state.values()) for state in each.state.values()]
+        kept |= {id(tensor): tensor for tensor in tensors_in([values, list(_own(each).values())])}
+    return bytes_like((kept[at] for at in kept.keys() - known if kept[at].device.type in kinds), kind)
+
+
+_INHERITED = frozenset({"state", "param_groups", "defaults", "step"})
+
+
+def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return attributes of an optimizer that `copy.copy` loses. Hooks of torch's are not among them."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _INHERITED and "hook" not in name}
+
+
+def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it wraps."""
+    inner = [each for each in _own(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    return [optimizer, *(deeper for each in inner for deeper in _with_inner(each))]
 
 
 def _twin(
     optimizer: torch.optim.Optimizer,
+    groups: Groups,
     make: Callable[[torch.Tensor], torch.Tensor],
     *,
-    foreach: bool,
+    foreach: bool = False,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
     # A copy, since the constructor's arguments are unknown. torch's optimizers do not copy hooks, so the user's are not
-    # called.
-    twin = copy.copy(optimizer)
-    twin.state = defaultdict(dict)
-    groups = []
-    for group in optimizer.param_groups:
-        stand_ins = {p: _stand_in(make(p)) for p in group["params"] if p.requires_grad}
-        for parameter, stand_in in stand_ins.items():
-            if parameter in optimizer.state:
+    # called, nor other attributes of their own.
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
+    copies = stand_ins.copy()
+    for outer in reversed(_with_inner(optimizer)):
+        twin = copies[id(outer)] = copy.copy(outer)
+        own = _own(outer)
+        for tensor in tensors_in(list(own.values())):
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.clone() if tensor.numel() == 1 else make(tensor)
+        vars(twin).update(copy.deepcopy(own, copies))
+        twin.state = defaultdict(dict)
+        for parameter in parameters:
+            if parameter in outer.state and parameter.requires_grad:
                 # Single numbers keep their values: an optimizer reads its step count.
-                twin.state[stand_in] = tree_map_only(
-                    torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), optimizer.state[parameter]
+                twin.state[stand_ins[id(parameter)]] = tree_map_only(
+                    torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), outer.state[parameter]
                 )
-        group = dict(group, params=list(stand_ins.values()))
-        # By default torch chooses `foreach` on CUDA, which needs more memory, but not for meta tensors.
-        if foreach and _left_to_torch(group):
-            group["foreach"] = True
-        # Both refuse tensors on other devices.
-        for only_on_devices in ("fused", "capturable"):
-            if group.get(only_on_devices) and not (fused and only_on_devices == "fused"):
-                group[only_on_devices] = False
-        groups.append(group)
-    twin.param_groups = groups
+        twin.param_groups = [_of_stand_ins(group, stand_ins, foreach=foreach, fused=fused) for group in groups]
     return twin
+
+
+def _of_stand_ins(group: dict[str, Any], stand_ins: dict[int, Any], *, foreach: bool, fused: bool) -> dict[str, Any]:
+    group = dict(group, params=[stand_ins[id(each)] for each in group["params"] if each.requires_grad])
+    # By default torch chooses `foreach` on CUDA, which needs more memory, but not for meta tensors.
+    if foreach and _left_to_torch(group):
+        group["foreach"] = True
+    # Both refuse tensors on other devices.
+    for only_on_devices in ("fused", "capturable"):
+        if group.get(only_on_devices) and not (fused and only_on_devices == "fused"):
+            group[only_on_devices] = False
+    return group
 
 
 def _left_to_torch(group: dict[str, Any]) -> bool:
@@ -242,7 +314,7 @@ def scratch_alone(optimizer: torch.optim.Optimizer) -> dict[int, int]:
                 continue
             kind = number, tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device
             if kind not in known:
-                known[kind] = optimizer_cost(_with_groups(optimizer, [{**group, "params": [parameter]}])).step_bytes
+                known[kind] = optimizer_cost(optimizer, [{**group, "params": [parameter]}]).step_bytes
             found[id(parameter)] = known[kind]
     return found
 
@@ -254,10 +326,4 @@ def step_bytes_without(optimizer: torch.optim.Optimizer, apart: set[int]) -> int
         for group in optimizer.param_groups
     ]
     left = [group for group in groups if group["params"]]
-    return optimizer_cost(_with_groups(optimizer, left)).step_bytes if left else 0
-
-
-def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    found = copy.copy(optimizer)  # torch's optimizers do not copy hooks
-    found.param_groups = groups
-    return found
+    return optimizer_cost(optimizer, left).step_bytes if left else 0

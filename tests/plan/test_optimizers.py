@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_py import Checkpointable
 from rotor_py.measure.budget import recomputes
 from tests.capture.steps import adamw
 from tests.checkpointable.steps import planned_at, square, step_peak
 from tests.execute.training import assert_same
-from tests.fields import logged
+from tests.fields import logged, raises
 
 
 def network() -> nn.Sequential:
@@ -162,3 +163,54 @@ def test_an_optimizer_whose_memory_cannot_be_found_is_named_in_a_warning(caplog)
     with caplog.at_level(logging.WARNING, "rotor_py"):
         train(planned, Unknowable(planned.parameters()), 2)
     assert len(logged(caplog, "unknown_optimizer", name="Unknowable")) == 1
+
+
+class Decay(torch.optim.Optimizer):
+    """With attributes of its own: a number, a tensor, and the optimizer that it wraps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.rate, self.averages = 0.9, torch.zeros(5000)
+        self.inner = torch.optim.Adam(self.param_groups)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                before = self.state[parameter].setdefault("before", torch.empty_like(parameter))
+                before.copy_(parameter).mul_(self.rate)
+        self.averages.mul_(self.rate)
+        self.inner.step()
+
+
+class Delegating(torch.optim.Optimizer):
+    """No copy of it steps anything but the real parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        inner = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        super().__init__(inner.param_groups, {})
+        self.go = lambda: inner.step()
+
+    def step(self, closure: Any = None) -> None:
+        self.go()
+
+
+def test_optimizers_with_attributes_of_their_own_count_and_step_nothing_before_they_are_asked_to() -> None:
+    planned = unplanned()
+    optimizer, before = Decay(planned.parameters()), copy.deepcopy(planned.state_dict())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a `step` of its own on the optimizer
+    square(planned(batch())).backward()
+    gradients = [parameter.grad for parameter in planned.parameters()]
+    cost = optimizer_cost(optimizer)
+    averages, counters = 4 * 5000, 4 * len(gradients)
+    assert cost.state_bytes == 3 * planned.budget.fixed.parameters + averages + counters
+    assert cost.present_bytes == averages
+    assert all(each is parameter.grad for each, parameter in zip(gradients, planned.parameters(), strict=True))
+    for name, value in planned.state_dict().items():
+        assert torch.equal(value, before[name])
+    for unknown in (Delegating(planned.parameters()), torch.optim.LBFGS(planned.parameters())):
+        with raises(UnknownOptimizerError, "unknown_optimizer", name=type(unknown).__name__):
+            optimizer_cost(unknown)
+        assert not unknown.state
+    words = nn.Embedding(100, 8, sparse=True)
+    assert optimizer_cost(torch.optim.SparseAdam(words.parameters())).state_bytes == 2 * words.weight.nbytes
