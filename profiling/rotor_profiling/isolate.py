@@ -83,20 +83,32 @@ def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[lis
         state.restore()
 
 
+class Buffers:
+    """Snapshot of the buffers of `module`, with copies of all values."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
+        self._copies = {id(tensor): (tensor, tensor.clone()) for _, _, tensor in buffer_slots(module)}
+
+    def put_back(self) -> None:
+        for table, before in self._tables:
+            table.update(before)  # buffers made by the first forward of all stay
+        with torch.no_grad():
+            for tensor, copy in self._copies.values():
+                if tensor.shape != copy.shape:  # resized
+                    tensor.set_(copy)  # type: ignore[call-overload]  # torch's stubs know storages only
+                elif not equal(tensor, copy):  # a needless write would invalidate tensors that autograd saved
+                    tensor.copy_(copy)
+
+
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers of `module` and their values when the context exits. Copies all of them."""
-    tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
-    copies = {id(tensor): (tensor, tensor.clone()) for _, _, tensor in buffer_slots(module)}
+    """Restore the buffers of `module` and their values when the context exits."""
+    before = Buffers(module)
     try:
         yield
     finally:
-        for table, before in tables:
-            table.update(before)  # buffers made by the first forward of all stay
-        with torch.no_grad():
-            for tensor, copy in copies.values():
-                if not equal(tensor, copy):  # a needless write would invalidate tensors that autograd saved
-                    tensor.copy_(copy)
+        before.put_back()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import FunctionType
 from typing import Any
@@ -43,7 +43,14 @@ _MOST = 32
 # against its limit, and their guards fail with a KeyError on a model that lacks the guarded attributes.
 _ALONE = "isolate_recompiles"
 _alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.compile).parameters else {}
-_compiled: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+_compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
+
+
+@dataclass(slots=True)
+class _Compiled:
+    run: Callable[..., Any]
+    # Lines of the graph breaks: path:number, and its text. Kept here, since models built alike are traced once.
+    breaks: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -55,6 +62,7 @@ class _Call:
     inputs: Any
     # Told of the first graph that is traced.
     recaptured: Callable[[], None] | None
+    breaks: list[str] = field(default_factory=list)
 
     def begin_tracing(self) -> None:
         """By TorchDynamo's callbacks, or, while another thread compiles, by the new graph."""
@@ -80,7 +88,7 @@ class TracedGraph:
         return run_graph(self.graph_module, arguments) if call is None else call.run(self, arguments)
 
 
-def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> Callable[..., Any]:
+def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> _Compiled:
     """A compiled forward that models built alike share; `marks` are from `fully_shard`."""
     key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function, not a part of it, so a function keeps no model alive.
@@ -91,7 +99,7 @@ def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_
         if hasattr(context, "callback"):  # absent where TorchDynamo is switched off
             context.callback = _tracing_as_noted(context.callback)
         # With a code object of its own: Dynamo limits recompilations by code object.
-        _compiled[key] = context(FunctionType(_forward.__code__.replace(), _forward.__globals__, "forward"))
+        _compiled[key] = _Compiled(context(FunctionType(_forward.__code__.replace(), _forward.__globals__, "forward")))
     _compiled.move_to_end(key)
     if len(_compiled) > _MOST:
         _compiled.popitem(last=False)
@@ -121,7 +129,7 @@ def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
             return callback(*args, **kwargs)
         if prediction() is None:
             _refuse_modes()
-        with call.tracing.as_the_note_says(call.begin_tracing):
+        with call.tracing.as_the_note_says(call.begin_tracing, call.breaks.append):
             keep_image_sizes(tensors_in(call.inputs))
             return callback(*args, **kwargs)
 
@@ -165,7 +173,7 @@ class CapturedForward:
         self._granularity = granularity
         self._marks: FSDPMarks | None = None
         # Each made at its first call. None before the model was looked at.
-        self._forwards: dict[Answers, Callable[..., Any]] | None = None
+        self._forwards: dict[Answers, _Compiled] | None = None
         # Per traced graph, one entry for each layer that runs it: layers built alike may share a traced graph.
         self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
         self.tracing = Tracing(model)
@@ -175,16 +183,22 @@ class CapturedForward:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_marks": None, "_forwards": None, "_graphs": {}}
 
+    @property
+    def breaks_at(self) -> str | None:
+        """Line of the first graph break: path:number, and its text. None without breaks."""
+        return next((line for each in (self._forwards or {}).values() for line in each.breaks), None)
+
     def call(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run_graph: RunGraph,
         recaptured: Callable[[], None] | None = None,
+        put_back: Callable[[], None] | None = None,
     ) -> Any:
-        """Run the model's forward, with `run_graph` in place of every graph; `recaptured` is told of another capture.
-        Raises UnsupportedModelError for a sharded model that cannot be captured whole; the model's own errors pass
-        through.
+        """Run the model's forward, with `run_graph` in place of every graph; `recaptured` is told of another capture,
+        and `put_back` undoes what has run when the forward begins again. Raises UnsupportedModelError for a sharded
+        model that cannot be captured whole; the model's own errors pass through.
         """
         if self._forwards is None:  # the first call unless it was measured: the plan came from a file, or it is a copy
             self._look_at_model()
@@ -195,6 +209,8 @@ class CapturedForward:
                 output = self._call(args, kwargs, run_graph, recaptured, asking)
             except OtherAnswerError as other:  # before any stage has run
                 answers = asking.corrected(other)
+                if put_back is not None:
+                    put_back()
             else:
                 self._answers = answers
                 return output
@@ -224,7 +240,8 @@ class CapturedForward:
 
         known = asking.answers in self._forwards
         inputs = (args, kwargs) if self.open_sizes else ()
-        token = _call.set(_Call(run, self.tracing, inputs, recaptured if known and self._graphs else None))
+        call = _Call(run, self.tracing, inputs, recaptured if known and self._graphs else None)
+        token = _call.set(call)
         try:
             # In every step: guards compare these functions, and a forward that has changed is captured in any of them.
             with functions_replaced, marks.marked() if marks else nullcontext():
@@ -232,7 +249,9 @@ class CapturedForward:
                     signature = marks.signature if marks else None
                     made = _compiled_forward(self.model, signature, asking.answers, self.open_sizes)
                     self._forwards[asking.answers] = made
-                return self._forwards[asking.answers](self.model, args, self._without_cache(kwargs), asking)
+                compiled = self._forwards[asking.answers]
+                call.breaks = compiled.breaks
+                return compiled.run(self.model, args, self._without_cache(kwargs), asking)
         except Unsupported as error:
             if marks is None:
                 raise

@@ -68,7 +68,7 @@ class CapturedGraph:
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         # The stages; empty if nothing in the graph has a gradient.
         self.layers: list[Layer] = []
-        # Whether anything in the graph has a gradient.
+        # Whether anything that the graph returns has a gradient.
         self.trains = False
         self._is_split = False
         self._facts = GraphFacts(SymbolValues(), marks)
@@ -121,10 +121,10 @@ class CapturedGraph:
                 name=line_of(drawing),
             )
         self._facts, self._is_split = facts, True  # last, so that a refused graph is refused again
-        self.trains = any(map(carries_gradient, facts.body))
+        self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
-        if not facts.body:  # all of it is context, so nothing has a gradient
+        if not self.trains:
             return
         names: list[str] | None = None
         if like is not None and like._cuts is not None:

@@ -102,7 +102,7 @@ class CapturedLayer(StageOffers):
         with isolated(self.layer, device), torch.enable_grad(), operators_as_called():
             self._forward.call((leaves_of(value),), {}, run)
         self._let_go()
-        if len(graphs) != 1 or self._forward.tracing.breaks_at is not None or graphs[0].answers:
+        if len(graphs) != 1 or self._forward.breaks_at is not None or graphs[0].answers:
             return None
         return self._stages[graphs[0]]
 

@@ -9,10 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 
+from rotor_profiling import RandomState
+from rotor_profiling.attributes import Attributes
+from rotor_profiling.isolate import Buffers, accelerators
 from rotor_profiling.torch_compat import TorchDynamoException
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
@@ -27,9 +31,39 @@ from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.stage.forward_state import recall_effects, recall_moving, remember_effects, remember_moving
 from rotor_py.stage.protocol import offers_of
+from rotor_py.stage.replayed_routing import streams_of
 
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
+
+# A forward that comes to another graph than the planned one is begun again, for a plan that is for this graph. Without
+# a graph break before, nothing has run but TorchDynamo's own code, which may draw from Python's random stream. After
+# one, anything may have: the model's code, and other graphs. That forward goes on unplanned. The state before all later
+# forwards of this model is copied, since models that branch on data do so often; copying takes time and memory.
+
+_branching: WeakSet[nn.Module] = WeakSet()
+"""Models that have come to another graph after a graph break."""
+
+
+class _Beginning:
+    """The state of a model before a forward: `whole`, or what code of TorchDynamo may change before the first graph."""
+
+    def __init__(self, model: nn.Module, *, whole: bool) -> None:
+        self.whole = whole
+        self._streams = [(stream, stream.state()) for stream in streams_of(model if whole else model.forward)]
+        self._attributes = Attributes(model) if whole else None
+        self._buffers = Buffers(model) if whole else None
+        devices = accelerators(each.device for each in model.parameters()) if whole else ()
+        self._random = RandomState.now(devices) if whole else None
+
+    def put_back(self) -> None:
+        for stream, state in self._streams:
+            stream.set(state)
+        for each in (self._buffers, self._attributes):
+            if each is not None:
+                each.put_back()
+        if self._random is not None:
+            self._random.restore()
 
 
 class CaptureSession:
@@ -47,22 +81,42 @@ class CaptureSession:
         self._unplanned: set[CapturedGraph] = set()
         # Whether the running or else the last forward reached a planned graph.
         self._followed_plan = False
+        # Whether it went on unplanned at another graph.
+        self._went_on = False
+        # The state before it; None once a planned graph has run.
+        self._beginning: _Beginning | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set()}
+        return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set(), "_beginning": None}
 
     def run(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], run_stages: RunStages, recaptured: Callable[[], None]
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run_stages: RunStages,
+        recaptured: Callable[[], None],
+        *,
+        goes_on: bool = False,
     ) -> Any:
         """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Raises
         UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another graph
-        than the plan is for: OtherDataError if the batch's data caused that. The model's own errors pass through.
+        than the plan is for: OtherDataError if the batch's data caused that. The model is then as before the forward.
+        If it cannot be, or if the forward `goes_on`, the other graph runs unplanned, with a warning. The model's own
+        errors pass through.
         """
-        self._followed_plan = False
-        output = self._forward.call(args, kwargs, partial(self._run_graph, run_stages), recaptured)
+        self._followed_plan = self._went_on = False
+        self._beginning = _Beginning(self.model, whole=self.model in _branching)
+        run_graph = partial(self._run_graph, run_stages, goes_on)
+        try:
+            output = self._forward.call(args, kwargs, run_graph, recaptured, self._put_back)
+        except PlanMismatchError:
+            self._put_back()
+            raise
+        finally:
+            self._beginning = None
         # An error, not a warning: without the plan, the step may have exceeded the limit.
-        if not self._followed_plan:
-            breaks_at = self._forward.tracing.breaks_at
+        if not (self._followed_plan or self._went_on):
+            breaks_at = self._forward.breaks_at
             broken = f". The graph breaks at {breaks_at}" if breaks_at else ""
             raise UnsupportedModelError(
                 "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
@@ -123,7 +177,13 @@ class CaptureSession:
         """Whether both measured the same graph, possibly for other sizes."""
         return self._main is not None and other._main is not None and self._main.same_as(other._main)
 
-    def _run_graph(self, run_stages: RunStages, graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
+    def _put_back(self) -> None:
+        if self._beginning is not None:
+            self._beginning.put_back()
+
+    def _run_graph(
+        self, run_stages: RunStages, goes_on: bool, graph: CapturedGraph, arguments: tuple[Any, ...]
+    ) -> Sequence[Any]:
         # The model may run a part of itself under `no_grad`, with a graph of its own.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
@@ -131,13 +191,13 @@ class CaptureSession:
         if not graph.trains:
             return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)  # first, since it may show that the batch belongs to another graph
-        if not self._follows_plan(graph):
+        if not self._follows_plan(graph, goes_on):
             return graph.run_unplanned(arguments)
-        self._followed_plan = True
+        self._followed_plan, self._beginning = True, None
         return graph.leave(run_stages(self._planned[graph], value), values)
 
-    def _follows_plan(self, graph: CapturedGraph) -> bool:
-        """Whether the plan is for this graph; PlanMismatchError unless an earlier one followed it already."""
+    def _follows_plan(self, graph: CapturedGraph, goes_on: bool) -> bool:
+        """Whether the plan is for this graph; PlanMismatchError if not, unless the forward has to or `goes_on`."""
         if graph in self._planned:
             return True
         try:
@@ -152,9 +212,23 @@ class CaptureSession:
             self._planned[graph] = replace(cut, input_owned=True)
             graph.remember_written(self._planned[graph])
         except PlanMismatchError:
-            if not self._followed_plan:
+            known = False
+            if self._beginning is None:  # after the planned graph
+                known = any(map(graph.same_as, self._unplanned))
+                self._unplanned.add(graph)
+            elif not (goes_on or self._went_on) and (self._beginning.whole or self._forward.breaks_at is None):
                 raise
-            self._unplanned.add(graph)
+            else:
+                _branching.add(self.model)
+                known, self._went_on = self._went_on, True
+            if not known:
+                breaks_at = self._forward.breaks_at
+                _log.warning(
+                    "%s runs a graph that this plan does not have, so this step may go over the limit%s",
+                    type(self.model).__name__,
+                    "" if breaks_at is None else f"; what runs before the graph break at {breaks_at} decides",
+                    extra=record_fields("unplanned_graph", name=breaks_at),
+                )
             return False
         return True
 

@@ -108,13 +108,12 @@ class Tracing:
         self._seen: dict[tuple[str, str], int | float] = {}
         # Names of those left open: they changed between two traces.
         self._open: set[str] = set()
-        # Line of the model's first graph break: path:number, and its text. None without breaks.
-        self.breaks_at: str | None = None
 
     @contextmanager
-    def as_the_note_says(self, began: Callable[[], None]) -> Iterator[None]:
+    def as_the_note_says(self, began: Callable[[], None], broke: Callable[[str], None]) -> Iterator[None]:
         """Have TorchDynamo trace as the Note says: not in every step, since changing settings takes long. `began` is
-        called where TorchDynamo's callbacks are: not while another thread compiles.
+        called where TorchDynamo's callbacks are: not while another thread compiles. `broke` is called with the line of
+        every graph break: path:number, and its text.
         """
         thread, breaks_before = get_ident(), len(graph_break_reasons)
 
@@ -131,9 +130,10 @@ class Tracing:
                 yield
             finally:
                 callbacks.remove_start_callback(start)
-                frames = [reason.user_stack[-1] for reason in graph_break_reasons[breaks_before:] if reason.user_stack]
-                if frames and self.breaks_at is None:
-                    self.breaks_at = f"{frames[0].filename}:{frames[0].lineno} ({(frames[0].line or '').strip()})"
+                for reason in graph_break_reasons[breaks_before:]:
+                    if reason.user_stack:
+                        frame = reason.user_stack[-1]
+                        broke(f"{frame.filename}:{frame.lineno} ({(frame.line or '').strip()})")
 
     def _find_changed_numbers(self) -> None:
         now = {

@@ -16,12 +16,13 @@
 #  4. A limit is set. It counts for the next solve: the plan in use stays.
 #  5. A forward arrives. It follows the plan in use if that covers its kind of step and input size; else a waiting plan
 #     that does, which is solved again if the limit has changed or other steps left gradients; else the planner measures
-#     and solves (events 1 and 2). A captured model may then run another graph than the measured one; it is measured and
-#     run once more. If the cause is the batch's data, such as padding, it is another kind of step, and a waiting plan
-#     may cover it. On any error, such as no plan that fits, the earlier plans stay: one batch that is too large costs
-#     nothing. It is remembered, and a batch as large is refused at once, unless it may mask less. Two things are
-#     refused: with several processes, an input that no plan covers, since each would plan for itself; and measuring for
-#     ever larger inputs.
+#     and solves (events 1 and 2). A captured model may then run another graph than the measured one; everything is put
+#     back to the beginning of the forward, which is measured and run once more. Where it cannot be (`session.py`), the
+#     forward goes on unplanned. If the cause is the batch's data, such as padding, it is another kind of step, and a
+#     waiting plan may cover it. On any error, such as no plan that fits, the earlier plans stay: one batch that is too
+#     large costs nothing. It is remembered, and a batch as large is refused at once, unless it may mask less. Two
+#     things are refused: with several processes, an input that no plan covers, since each would plan for itself; and
+#     measuring for ever larger inputs.
 #  6. An optimizer is detected. It counts in every budget. A sequence without room for it is replaced; if no other fits,
 #     training goes on with it. Each of several processes detects its own optimizer, so they solve together at the next
 #     forward.
@@ -312,7 +313,7 @@ class Planner:
             for module, mode in modes:
                 module.training = mode
 
-    def _run_other_way(self, value: Any, by_plan: Callable[[Any, list[ForwardInFlight]], Any]) -> Any:
+    def _run_other_way(self, value: Any, by_plan: Callable[..., Any]) -> Any:
         """Run a forward whose graph differs from that of the plan in use, for example for another shape."""
         answers = self.in_use.source.answers  # data answered as expected
         spec = replace(StepSpec.of(self.model.core, value), answers=answers)
@@ -332,16 +333,16 @@ class Planner:
                 name="graph",
             )
         self.plans.plan_for(spec, value)
-        return by_plan(value, self._forwards.in_flight())
+        return by_plan(value, self._forwards.in_flight(), goes_on=True)  # what it branches on may change in every run
 
-    def _run_planned(self, value: Any, flying: list[ForwardInFlight]) -> Any:
+    def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
         plan = self.plans.in_use
         assert plan is not None
         assert plan.sequence is not None
         sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
         self._watched.forward_begins(plan, value, len(flying))
         try:
-            output = self._follow(sequence, plan, value, len(flying) + 1)
+            output = self._follow(sequence, plan, value, len(flying) + 1, goes_on=goes_on)
         except BaseException:
             self._watched.forward_failed()
             raise
@@ -351,17 +352,19 @@ class Planner:
             self._stepper.forward_returned(output)
         return output
 
-    def _run_second(self, value: Any, flying: list[ForwardInFlight]) -> Any:
+    def _run_second(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
         """Run the forward of a region that the caller recomputes. No backward follows, so it is not observed."""
         plan = self.in_use
         sequence = self._second_runs.sequence(plan, self._forwards.held_bytes(self.model), self.model)
-        return self._follow(sequence, plan, value, len(flying) + 1)
+        return self._follow(sequence, plan, value, len(flying) + 1, goes_on=goes_on)
 
-    def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int) -> Any:
+    def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int, *, goes_on: bool) -> Any:
         """Run the model forward by this sequence for the stages of `plan`, as the `number`-th forward in flight."""
         settings, offload = self.settings, self.model.offload
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or offload is None else offload.tier
-        how = Following(sequence, settings.preserve_rng_state, plan.measurement, settings.keepers, smaller, tier)
+        how = Following(
+            sequence, settings.preserve_rng_state, plan.measurement, settings.keepers, smaller, tier, goes_on
+        )
         with nullcontext() if smaller is None else smaller.telling_of_the_rest():
             return plan.source.run(plan.cut, value, how)

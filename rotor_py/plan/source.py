@@ -59,6 +59,8 @@ class Following:
     keepers: tuple[Keeper, ...] = ()
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
+    goes_on: bool = False
+    """Run other captured graphs than the planned ones as they are, since no plan is left to try."""
 
 
 class SequenceExecutor:
@@ -313,7 +315,8 @@ class GraphSource(SequenceExecutor):
         arguments, keywords = value
         # Dynamo calls `execute_graph` during the forward.
         by_plan = partial(self.execute_graph, how)
-        return self._session.run(arguments, keywords, by_plan, partial(_tell_of_capture, value))
+        told = partial(_tell_of_capture, value)
+        return self._session.run(arguments, keywords, by_plan, told, goes_on=how.goes_on)
 
 
 def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, named: list[Layer]) -> Cut:

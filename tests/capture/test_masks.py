@@ -189,7 +189,7 @@ def test_one_of_several_processes_asks_nothing_about_its_own_batch(monkeypatch: 
 def test_a_question_breaks_no_graph() -> None:
     forward = CapturedForward(llama(), granularity=1)
     forward.call((), words(padded=True), CapturedGraph.run_unplanned)
-    assert forward.tracing.breaks_at is None
+    assert forward.breaks_at is None
 
 
 class Broken(nn.Module):

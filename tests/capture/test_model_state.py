@@ -1,7 +1,9 @@
 """What a captured model holds and changes: buffers, numbers and generators are those of plain training."""
 
 import copy
+import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +70,18 @@ class Outside(Moving):
         return super().forward(value)
 
 
-CASES = [(Statistics, 1), (Moving, 1), (Outside, 1), (ReadBefore, 2), (Replaced, 2)]
+class Apart(Moving):
+    """The mean moves in a graph of its own, which returns nothing."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = self.layers[0](value)
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self.mean.data.lerp_((value * 2).detach().mean(0), 0.1)
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        return self.layers[2](self.layers[1](value - self.mean))
+
+
+CASES = [(Statistics, 1), (Moving, 1), (Outside, 1), (Apart, 1), (ReadBefore, 2), (Replaced, 2)]
 """Models, and how many forwards come before their backward."""
 
 
@@ -106,6 +119,29 @@ def test_layers_that_are_traced_alike_keep_their_own_parameters() -> None:
     plain = copy.deepcopy(model)
     planned = planned_for(model, value, cache=False, watch=False)
     assert_same_step(planned, plain, value, seed=np.random.seed)
+
+
+class Observed(Block):
+    """Keeps the largest values, in a buffer that the first batch gives its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = nn.Buffer(torch.empty(0))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        now = value.detach().amax(0)
+        if not len(self.largest):
+            self.largest.resize_(now.shape).fill_(0)
+        self.largest.copy_(torch.maximum(self.largest, now))
+        return super().forward(value) - self.largest
+
+
+def test_a_buffer_that_the_first_forward_resizes_is_that_of_plain_training() -> None:
+    model = Stack(Observed(), Observed(), Observed())
+    plain = copy.deepcopy(model)
+    planned = planned_for(model, torch.randn(16, WIDTH), cache=False, watch=False)
+    for _ in range(3):
+        assert_same_step(planned, plain, torch.randn(16, WIDTH))
 
 
 class Counter(nn.Module):
@@ -164,3 +200,44 @@ def test_batch_norms_that_come_to_average_over_all_batches_train_as_in_plain_tra
         for block in (*plain.layers, *model.layers):
             block[0].momentum = momentum
         assert_same_step(planned, plain, x)
+
+
+class Branching(Stack):
+    """Draws, and moves what it holds; then its data decide, after a graph break, which of two graphs it has."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.calls, self.spread = [0], nn.Buffer(torch.zeros(WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(self.calls))
+        hidden = nn.functional.dropout(self.layers[0](value * random.random()), np.random.rand())
+        self.spread.data.copy_(hidden.detach().std(0))
+        return super().forward(hidden) if bool(value[0, 0] > 0) else self.layers[1](hidden)
+
+
+class BranchingBySize(Branching):
+    """No graph break comes before."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = value * random.uniform(0, 1)
+        return Stack.forward(self, hidden) if len(value) > 12 else self.layers[1](hidden)
+
+
+@pytest.mark.parametrize(("make", "unplanned"), [(Branching, 1), (BranchingBySize, 0)])
+def test_a_forward_that_comes_to_another_graph_does_nothing_twice(make: Any, unplanned: int, caplog: Any) -> None:
+    model = make()
+    plain = copy.deepcopy(model)
+    planned = Checkpointable(model, mem_limit="1GB", fresh_grads=True, cache=False, watch=False)
+    batches = [torch.full((rows, WIDTH), rows - 12.0) for rows in (16, 11, 11, 16)]
+    found: list[list[Any]] = []
+    for network, own in ((planned, model), (plain, plain)):
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(1)
+        losses = [network(batch).square().mean() for batch in batches]
+        torch.stack(losses).sum().backward()
+        found.append([*losses, random.random(), np.random.rand(), torch.rand(()), own.calls])
+    assert found[0] == found[1]
+    assert_same_gradients(model, plain)
+    assert len(logged(caplog, "unplanned_graph")) == unplanned
+    assert len(planned._planner.plans._waiting) == 1  # both graphs are planned
