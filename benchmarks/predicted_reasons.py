@@ -176,8 +176,7 @@ def _not_there(step: RealStep, predicted: Checkpointable, followed: Followed, at
         outputs = there.made.get(last, [])
         unread = sum(outputs[each] for each in followed.unread)
         yield unread, "of gradients for outputs that the loss does not read", True
-        returned = measurement.stages[-1].activation_bytes + measurement.held_bytes
-        yield returned - sum(outputs), "of outputs that nobody holds", True
+        yield measurement.output_bytes - sum(outputs), "of outputs that nobody holds", True
     yield from _past_stages(predicted, there, at)
 
 

@@ -2,7 +2,7 @@
 
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, buffers_kept, isolated
-from rotor_profiling.loss import LossCost, UnusableLossError, measure_loss
+from rotor_profiling.loss import LossCost, UnusableLossError, has_loss, measure_loss
 from rotor_profiling.memory import Phase
 from rotor_profiling.optimizer import OptimizerCost, UnknownOptimizerError, optimizer_cost, together
 from rotor_profiling.stage.cost import StageBytes, StageCost, loss_layouts, measure_ways, stage_layouts
@@ -26,6 +26,7 @@ __all__ = [
     "UnusableLossError",
     "buffers_kept",
     "bytes_like",
+    "has_loss",
     "isolated",
     "leaves_of",
     "loss_layouts",

@@ -13,7 +13,7 @@ from torch import nn
 from rotor_profiling.backends import memory_meter, stopwatch
 from rotor_profiling.isolate import RandomState
 from rotor_profiling.stage.gradients import gradients_at, leaves_of
-from rotor_profiling.storage import wait_for
+from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.timing import seconds_of
 from rotor_solver.described_error import DescribedError
 
@@ -29,6 +29,11 @@ class LossCost:
     seconds: float
     temp_bytes: int
     kept_bytes: int
+
+
+def has_loss(output: Any) -> bool:
+    """Whether a model that returns `output` computes a loss: a scalar that needs a gradient."""
+    return any(tensor.dim() == 0 and tensor.requires_grad for tensor in tensors_in(output))
 
 
 def measure_loss(

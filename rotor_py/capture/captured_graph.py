@@ -17,6 +17,7 @@ from rotor_py.capture.graph.graph_facts import (
     GraphFacts,
     cut_points_like,
     find_cut_points,
+    losses_of,
     read_graph,
     weights_of,
 )
@@ -161,7 +162,7 @@ class CapturedGraph:
     def silent(self) -> tuple[int, ...]:
         """Indices of output tensors of the last stage without gradient: all but scalars where those are the loss."""
         tensors = [node for node in self._leaving if tensors_of(node)]
-        losses = [node for node in tensors if carries_gradient(node) and all(t.dim() == 0 for t in tensors_of(node))]
+        losses = losses_of(tensors)
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rotor_profiling import (
     RandomState,
     buffers_kept,
+    has_loss,
     loss_layouts,
     measure_loss,
     storage_bytes,
@@ -146,6 +147,7 @@ def measure_graphs(
                 # A forward may change a dict that it gets.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
             found.output = as_left(model, output)  # `forward` was called, without the model's own hooks
+            found.outputs_held = options.outputs_held or not has_loss(found.output)
         finally:
             state.restore()
         found.outside_bytes = sum(outside.bytes.values())
@@ -169,6 +171,9 @@ def measure_graphs(
                 found.loss = measure_loss(options.loss, found.output, device=device, output_bytes=trained_bytes)
                 found.layouts = loss_layouts(options.loss, found.output, device)
                 found.settle(main)
+            # A given loss may read outputs beside a scalar that is no loss, such as CLIP's scale of logits.
+            read = zip(tensors_in(found.output), found.layouts, strict=True)
+            found.outputs_held |= any(tensor.dim() and strides is not None for tensor, strides in read)
         if compiler is not None:
             # Where stages wait for other processes, all of these would have to agree on what fits.
             fits = room if options.group is None else None

@@ -75,8 +75,10 @@ class MeasuredGraphs:
     output: Any = None
     # Bytes that autograd saves for operators outside all graphs.
     outside_bytes: int = 0
-    # Bytes of outputs that the main graph has neither made nor read: the caller holds them through the step.
+    # Bytes of outputs that the main graph has neither made nor read.
     returned_bytes: int = 0
+    # Whether the caller holds the outputs through the step: all of them if none is a loss.
+    outputs_held: bool = True
     loss: LossCost | None = None
     # Layouts of the gradients that the loss gives to the model's output.
     layouts: Layouts | None = None
@@ -131,14 +133,13 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     kept += found.shared_gradient_bytes
     for other in after:
         # They run unplanned, which stores everything.
-        chain = other.measurement.chain(fresh_gradients=True)
+        chain = replace(other.measurement, outputs_held=False).chain(fresh_gradients=True)
         whole = simulate(chain, store_all(chain))
         seconds, temp = seconds + whole.makespan, temp + whole.peak
         # Made before the main graph's backward, and held through it. The peak includes them already, but not the
         # model's output, which for a chain ends with its backward.
         made = sum(other.measurement.gradient_bytes)
         kept, temp = kept + made, max(0, temp - made)
-    kept += found.returned_bytes
     if after:
         # Their peaks include the gradient of the main graph's output, which the solver counts with the loss as well.
         temp = max(0, temp - output_bytes)
@@ -146,7 +147,8 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     if found.loss is not None:
         seconds, temp = seconds + found.loss.seconds, temp + found.loss.temp_bytes
         kept += found.loss.kept_bytes
-    return replace(main, loss=LossCost(seconds, temp, kept))
+    loss = LossCost(seconds, temp, kept)
+    return replace(main, loss=loss, other_outputs=found.returned_bytes, outputs_held=found.outputs_held)
 
 
 _WORTH_COMPILING = 0.03

@@ -167,12 +167,11 @@ class Budget:
         if forwards == self.forwards:
             return self
         assert forwards > 1
-        returned = measurement.stages[-1].activation_bytes + measurement.held_bytes
         return replace(
             self,
             fixed=replace(self.fixed, gradients=self.fixed.gradients + (gradient_bytes if self.forwards == 1 else 0)),
             chain=self._chain(measurement, fresh_gradients=False, forwards=forwards),
-            stepping_bytes=forwards * (measurement.input_bytes + returned),
+            stepping_bytes=forwards * (measurement.input_bytes + measurement.output_bytes),
             forwards=forwards,
             held_beside=self._held_beside(measurement),
         )
@@ -187,7 +186,8 @@ class Budget:
     def _held_beside(self, measurement: Measurement) -> int:
         loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
         # How much of the loss's memory its backward needs is unknown: all of it counts.
-        return self.fixed.batch + carried + measurement.held_bytes + loss.kept_bytes + loss.temp_bytes
+        held = measurement.held_bytes if measurement.outputs_held else 0
+        return self.fixed.batch + carried + held + loss.kept_bytes + loss.temp_bytes
 
     def least_bytes(self) -> int:
         """Return the least limit for which there is a plan."""
@@ -292,6 +292,11 @@ class Budget:
         chain = self._chain(measurement, fresh_gradients=fresh_gradients, forwards=self.forwards)
         return replace(found, chain=chain)
 
+    def with_outputs_held(self, measurement: Measurement, *, fresh_gradients: bool) -> Budget:
+        """Return this budget with the outputs beside the loss held, as they are in `measurement`."""
+        found = self.with_found(measurement, measurement.other_outputs, fresh_gradients=fresh_gradients)
+        return replace(found, stepping_bytes=self.stepping_bytes + self.forwards * measurement.held_bytes)
+
 
 def in_nodes(chain: Chain) -> Chain:
     """Return the chain with every stage as a custom autograd node, whose graph is separate from the caller's."""
@@ -334,14 +339,13 @@ def make_budget(
     )
     # The caller holds the batch and the output until the step ends, through the optimizer's step.
     prefix = measurement.prefix
-    output_bytes = measurement.stages[-1].activation_bytes + measurement.held_bytes
     fresh = trained_bytes(model, device, stepped) if fresh_gradients else 0
     return Budget(
         fixed=fixed,
         chain=measurement.chain(fresh_gradients=fresh_gradients),
         before_bytes=measurement.input_bytes + (prefix.temp_bytes if prefix else 0),
         snapshot_bytes=measurement.snapshot_bytes,
-        stepping_bytes=measurement.input_bytes + output_bytes + fresh,
+        stepping_bytes=measurement.input_bytes + measurement.output_bytes + fresh,
         step_bytes=optimizer.step_bytes if optimizer else None,
         freed_gradients=trained_bytes(model, device) - trained_bytes(model, device, stepped),
     )

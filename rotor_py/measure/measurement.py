@@ -66,7 +66,12 @@ class Measurement:
     snapshot_bytes: int = 0
     carried: tuple[Carried, ...] = ()
     held_bytes: int = 0
-    """Bytes of outputs without gradient."""
+    """Bytes of the last stage's outputs without gradient."""
+    other_outputs: int = 0
+    """Bytes of outputs that no stage has made or read."""
+    outputs_held: bool = True
+    """Whether the caller holds these through the backward. Beside a loss, they count as dropped until a step shows them
+    held."""
     waiting_gradients: tuple[int, ...] = ()
     """With parameters stepped in the backward: bytes of shared parameters' gradients that each backward leaves for
     earlier stages, less those that it finishes. Not in `gradient_bytes`, which stay."""
@@ -79,8 +84,27 @@ class Measurement:
 
     @property
     def returned_bytes(self) -> int:
-        """Bytes of carried tensors that are returned. The caller keeps the first ones, even if recomputed."""
-        return sum(each.nbytes for each in self.carried if each.last == len(self.stages))
+        """Bytes of outputs that the last stage has not made. The caller keeps the first ones, even if recomputed.
+
+        Carried tensors count even where outputs are dropped: stages of a block's width mostly save them.
+        """
+        carried = sum(each.nbytes for each in self.carried if each.last == len(self.stages))
+        return carried + (self.other_outputs if self.outputs_held else 0)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the last stage's outputs that the caller holds."""
+        return self.stages[-1].activation_bytes + (self.held_bytes if self.outputs_held else 0)
+
+    @property
+    def dropped_bytes(self) -> int:
+        """Bytes of the last stage's outputs that are freed between forward and backward."""
+        return 0 if self.outputs_held else self._droppable_bytes
+
+    @property
+    def _droppable_bytes(self) -> int:
+        ways = self.ways_by_stage[-1]
+        return max(cost.droppable_bytes for cost in (self.stages[-1], *(way.cost for way in ways)))
 
     @property
     def ways_by_stage(self) -> tuple[tuple[Way, ...], ...]:
@@ -121,15 +145,18 @@ class Measurement:
             if each.first:
                 gradient[each.first - 1] -= each.gradient_bytes
         nograd = list(forward)
-        if self.held_bytes:  # outputs without gradient: the caller's, from the last forward to the end of the step
+        held = self.outputs_held and self.held_bytes > 0
+        if held:  # outputs without gradient: the caller's, from the last forward to the end of the step
             nograd[-1] = _NEVER  # a recomputation of the last stage would make them twice
-            backward[-1] += self.held_bytes
-            loss += self.held_bytes
+            loss += self._droppable_bytes
             gradient[-1] += self.held_bytes
         stages = tuple(
             Stage(
                 cost.activation_bytes,
-                tuple(_option(way, cost, forward[number], backward[number]) for way in (Way("", cost), *ways)),
+                tuple(
+                    _option(way, cost, forward[number], backward[number], held and number == length - 1)
+                    for way in (Way("", cost), *ways)
+                ),
                 nograd_time=cost.nograd_seconds,
                 nograd_temp=cost.nograd_temp_bytes + nograd[number],
                 gradient=gradient[number],
@@ -144,12 +171,14 @@ class Measurement:
         return Chain(stages, self.input_bytes, self.loss.seconds, loss, output_held=True)
 
 
-def _option(way: Way, first: StageCost, forward: int, backward: int) -> Option:
+def _option(way: Way, first: StageCost, forward: int, backward: int, outputs_held: bool) -> Option:
     # A chain has one number per stage for the bytes that a run frees: that of the first option. If another option frees
     # less, the difference counts as saved.
     cost = way.cost
     held = max(0, first.input_released_bytes - cost.input_released_bytes)
     held += max(0, first.output_released_bytes - cost.output_released_bytes)
+    if outputs_held:
+        backward += cost.held_backward_bytes
     return Option(
         forward_time=cost.forward_seconds,
         backward_time=cost.backward_seconds,

@@ -110,7 +110,7 @@ class MeasuringOptions:
     the same stages together. `as_node` times a stage as an autograd node. `cache`: use measurements of earlier
     processes, and store new ones. `closely`: times must be accurate, since a limit is read off the Pareto front.
     `progress` is called with the number of finished stages, of all, and the next stage's name. `loss_temp_bytes`:
-    memory assumed for a `loss` that is not given.
+    memory assumed for a `loss` that is not given. `outputs_held`: the caller holds outputs even beside a loss.
     """
 
     preserve_rng_state: bool = True
@@ -125,6 +125,7 @@ class MeasuringOptions:
     progress: Progress | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
     loss_temp_bytes: int = 0
+    outputs_held: bool = False
 
 
 class StageMeasurer:
@@ -299,21 +300,20 @@ class StageMeasurer:
     def _find(self, number: int, value: Any, beside: list[int], carried: Mapping[str, int]) -> StageFindings:
         _, function = self._chain.cut.stages[number]
         silent = self._chain.silent_of(number)
-        apart = tuple({*carried.values(), *silent})
+        apart = tuple(carried.values())
         arriving = self._survey.arriving[number]
         last = number == len(self._chain.cut.stages) - 1
         # The key contains the input's bytes, which do not follow from its shape, since carried or owned tensors do not
         # count. It also contains the discovery pass's findings, which do not follow from the signature.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
-        kind = (stage_signature(function, value), self.activation_bytes, last, apart, arriving, found, stepped)
+        places = last, apart, silent, arriving, stepped
+        kind = (stage_signature(function, value), self.activation_bytes, found, *places)
         if anywhere(kind not in self._known, self._options.group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)
             fresh = self._options.fresh_gradients or any(each is not None for each in stepped)
-            context = StageContext(
-                self._device, self.activation_bytes, owned, fresh, last, apart, silent, arriving, stepped
-            )
+            context = StageContext(self._device, self.activation_bytes, owned, fresh, *places)
             memory = self._weigh(number, value, context, kind)
             # without this stage's addresses: it is timed with others of its signature
             self._known[kind] = replace(context, owned=()), memory

@@ -114,6 +114,8 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
             elsewhere=ELSEWHERE in settings.keepers,
             closely=closely,
             stepped=stepped_parameters(core, settings.step_in_backward),
+            # A step of one of several processes shows nothing that the others would plan for, too.
+            outputs_held=model.holds_outputs or not model.alone,
             # Other devices work in parallel to Python, simulated ones too.
             as_node=single_stage_node if device.type == "cpu" and prediction() is None else None,
         )

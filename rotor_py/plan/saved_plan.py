@@ -32,7 +32,7 @@ from rotor_solver.moving import Moves
 
 _log = logging.getLogger("rotor_py")
 
-SCHEMA = 12
+SCHEMA = 13
 _LARGEST_FILE = 16 * 2**20
 """Largest file that is read. A plan has some thousand bytes per hundred stages."""
 _MOST_CARRIED = 10**6

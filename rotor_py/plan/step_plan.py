@@ -193,7 +193,7 @@ class StepPlan:
         )
 
     def _measurement_of(self, way: MeasuredCut) -> Measurement:
-        return replace(way.measurement, loss=self.measurement.loss)
+        return replace(way.measurement, loss=self.measurement.loss, outputs_held=self.measurement.outputs_held)
 
     def solve_again(self) -> None:
         # Two optimizers may come before the next forward: the second finds no sequence, and must not replace the

@@ -57,6 +57,8 @@ class TrainedModel:
         self.core = core
         self.settings = settings
         self.offload = None if settings.offload is None else Offload(settings.offload)  # the offload tier of the plans
+        # whether a step has shown that the caller holds outputs beside a loss
+        self.holds_outputs = False
         # the parameters that are stepped in the backward, and the optimizer's parameters at that time
         self._stepped: tuple[object, SteppedParameters] | None = None
 

@@ -306,7 +306,7 @@ def optimizer_step(facts: ReportFacts) -> OptimizerStep | None:
     if budget.step_bytes is None:
         return None
     # A training loop holds the whole output to the end of its step, tensors without gradient included.
-    output = budget.forwards * (measurement.stages[-1].activation_bytes + measurement.held_bytes)
+    output = budget.forwards * measurement.output_bytes
     given = budget.forwards * measurement.input_bytes
     gradients = budget.stepping_bytes - given - output
     return OptimizerStep(budget.fixed.total, given, output, gradients, scratch=budget.step_bytes)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import RandomState, leaves_of, measured_peak, measured_phases, tensors_in
+from rotor_profiling import RandomState, has_loss, leaves_of, measured_peak, measured_phases, tensors_in
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.value_tree import tree_flatten, tree_map_only, tree_unflatten
 from rotor_py.checkpointable import Checkpointable
@@ -251,14 +251,19 @@ class TrainingStep:
         del held  # not before: a training loop holds output and loss to the end of its step, so they count
 
     def _forward_backward(self, network: Network, forwards: int | None = None) -> tuple[Any, torch.Tensor]:
-        held = []
+        held: list[tuple[Any, Any]] = []
+        losses: list[torch.Tensor] = []
         for number in range(self.forwards if forwards is None else forwards):
             # Each forward gets its own batch, whose leaves are new ones: the caller's tensors get no gradient.
             given = self.sample if number == 0 else tree_map_only(torch.Tensor, torch.clone, self.sample)
             sample = tree_map_only(torch.Tensor, lambda each: leaves_of(each) if each.requires_grad else each, given)
             args, kwargs = arguments_of(sample, self.model)
             held.append((sample, network(*args, **kwargs)))
-        loss: torch.Tensor = sum(self.loss(output) for _, output in held)  # type: ignore[assignment] # not an int
+            if has_loss(held[-1][1]):  # the other outputs count as dropped
+                losses.append(self.loss(held[-1][1]))
+                held[-1] = sample, losses[-1]
+        losses = losses or [self.loss(output) for _, output in held]
+        loss: torch.Tensor = sum(losses)  # type: ignore[assignment] # not an int
         loss.backward()
         return held, loss
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling import measured_peak, tensors_in
+from rotor_profiling import has_loss, measured_peak, tensors_in
 from rotor_py import Checkpointable, store_all
 from rotor_solver import Backward, ForwardCheck, ForwardEnable, Sequence
 from tests.checkpointable.steps import between, planned_at, square
@@ -67,8 +67,10 @@ def compare(planned: Checkpointable, plain: nn.Module, inputs: dict[str, Any], l
 
 
 def step(network: nn.Module, optimizer: torch.optim.Optimizer, inputs: dict[str, Any], loss: Loss) -> torch.Tensor:
-    output = network(**inputs)  # held to the end of the step, as people do
+    output = network(**inputs)  # held to the end of the step, as people do, unless it has the loss
     value = loss(output)
+    if has_loss(output):
+        del output
     value.backward()
     optimizer.step()
     return value.detach()

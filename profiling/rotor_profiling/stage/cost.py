@@ -57,6 +57,10 @@ class StageBytes:
     output_released_bytes: int
     gradient_storage_bytes: tuple[int, ...] = ()
     """Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view."""
+    droppable_bytes: int = 0
+    """Bytes of silent outputs that are freed where the caller drops them before the backward."""
+    held_backward_bytes: int = 0
+    """Bytes that the backward takes more where the caller holds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,45 +123,61 @@ def _measure_once(
     rise = meter.phases[""].rise
     seconds, shown = [], []
     for runner in runners:
-        if not context.fresh_gradients:
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
+        _set_gradients(parameters, context)
         runner.make_ready()
         _forget_if_fresh(parameters, context)
         with memory_meter(context.device) as meter:
             seconds.append(_run_in_graph(runner, value, parameters, context, meter, watch))
             found = _run_with_own_graph(runner, value, context, meter, surroundings)
-        shown.append((meter.phases, *found))
+        held = 0
+        if "dropping" in meter.phases:
+            _set_gradients(parameters, context)
+            with memory_meter(context.device) as other:
+                _run_in_graph(runner, value, parameters, replace(context, silent_held=True), other, None)
+            held = max(0, _backward_peak(other.phases) - _backward_peak(meter.phases))
+        shown.append((meter.phases, held, *found))
     # Last, so that this output is not held while modes are measured.
     with memory_meter(context.device) as meter:
         meter.mark("again")
         with torch.no_grad():
             output = runners[0].again(value, surroundings)
         meter.mark("between")
-    carried = storages(tensors_in(output)[position] for position in context.carried)
-    activation = storage_bytes(tensors_in(output), [*context.owned, *carried])
+    tensors = tensors_in(output)
+    carried = storages(tensors[position] for position in context.carried)
+    silent = storages(tensors[position] for position in context.silent)
+    activation = storage_bytes(tensors, [*context.owned, *carried, *silent])
     carried_bytes = sum(size for address, size in carried.items() if address not in context.owned)
+    elsewhere = {*context.owned, *carried, *storages(tensors_in(value))}
+    silent_bytes = sum(size for address, size in silent.items() if address not in elsewhere)
     nograd_temp = max(0, max(rise, meter.phases["again"].rise) - activation)
-    ways = tuple(_bytes_of(*each, activation, carried_bytes, nograd_temp, context) for each in shown)
+    ways = tuple(_bytes_of(*each, activation, carried_bytes, silent_bytes, nograd_temp, context) for each in shown)
     return ways, None if watch is None else StageRun(tuple(seconds))
+
+
+def _backward_peak(phases: Mapping[str, Phase]) -> int:
+    return max((phases[name].peak for name in ("gradients", "backward") if name in phases), default=0)
 
 
 def _bytes_of(
     phases: Mapping[str, Phase],
+    held: int,
     gradients: tuple[int, ...],
     input_freed: int,
     output_freed: int,
     activation: int,
     carried_bytes: int,
+    silent_bytes: int,
     nograd_temp: int,
     context: StageContext,
 ) -> StageBytes:
     """Combine the phases of a mode's runs in training's graph and in its own; the larger number serves both."""
     forward, attach, release = phases["forward"], phases["attach"], phases["letting go"]
     # After the forward: an output that the stage's own backward does not need may be gone.
-    training = max((phases[name].peak for name in ("gradients", "backward") if name in phases), default=forward.end)
+    training = _backward_peak(phases) or forward.end
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
-    saved = max(0, max(forward.kept, attach.kept) - carried_bytes)
+    # Silent outputs are saved as far as the graph keeps them.
+    dropped = min(silent_bytes, max(0, -phases["dropping"].kept)) if "dropping" in phases else silent_bytes
+    saved = max(0, max(forward.kept, attach.kept) - carried_bytes - dropped)
     # The gradients of output and input, of the same sizes, which the solver adds.
     both = activation + context.input_bytes
     return StageBytes(
@@ -165,11 +185,13 @@ def _bytes_of(
         saved_bytes=saved,
         forward_temp_bytes=max(forward.rise, attach.rise) - saved,
         nograd_temp_bytes=nograd_temp,
-        backward_temp_bytes=max(-context.input_bytes, training - forward.end - both),
-        replay_temp_bytes=max(-context.input_bytes, own - both),
+        backward_temp_bytes=max(-context.input_bytes, training - forward.end + dropped - both),
+        replay_temp_bytes=max(-context.input_bytes, own + dropped - both),
         input_released_bytes=input_freed,
         output_released_bytes=min(max(0, output_freed - release.kept), activation, saved),
         gradient_storage_bytes=gradients,
+        droppable_bytes=dropped,
+        held_backward_bytes=held,
     )
 
 
@@ -184,6 +206,8 @@ def _least(found: Sequence[StageBytes]) -> StageBytes:
         replay_temp_bytes=min(each.replay_temp_bytes for each in found),
         input_released_bytes=max(each.input_released_bytes for each in found),
         output_released_bytes=min(saved, max(each.output_released_bytes for each in found)),
+        droppable_bytes=max(each.droppable_bytes for each in found),
+        held_backward_bytes=min(each.held_backward_bytes for each in found),
     )
 
 
@@ -197,7 +221,8 @@ def _run_in_graph(
 ) -> tuple[float, float]:
     """Run as in plain training; return the seconds of forward and backward, zero without a watch.
 
-    Phases: "forward"; and if there is a backward, "gradients" of the output and "backward".
+    Phases: "forward"; "dropping" of silent outputs, if any; and if there is a backward, "gradients" of the output and
+    "backward".
     """
     entered = enter_graph(torch.empty(0, requires_grad=True), value)
     torch.clear_autocast_cache()  # else weights cast by an earlier run would not count
@@ -218,6 +243,10 @@ def _run_in_graph(
     del entered
     if not context.output_held:
         output = None  # in training, only graphs hold it by then
+    elif not (context.silent_held or {*context.carried}.issuperset(context.silent)):
+        meter.mark("dropping")
+        output = [tensor for position, tensor in enumerate(tensors_in(output)) if position not in context.silent]
+        meter.mark("between")
     if source is not None:
         one = torch.ones_like(source)
         meter.mark("gradients")
@@ -275,6 +304,12 @@ def _run_with_own_graph(
 
 def _uses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [storage_use_count(tensor.untyped_storage()._cdata) for tensor in tensors]
+
+
+def _set_gradients(parameters: list[torch.Tensor], context: StageContext) -> None:
+    if not context.fresh_gradients:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def _forget_if_fresh(parameters: list[torch.Tensor], context: StageContext) -> None:

@@ -187,7 +187,8 @@ class StageContext:
     `fresh_gradients`, parameters already have a gradient when the backward runs. `output_held`: the caller keeps the
     output until the backward is done, as for the last stage. `carried`: indices of output tensors kept outside the
     chain, which count neither as |a_{i+1}| nor as saved, only as in memory while the stage runs. `silent`: indices of
-    those that could get a gradient but do not. `arriving`: layouts of the output's gradients.
+    those that could get a gradient but do not: they are beside a loss, and the caller drops them before the backward
+    unless `silent_held`. Saved is what the graph keeps of them. `arriving`: layouts of the output's gradients.
     """
 
     device: torch.device
@@ -199,3 +200,4 @@ class StageContext:
     silent: Sequence[int] = ()
     arriving: Layouts = ()
     stepped: Stepped = ()
+    silent_held: bool = False

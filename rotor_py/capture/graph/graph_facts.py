@@ -9,7 +9,7 @@ import itertools
 import operator
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,6 +216,12 @@ class CutPoints:
     live: list[list[fx.Node]]
 
 
+def losses_of(nodes: Iterable[Any]) -> list[fx.Node]:
+    """Return those of a graph's outputs that are its loss: scalars with a gradient."""
+    tensors = [node for node in nodes if isinstance(node, fx.Node) and tensors_of(node) and carries_gradient(node)]
+    return [node for node in tensors if all(tensor.dim() == 0 for tensor in tensors_of(node))]
+
+
 def weights_of(facts: GraphFacts) -> list[int]:
     # Bytes stand for work: times are known only once stages are measured, and stages only once the graph is cut.
     return [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
@@ -238,6 +244,12 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
     def is_one(nodes: list[fx.Node]) -> bool:
         return len(nodes) <= 1 and checkpoints.issuperset(nodes)
 
+    # Results that are made with the last parameter, or after it, count as dropped after the loss that follows. Carried
+    # to the end, they would count as held.
+    results: set[Any] = set()
+    if losses_of(facts.outputs):
+        owned = [at for at, node in enumerate(facts.body) if not facts.owned.keys().isdisjoint(node.all_input_nodes)]
+        results = {*facts.outputs}.intersection(facts.body[max(owned, default=0) :])
     carried: list[fx.Node] = []
     while True:
         main = {at: [node for node in nodes if node not in carried] for at, nodes in positions.items()}
@@ -254,7 +266,7 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
             for node in nodes
             if is_one([each for each in nodes if each is not node])
         )
-        inside = {node for position in range(low, high - 1) for node in live[position]}
+        inside = {node for position in range(low, high - 1) for node in live[position]} - results
         # In the order of the graph, the first among equals: processes that train together have to cut alike.
         best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
         if best is None or gained[best] < _WORTHWHILE:

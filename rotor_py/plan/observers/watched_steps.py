@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -66,6 +66,7 @@ class WatchedStep:
         self._losses: list[str] = []  # the phases that follow a forward, until a gradient arrives
         self._backwards, self._done = 0, 0  # gradients that have arrived, and those whose pass is over
         self._in_first_pass = 0
+        self._outputs_held = False  # whether outputs beside a loss exist when its backward is over
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
         """Let a forward by `plan`, with `in_flight` others, join the step; False if it is over, or has no end."""
@@ -94,22 +95,25 @@ class WatchedStep:
         self.watch.mark(loss)
         if not self._backwards:
             self._losses.append(loss)
-        owned = [token]
+        owned, beside = [token], [each for each in outputs if each.dim() and not each.is_leaf]
+        held = partial(_most_alive, _weakly(beside), storage_bytes(beside)) if len(beside) < len(outputs) else None
         for tensor in outputs:
             # The hook belongs to the graph: if the output is dropped, the hook goes, and the token with it.
-            tensor.register_hook(partial(self._gradient_arrived, owned))
+            tensor.register_hook(partial(self._gradient_arrived, owned, held))
 
-    def _gradient_arrived(self, owned: list[_Alive], gradient: torch.Tensor) -> None:
+    def _gradient_arrived(self, owned: list[_Alive], held: Callable[[], bool] | None, gradient: torch.Tensor) -> None:
         if not owned:  # another output's gradient came first, or this is a second backward
             return
         self._backwards += 1
         self.watch.mark(f"backward {self._backwards}")
         # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of
         # the Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
-        torch_compat.queue_callback(partial(self._pass_done, owned.pop()))
+        torch_compat.queue_callback(partial(self._pass_done, owned.pop(), held))
 
-    def _pass_done(self, token: _Alive) -> None:
+    def _pass_done(self, token: _Alive, held: Callable[[], bool] | None) -> None:
         self._done += 1
+        # Only now: before, the graph may have held them.
+        self._outputs_held = self._outputs_held or (held is not None and held())
         self._in_first_pass = self._in_first_pass or self._backwards
         self.watch.mark(f"after {self._done}")
 
@@ -127,7 +131,8 @@ class WatchedStep:
             compare_with_prediction(peak_bytes, plan, self._model)
             if plan.prediction_holds is False:
                 return  # measured, so there is no prediction to correct
-            account_for(self._loss(phases), peak_bytes, self._limit_bytes, plan, self._model)
+            loss, held = self._loss(phases), self._outputs_held
+            account_for(loss, peak_bytes, self._limit_bytes, plan, self._model, outputs_held=held)
         elif peak_bytes > self._limit_bytes:
             # Nothing says which of the plans to change.
             plan.overruns += 1
@@ -220,32 +225,59 @@ def _weakly(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[torch.UntypedSt
     return [weakref.ref(local(tensor).untyped_storage()) for tensor in tensors]
 
 
+def _most_alive(storages: list[weakref.ref[torch.UntypedStorage]], nbytes: int) -> bool:
+    alive = {each for each in (storage() for storage in storages) if each is not None}
+    return 2 * sum(each.nbytes() for each in alive) > nbytes
+
+
 _WORTH_SAYING = 10
 """Share of an overrun from which a cause is named. A guess: a wrong one only changes the text of a warning."""
 
 
-def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel) -> None:
-    """Count the bytes of a step and of `loss`, the phase after its forward. Above `limit`, warn, or also solve anew."""
-    planned, gradient = plan.measurement.loss, plan.budget.chain.activation[-1]
-    # As `measure_loss` counts it: the gradient of the output is part of the chain.
-    temp, kept = max(planned.temp_bytes, loss.rise - gradient), max(planned.kept_bytes, loss.kept - gradient)
-    found = replace(planned, temp_bytes=temp, kept_bytes=kept)
-    if found == planned and peak_bytes <= limit:
-        return
+def account_for(
+    loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model: TrainedModel, *, outputs_held: bool
+) -> None:
+    """Count the bytes of a step and of `loss`, the phase after its forward. Above `limit`, warn, or also solve anew.
+
+    `outputs_held`: the caller has held outputs beside the loss.
+    """
+    measurement, budget = plan.measurement, plan.budget
     assert plan.sequence is not None
-    limit = max(limit, plan.budget.peak_bytes(plan.sequence))  # a plan may exceed it, as its warning said
-    measurement = replace(plan.measurement, loss=found)
-    budget = plan.budget.with_found(measurement, kept - planned.kept_bytes, fresh_gradients=plan.fresh_gradients)
+    before = budget.peak_bytes(plan.sequence)
+    outputs_held = outputs_held and not measurement.outputs_held
+    if outputs_held:
+        measurement = replace(measurement, outputs_held=True)
+        budget = budget.with_outputs_held(measurement, fresh_gradients=plan.fresh_gradients)
+    planned, gradient, dropped = measurement.loss, budget.chain.activation[-1], measurement.dropped_bytes
+    # As `measure_loss` counts it: the gradient of the output is part of the chain, and dropped outputs are gone.
+    rise, kept = (loss.rise and loss.rise + dropped) - gradient, loss.kept + dropped - gradient
+    temp, kept = max(planned.temp_bytes, rise), max(planned.kept_bytes, kept)
+    found = replace(planned, temp_bytes=temp, kept_bytes=kept)
+    if found == planned and not outputs_held and peak_bytes <= limit:
+        return
+    limit = max(limit, before)  # a plan may exceed it, as its warning said
+    measurement = replace(measurement, loss=found)
+    budget = budget.with_found(measurement, kept - planned.kept_bytes, fresh_gradients=plan.fresh_gradients)
     # Bytes that the loss does not explain count as held throughout the step.
     other = max(0, peak_bytes - budget.peak_bytes(plan.sequence)) if peak_bytes > limit else 0
     budget = budget.with_found(measurement, other, fresh_gradients=plan.fresh_gradients)
     peak = budget.peak_bytes(plan.sequence)
     if plan.file is None:
         plan.budget, plan.measurement = budget, measurement
+    of_loss = of_others = of_outputs = ""
+    outputs_bytes = measurement.held_bytes + measurement.other_outputs if outputs_held else 0
+    if outputs_held:
+        of_outputs = (
+            f" It holds {format_bytes(outputs_bytes)} of outputs beside the loss through its backward: keep the loss "
+            "alone (loss = model(...).loss, or del output), and they are freed before."
+        )
+        if peak <= limit and not model.holds_outputs:
+            name, extra = type(model.core).__name__, record_fields("outputs_held", outputs_bytes=outputs_bytes)
+            _log.info("a training step of %s takes %s.%s", name, exact_bytes(peak), of_outputs, extra=extra)
+        model.holds_outputs = True
     if peak <= limit:
         return
     least = (peak - limit) / _WORTH_SAYING
-    of_loss = of_others = ""
     if temp - planned.temp_bytes + kept - planned.kept_bytes > least:
         of_loss = (
             f" Its loss needs {format_bytes(temp)} beyond the gradient of the output, where "
@@ -268,8 +300,9 @@ def account_for(loss: Phase, peak_bytes: int, limit: int, plan: StepPlan, model:
         except InfeasibleError as error:
             remedy = f"Training goes on, beyond the limit: {error}"
     numbers = {"loss_bytes": temp if of_loss else 0, "other_bytes": other if of_others else 0}
+    numbers["outputs_bytes"] = outputs_bytes
     goes_on = budget.peak_bytes(plan.sequence) > limit
-    _warn_over_limit(model, peak, limit, f"{of_loss}{of_others} {remedy}", goes_on=goes_on, **numbers)
+    _warn_over_limit(model, peak, limit, f"{of_outputs}{of_loss}{of_others} {remedy}", goes_on=goes_on, **numbers)
 
 
 def _warn_over_limit(model: TrainedModel, peak: int, limit: int, more: str, **numbers: int) -> None:
