@@ -82,7 +82,7 @@ MUTATIONS = [
     mutation("the random state is not restored for a second run", "self.random.restore()\n", "pass\n", "chain"),
     mutation(
         "the random stream goes on from a second run",
-        "stack.callback(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)\n",
+        "undo.append(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)\n",
         "pass\n",
         "chain",
     ),
@@ -108,7 +108,7 @@ MUTATIONS = [
     mutation(
         "a second run moves a buffer again",
         "            for (table, name, _), before in self.buffers:\n"
-        "                stack.callback(table.__setitem__, name, table[name])\n"
+        "                undo.append(partial(table.__setitem__, name, table[name]))\n"
         "                table[name] = before.clone()\n",
         "            for (table, name, _), before in self.buffers:\n                table[name].copy_(before)\n",
         "chain",

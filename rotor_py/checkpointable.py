@@ -212,14 +212,15 @@ class Checkpointable(PlannedModel):
 
     @ModelsSignature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; in training mode, the backward follows the plan."""
+        """Run the model; the backward follows the plan. In eval mode, there is one if there is a limit."""
         # `torch.compile(Checkpointable(model))` traces only this line, and learns that it is tracing.
         return self._forward_untraced(torch.compiler.is_compiling(), *args, **kwargs)
 
     # `torch.compiler.disable` would import TorchDynamo here; this private one of torch imports it at its first call.
     @disable_dynamo
     def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
-        if not self.training or not torch.is_grad_enabled():
+        # Evaluation with gradients may be training (of inputs, of adapters), if each process can decide by itself.
+        if not torch.is_grad_enabled() or not (self.training or (self.mem_limit is not None and self._planner.alone)):
             return self.model.forward(*args, **kwargs)
         if traced:
             self._planner.warn_of_torch_compile()

@@ -82,6 +82,23 @@ def shortened(value: object) -> str:
     return text if text.isprintable() else repr(text)[1:-1]
 
 
+class StageChangedError(InvalidStateError):
+    """A stage cannot be recomputed exactly, since what it reads has changed since its forward.
+
+    `name` is the stage, `what` has changed, from `was` to `now`. Plans of later steps store the stage.
+    """
+
+    def __init__(self, name: str, what: str, was: object, now: object) -> None:
+        super().__init__(
+            f"{shortened(what)} of stage {name!r} was {shortened(was)} in the forward and is {shortened(now)} now, and "
+            "the stage has to be run again for the backward; change it before the forward or after the backward "
+            "(optimizer.step() too). From the next step on, the plan stores this stage",
+            kind="stage_changed",
+            name=name,
+        )
+        self.what, self.was, self.now = what, was, now
+
+
 class OffloadError(DescribedError, RuntimeError):
     """An activation cannot be moved to the offload tier or back: a full disk, for example."""
 

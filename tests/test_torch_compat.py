@@ -31,6 +31,8 @@ OBJECTS = {
     "graph_compile": (),
     "inductor_config": ("triton",),
     "inductor_exceptions": (),
+    "module_hooks": ("_global_forward_hooks", "_global_forward_pre_hooks"),
+    "parametrize": ("_cache_enabled", "_cache"),
     "partitioners": ("min_cut_rematerialization_partition",),
 }
 """Modules and other objects, with the attributes that are read of them."""

@@ -25,7 +25,7 @@ from rotor_solver.described_error import InvalidStateError
 
 _TABLES = frozenset(vars(nn.Module()))
 # Exactly these classes: a subclass may refuse to be filled, as the outputs of transformers do.
-_CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
+CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _MISSING = object()
 
 # Per module that has run, the attributes that a run changed from one value to another.
@@ -52,6 +52,11 @@ class Change:
     contents: Contents
     version: int | None = None
 
+    @property
+    def lost(self) -> bool:
+        """Whether the former values of a tensor have been overwritten, and there is no copy."""
+        return self.values is None and self.version is not None and self.value._version != self.version
+
     def find_as_before(self) -> None:
         """Restore the former state for a recomputation, which may change it, but not the tensor that graphs hold."""
         self._set(self.value if self.values is None else self.values.clone())
@@ -75,8 +80,8 @@ class Change:
         else:
             vars(self.module)[self.name] = value
         for container, content in self.contents:
-            if not _as_it_was(container, content):
-                _fill(container, content)
+            if not as_it_was(container, content):
+                fill(container, content)
 
 
 class Attributes:
@@ -94,6 +99,18 @@ class Attributes:
         Raises RuntimeError if a tensor was written into for the first time, so that there is no copy.
         """
         return [each for module, before in self._before for each in _changes(module, before)]
+
+    def after_run(self) -> Callable[[], list[Change]]:
+        """Return a function that finds later changes, to undo them for a recomputation; keeps no needless copy.
+
+        Raises RuntimeError like `changes`.
+        """
+        written = {(change.module, change.name) for change in self.changes() if change.values is not None}
+        before = [
+            (module, {name: each if (module, name) in written else _uncopied(each) for name, each in entries.items()})
+            for module, entries in self._before
+        ]
+        return lambda: [change for module, entries in before for change, _ in _differences(module, entries)]
 
     def put_back(self, *, caches: bool = True) -> None:
         """Restore all attributes.
@@ -162,7 +179,7 @@ def _before(module: nn.Module) -> dict[str, Change]:
         if name in _TABLES:
             continue
         found[name] = Change(
-            module, name, value, None, list(_contents(value, set())) if type(value) in _CONTAINERS else []
+            module, name, value, None, list(contents_of(value, set())) if type(value) in CONTAINERS else []
         )
         if isinstance(value, torch.Tensor) and not value.requires_grad:
             kept = value.clone() if written is None or name in written else None
@@ -171,38 +188,49 @@ def _before(module: nn.Module) -> dict[str, Change]:
 
 
 def _changes(module: nn.Module, entries: dict[str, Change]) -> Iterator[Change]:
-    now = vars(module)
+    """The changes that a run made, which are remembered as such."""
     changing, written = _changing.setdefault(module, set()), _written.setdefault(module, set())
+    for change, wrote in _differences(module, entries):
+        if change.value is not None and change.value is not _MISSING:
+            changing.add(change.name)
+        if wrote:
+            written.add(change.name)
+            if change.values is None:
+                raise InvalidStateError(
+                    f"the attribute {change.name!r} of {type(module).__name__} was written to by a forward for the "
+                    "first time, so the stage cannot be run again exactly in this step; run the step once more, it is "
+                    "now known to change",
+                    kind="attribute_changed",
+                    name=change.name,
+                )
+        yield change
+
+
+def _differences(module: nn.Module, entries: dict[str, Change]) -> Iterator[tuple[Change, bool]]:
+    """What is otherwise than in `entries`, and whether a tensor was written into."""
+    now = vars(module)
     for name in [name for name in now if name not in _TABLES and name not in entries]:
-        yield Change(module, name, _MISSING, None, [])
+        yield Change(module, name, _MISSING, None, []), False
     for name, before in entries.items():
         wrote = before.version is not None and before.value._version != before.version
-        if now.get(name, _MISSING) is before.value and not wrote and all(starmap(_as_it_was, before.contents)):
+        if now.get(name, _MISSING) is before.value and not wrote and all(starmap(as_it_was, before.contents)):
             continue
-        if before.value is not None:
-            changing.add(name)
-        if wrote:
-            written.add(name)
-            if before.values is None:
-                raise InvalidStateError(
-                    f"the attribute {name!r} of {type(module).__name__} was written to by a forward pass for the first "
-                    "time, so the stage cannot be run again exactly in this step; run the step once more, it is now "
-                    "known to change",
-                    kind="attribute_changed",
-                    name=name,
-                )
-        yield before if wrote else replace(before, values=None)
+        yield (before if wrote else _uncopied(before)), wrote
 
 
-def _contents(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
+def _uncopied(change: Change) -> Change:
+    return change if change.values is None else replace(change, values=None)
+
+
+def contents_of(container: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
     seen.add(id(container))
     yield container, copy(container)
     for each in container.values() if isinstance(container, dict) else container:
-        if type(each) in _CONTAINERS and id(each) not in seen:
-            yield from _contents(each, seen)
+        if type(each) in CONTAINERS and id(each) not in seen:
+            yield from contents_of(each, seen)
 
 
-def _as_it_was(container: Any, content: Any) -> bool:
+def as_it_was(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
     if isinstance(container, set):
@@ -212,6 +240,6 @@ def _as_it_was(container: Any, content: Any) -> bool:
     return all(map(operator.is_, container, content))
 
 
-def _fill(container: Any, content: Any) -> None:
+def fill(container: Any, content: Any) -> None:
     container.clear()
     container.update(content) if isinstance(container, dict | set) else container.extend(content)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rotor_profiling.attributes import attributes_kept
+from rotor_profiling.attributes import Attributes
 from rotor_profiling.storage import equal
-from rotor_profiling.torch_compat import unset_fake_temporarily
+from rotor_profiling.torch_compat import parametrize, unset_fake_temporarily
 
 Slot = tuple[dict[str, Any], str, torch.Tensor]
 """Position of a module's tensor: its table of parameters or buffers, the name, and the tensor."""
 
 
-def parameter_slots(function: Callable[..., Any]) -> list[Slot]:
-    """Return the slots of all trained parameters of `function`, if it is a module."""
-    return [slot for slot in _slots(function, "_parameters") if slot[2].requires_grad]
+def parameter_slots(function: Callable[..., Any], trained: Container[int] | None = None) -> list[Slot]:
+    """Return the slots of all parameters of `function`, if it is a module, that are trained, or whose ids are given."""
+    found = _slots(function, "_parameters")
+    if trained is not None:
+        return [slot for slot in found if id(slot[2]) in trained]
+    return [slot for slot in found if slot[2].requires_grad]
 
 
 def buffer_slots(function: Callable[..., Any]) -> list[Slot]:
@@ -40,18 +44,55 @@ def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for _, _, tensor in parameter_slots(function)}.values())
 
 
+# Changes that are undone.
+#
+# Ctrl-C arrives between any two instructions, also in those that undo. So every change has its undoing on a list before
+# it is made; what an interrupted context has not undone, the next one around it does. Undoing twice does no harm.
+
+Undoing = list[Callable[[], object]]
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.lists: list[Undoing] = []
+
+
+_open = _Open()
+
+
+@contextmanager
+def undoing() -> Iterator[Undoing]:
+    """Yield a list of functions, to be called from the last to the first as the context exits; the caller appends."""
+    own: Undoing = []
+    lists = _open.lists
+    lists.append(own)
+    try:
+        yield own
+    finally:
+        while any(each is own for each in lists):  # those after it are of contexts that were interrupted
+            _undo(lists[-1])
+            del lists[-1]
+
+
+def _undo(steps: Undoing) -> None:
+    try:
+        while steps:
+            steps[-1]()
+            del steps[-1]
+    except Exception:
+        del steps[-1]
+        _undo(steps)
+        raise
+
+
 @contextmanager
 def substituted(slots: list[Slot], replacement: dict[int, torch.Tensor]) -> Iterator[None]:
     """Replace each slot's tensor by `replacement[id(tensor)]` inside this context."""
-    try:
+    with undoing() as undo:
+        undo += [partial(entries.__setitem__, name, tensor) for entries, name, tensor in slots]
         for entries, name, tensor in slots:
             entries[name] = replacement[id(tensor)]
         yield
-    finally:
-        tables, names, tensors = zip(*slots, strict=True) if slots else ((), (), ())
-        # One call in C, not a loop: Ctrl-C arrives between two instructions, and an interrupted loop would leave half
-        # of the parameters exchanged.
-        deque(map(dict.__setitem__, tables, names, tensors), maxlen=0)
 
 
 def alias(parameter: torch.Tensor) -> torch.Tensor:
@@ -62,6 +103,24 @@ def alias(parameter: torch.Tensor) -> torch.Tensor:
         twin = nn.Parameter(twin)
     twin.__dict__.update(parameter.__dict__)
     return twin.requires_grad_()
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients that `parameters` have; those that `functional_call` puts in may be no leaves."""
+    return [each.grad for each in parameters if each.is_leaf and each.grad is not None]
+
+
+@contextmanager
+def own_parametrizations() -> Iterator[None]:
+    """Inside this context, `parametrize.cached` keeps values of its own: others have the history of another run."""
+    names = vars(parametrize)
+    if not names["_cache_enabled"]:
+        yield
+        return
+    with undoing() as undo:
+        undo.append(partial(names.__setitem__, "_cache", names["_cache"]))
+        names["_cache"] = {}
+        yield
 
 
 @contextmanager
@@ -75,12 +134,11 @@ def isolated(function: Callable[..., Any], device: torch.device) -> Iterator[lis
     # tensors compare element by element. A shared parameter gets one alias, where its gradient accumulates.
     aliases = {id(tensor): alias(tensor) for _, _, tensor in parameters}
     copies = {id(tensor): tensor.clone() for _, _, tensor in buffers}
-    state = RandomState.now((device,))
-    try:
-        with attributes_kept(function, caches=False), substituted(parameters, aliases), substituted(buffers, copies):
+    with undoing() as undo:
+        undo.append(RandomState.now((device,)).restore)
+        undo.append(partial(Attributes(function).put_back, caches=False))
+        with own_parametrizations(), substituted(parameters, aliases), substituted(buffers, copies):
             yield list(aliases.values())
-    finally:
-        state.restore()
 
 
 class Buffers:

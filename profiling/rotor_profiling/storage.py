@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rotor_profiling import torch_compat
 from rotor_profiling.backends import storages_of
 from rotor_profiling.torch_compat import FakeTensor
 from rotor_profiling.value_tree import tree_leaves
@@ -72,12 +73,25 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     Leaves out empty storages, which all have the address 0. Those of fake tensors have another number as address.
     """
     sizes: dict[int, int] = {}
-    for tensor in tensors:
-        storage, read = local(tensor).untyped_storage(), storages_of(tensor.device.type)
+    for tensor in [part for each in tensors for part in _parts(each)]:
+        storage, read = tensor.untyped_storage(), storages_of(tensor.device.type)
         size = read.allocated(storage.nbytes())
         if size:
             sizes[read.key(storage)] = size
     return sizes
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a tensor consists of: several if it is sparse or jagged."""
+    if tensor.layout == torch.strided:
+        return (local(tensor),)
+    if tensor.layout == torch.sparse_coo:
+        return torch_compat.indices_of(tensor), torch_compat.values_of(tensor)
+    if tensor.layout == torch.jagged:
+        return tensor.values(), tensor.offsets()  # type: ignore[attr-defined]  # of a nested tensor
+    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    places = (tensor.crow_indices(), tensor.col_indices()) if by_row else (tensor.ccol_indices(), tensor.row_indices())
+    return *places, tensor.values()
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int] = ()) -> int:

@@ -6,8 +6,12 @@ A name is imported at first use: TorchDynamo, Inductor and FSDP take seconds to 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+
+import torch
 
 if TYPE_CHECKING:
     from torch import (
@@ -145,6 +149,7 @@ NAMES = {
     "graph_break_reasons": "torch._dynamo.utils.graph_break_reasons",
     "graph_compile": "torch._functorch._aot_autograd.graph_compile",
     "has_any_global_hook": "torch.nn.modules.module._has_any_global_hook",
+    "indices_of": "torch.Tensor._indices",
     "inductor_config": "torch._inductor.config",
     "inductor_exceptions": "torch._inductor.exc",
     "is_bwd_seed_offset": "torch._functorch._aot_autograd.utils._is_bwd_seed_offset",
@@ -177,8 +182,11 @@ NAMES = {
     "tree_map": "torch.utils._pytree.tree_map",
     "tree_map_only": "torch.utils._pytree.tree_map_only",
     "tree_unflatten": "torch.utils._pytree.tree_unflatten",
+    "module_hooks": "torch.nn.modules.module",
+    "parametrize": "torch.nn.utils.parametrize",
     "unsafe_preserve_version_counter": "torch.autograd._unsafe_preserve_version_counter",
     "unset_fake_temporarily": "torch._subclasses.fake_tensor.unset_fake_temporarily",
+    "values_of": "torch.Tensor._values",
     "will_engine_execute_node": "torch._C._will_engine_execute_node",
 }
 """Torch's path of each name."""
@@ -189,6 +197,69 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = resolve_name(NAMES[name])
     return found
+
+
+_OLD_PRECISIONS = {"_get_float32_matmul_precision", "_get_cudnn_allow_tf32"}
+_C_SETTINGS = [
+    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
+    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
+    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
+    ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    ("_get_sdp_priority_order", "_set_sdp_priority_order"),
+]
+_FP32 = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("matmul", "conv", "rnn")]
+
+
+class KernelSetting(NamedTuple):
+    """A setting of the process: how to read and set it."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
+
+
+def kernel_settings() -> list[KernelSetting]:
+    """Settings by which operators choose a kernel and its precision, as far as this release of torch has them."""
+    found = [
+        KernelSetting(torch.get_default_dtype, torch.set_default_dtype),
+        KernelSetting(torch.get_num_threads, torch.set_num_threads),
+        KernelSetting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        *(KernelSetting(_readable(get), _settable(put)) for get, put in _C_SETTINGS if hasattr(torch._C, get)),
+    ]
+    if hasattr(torch._C, "_get_fp32_precision_getter"):  # last, since older settings change these
+        get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+        found += [KernelSetting(partial(get, *each), partial(put, *each)) for each in _FP32]
+    return found
+
+
+def _readable(name: str) -> Callable[[], Any]:
+    read = getattr(torch._C, name)
+    if name not in _OLD_PRECISIONS:
+        found: Callable[[], Any] = read
+        return found
+
+    def get() -> Any:
+        try:
+            return read()
+        except RuntimeError:  # the user sets precisions by the newer functions
+            return None
+
+    return get
+
+
+def _settable(name: str) -> Callable[[Any], object]:
+    write = getattr(torch._C, name)
+    return lambda value: None if value is None else write(value)
 
 
 # Tests for classes of torch whose modules are slow to import: nothing is of such a class before its import.

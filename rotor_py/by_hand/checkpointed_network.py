@@ -55,7 +55,7 @@ class Checkpoint:
         """
         self._refuse_overwritten()
         with self._surroundings.restored(self.segment, graph=torch.is_grad_enabled()):
-            output = self.segment(self.input)
+            output = self._surroundings.run(self.segment, self.input)
         self._refuse_overwritten()  # by the segment itself
         return output
 

@@ -153,7 +153,8 @@ class ActivationCheckpointer:
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
         self._stored_layers = set(kept)
         self._input.keep(_INPUT, input)
-        run = [_Layer(layer, forward_fn, self, index) for index, layer in enumerate(layers)]
+        recording = _Recording(self)
+        run = [_Layer(layer, forward_fn, recording, index) for index, layer in enumerate(layers)]
         owned = [p for layer in run for p in layer.parameters()]
         value = input
         if run and torch.is_grad_enabled() and any(t.requires_grad for t in [*owned, *tensors_in(input)]):
@@ -161,8 +162,7 @@ class ActivationCheckpointer:
         else:
             for each in run:
                 value = each(value)
-        for each in run:  # the backward recomputes them, which must not be recorded
-            each.checkpointer = None
+        recording.by = None  # the backward recomputes the layers, which must not be recorded
         return value
 
     def recompute_from_checkpoint(
@@ -189,7 +189,7 @@ class ActivationCheckpointer:
         for index in range(start + 1, target_layer + 1):
             found = self._surroundings.get(index)  # None if the caller ran it and saved checkpoints
             with found.restored(layers[index], graph=torch.is_grad_enabled()) if found else nullcontext():
-                value = forward_fn(layers[index], value)
+                value = found.run(forward_fn, layers[index], value) if found else forward_fn(layers[index], value)
         return value
 
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
@@ -209,18 +209,25 @@ class ActivationCheckpointer:
         return value
 
 
+@dataclass
+class _Recording:
+    """Who records the runs of layers now. No attribute of a layer, since a recomputation finds these as they were."""
+
+    by: ActivationCheckpointer | None
+
+
 class _Layer(nn.Module):
     """A layer with the function that calls it, as a module that owns its parameters; records its first run."""
 
-    def __init__(self, layer: Any, forward_fn: Forward, checkpointer: ActivationCheckpointer, index: int) -> None:
+    def __init__(self, layer: Any, forward_fn: Forward, recording: _Recording, index: int) -> None:
         super().__init__()
         self.layer = layer
         self.forward_fn = forward_fn
-        self.checkpointer: ActivationCheckpointer | None = checkpointer
+        self.recording = recording
         self.index = index
 
     def forward(self, value: Any) -> Any:
-        by = self.checkpointer
+        by = self.recording.by
         if by is None:
             return self.forward_fn(self.layer, value)
         devices = accelerators(t.device for t in [*tensors_in(value), *self.parameters()])

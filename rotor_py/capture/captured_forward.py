@@ -71,7 +71,7 @@ class _Call:
             tell()
 
 
-_call: ContextVar[_Call | None] = ContextVar("call", default=None)
+_call: ContextVar[_Call | None] = ContextVar("rotor_py.call", default=None)
 
 
 class TracedGraph:

@@ -305,7 +305,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         )
 
 
-_current: ContextVar[memory_budget | None] = ContextVar("memory_budget", default=None)
+_current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)
 
 
 _blocks = 0

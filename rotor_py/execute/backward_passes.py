@@ -79,11 +79,6 @@ class ActivationStore:
         value = tree_map_only(torch.Tensor, torch.Tensor.detach, value)
         self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
 
-    def keep_first(self, index: int, value: Any) -> None:
-        """Keep `value` unless there is one: a graph may hold the earlier one anyway, and a copy would come on top."""
-        if index not in self._held:
-            self.keep(index, value)
-
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:
         """Share the value of `other` at the index `there`: it is in memory once."""
         self._held[index] = other._held[there]

@@ -16,8 +16,8 @@
 #  5. Memory is free before anything is recomputed: an error's traceback keeps the tensors of all its frames. So the
 #     recompute begins after the `except` block, when nothing refers to the error.
 #  6. Where the result might not be exact, nothing is recomputed, and a note on the error says why: the chain's input or
-#     a parameter was written to since the forward, a stage was switched between training and evaluation, the stage in
-#     progress may have called hooks on gradients, or a buffer without a copy has changed.
+#     a parameter was written to since the forward, the stage in progress may have called hooks on gradients, or a
+#     buffer without a copy has changed.
 """
 
 from __future__ import annotations
@@ -202,10 +202,6 @@ class OOMRetryTape(Tape):
         """Say why stages 0 … `stage` cannot be recomputed exactly; None if they can."""
         if self._written(stage + 1) != self._then[: stage + 2]:
             return "the input or a parameter was written to after the forward"
-        for number, runner in zip(range(stage + 1), self.runners, strict=False):
-            found = self.surroundings.get(number)
-            if found is not None and found.earlier is not None and found.earlier.switched:
-                return f"stage {runner.name!r} was switched between training and evaluation after the forward"
         modules = _module_of(self.runners[stage]).modules()
         if any(module._backward_hooks or module._backward_pre_hooks for module in modules):
             return f"stage {self.runners[stage].name!r} has hooks on gradients, which may have been called"

@@ -174,7 +174,7 @@ class _Chain:
         with restored, gathered_again(function):
             # A module may have begun in an earlier stage, which is not always recomputed right before this one.
             offers_of(function).gather_begun()
-            return runner.forward(value, self.context)
+            return surroundings.run(runner.forward, value, self.context)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,11 +50,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.isolate import trained_parameters, undoing
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.torch_compat import TreeSpec
 from rotor_profiling.value_tree import Structure, tree_flatten, tree_unflatten
-from rotor_py.errors import InvalidStateError, InvalidValueError
+from rotor_py.errors import InvalidStateError, InvalidValueError, StageChangedError
 from rotor_py.execute.backward_passes import (
     ActivationStore,
     Held,
@@ -69,7 +69,7 @@ from rotor_py.offload.offload_saved import OffloadableStorages, Tier
 from rotor_py.stage.error_context import watchers
 from rotor_py.stage.forward_state import Surroundings, recall_effects
 from rotor_py.stage.replayed_routing import draws
-from rotor_py.stage.runner import StageRunner, run_offloadable
+from rotor_py.stage.runner import AttachedStage, StageRunner, run_offloadable
 from rotor_solver import Backward, ForwardEnable, Sequence
 from rotor_solver.moving import Moves
 
@@ -201,7 +201,10 @@ class CheckpointOptim(StageNode):
 
 
 class Tape:
-    """The state shared by the nodes of one forward. `store` has to be empty; the sequence offloads to `tier`."""
+    """The state shared by the nodes of one forward. `store` has to be empty; the sequence offloads to `tier`.
+
+    `changed` gets the names of stages that cannot be recomputed, since what they read has changed.
+    """
 
     hidden_because = "which is recomputed in the backward; raise the memory limit until it is stored"
     """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""
@@ -213,14 +216,18 @@ class Tape:
         store: ActivationStore | None = None,
         tier: Tier | None = None,
         context: tuple[Any, ...] = (),
+        changed: set[str] | None = None,
     ) -> None:
         self.context = context
+        self._changed = set() if changed is None else changed
         self._shared = tensors_in(context)
         # With their options from the start: for some stages, runs without a graph differ by option, too.
         self.runners = (runners if isinstance(runners, Runners) else Runners.of(runners)).by(instructions.options)
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
+        self._kept: dict[int, list[int]] = {}
+        """versions of each kept input's tensors"""
         self.frames: dict[int, Frame] = {}
         """frame of a stage's output, from its node: a node can return only tensors"""
         self.passes = Passes(Held(ActivationStore() if store is None else store), instructions)
@@ -276,7 +283,7 @@ class Tape:
         if runs_again:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
         if stage in step.live:  # Rule 5: without its history
-            held.inputs.keep_first(stage, value)
+            self._keep(held, stage, value)
         if stage not in self.instructions.in_graph:
             value = self._add_node(stage, value)  # Rule 2: one node
         elif runs_again:
@@ -318,7 +325,7 @@ class Tape:
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
         wait_for(gradients)  # Rule 14: before stages are recomputed
-        with self.passes.resume(stage) as current:
+        with undoing(), self.passes.resume(stage) as current:  # what an interrupted recomputation has not put back
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
             current.held.inputs.drop_all_but(self.instructions.replay[self.instructions.backward_at[stage]].live)
@@ -355,7 +362,15 @@ class Tape:
 
     def _recompute(self, held: Held, step: Step) -> None:
         stage = step.operation.stage  # type: ignore[union-attr] # a forward
+        try:
+            self._recompute_stage(held, step, stage)
+        except StageChangedError:
+            self._changed.add(self.runners[stage].name)
+            raise
+
+    def _recompute_stage(self, held: Held, step: Step, stage: int) -> None:
         value, surroundings = held.inputs[stage], self.surroundings[stage]  # Rule 4: as in the first run
+        self._refuse_written(held, stage)
         before = self._versions(value)
         if isinstance(step.operation, ForwardEnable):
             # A detached tensor loses `requires_grad`, so it is set as in the first run.
@@ -364,12 +379,26 @@ class Tape:
             held.attached[stage], output = self._runner(step).attach(
                 value, surroundings, self.context, skip_output=step.skips_output
             )
+            self._refuse_lost_gradients(stage, held.attached[stage])
         else:
             output = self.runners[stage].again(value, surroundings, self.context)
         if stage + 1 in step.live:
-            held.inputs.keep_first(stage + 1, output)
+            self._keep(held, stage + 1, output)
         self._refuse_overwritten(stage, value, before)
         held.inputs.drop_all_but(step.live)
+
+    def _refuse_lost_gradients(self, stage: int, attached: AttachedStage) -> None:
+        """Raise InvalidStateError if an output has a gradient that the stage's node said it has not."""
+        runner = self.runners[stage]
+        known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
+        if lost := [i for i in known if i < len(attached.outputs) and attached.outputs[i] is not None]:
+            raise InvalidStateError(
+                f"output {lost[0]} of stage {runner.name!r} has a gradient, and had none where it was measured; plan "
+                "again",
+                kind="rerun_differs",
+                stage=stage,
+                name=runner.name,
+            )
 
     def _without_gradient(self, runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
         """Return the tensors of `output` without gradient: those passed on unchanged, and those found by measuring."""
@@ -382,6 +411,18 @@ class Tape:
         assert isinstance(step.operation, ForwardEnable)
         runner, option = self.runners[step.operation.stage], step.operation.option
         return runner if runner.option == option else runner.by(option)
+
+    def _keep(self, held: Held, stage: int, value: Any) -> None:
+        if stage not in held.inputs:
+            held.inputs.keep(stage, value)
+            self._kept[stage] = [tensor._version for tensor in held.inputs.held_tensors(stage)]
+
+    def _refuse_written(self, held: Held, stage: int) -> None:
+        """Raise StageChangedError if the stage's input was written to after it was kept, as autograd would."""
+        now = [tensor._version for tensor in held.inputs.held_tensors(stage)]
+        if stage in self._kept and now != self._kept[stage]:
+            was, is_now = (" ".join(f"at version {each}" for each in versions) for versions in (self._kept[stage], now))
+            raise StageChangedError(self.runners[stage].name, "the input", was, is_now)
 
     def _versions(self, value: Any) -> list[int]:
         return [tensor._version for tensor in tensors_in(value) + self._shared]
@@ -408,6 +449,8 @@ class _LoneTape(Tape):
     """Allows a stage that overwrites its input: no plan recomputes it, but it has to be measured."""
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None: ...
+
+    def _refuse_written(self, held: Held, stage: int) -> None: ...
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:

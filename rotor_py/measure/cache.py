@@ -6,6 +6,7 @@ import enum
 import hashlib
 import json
 import logging
+import math
 import operator
 import os
 import platform
@@ -123,16 +124,8 @@ def environment(device: torch.device) -> tuple[Hashable, ...]:
         platform.python_version(),
         _code(),
         torch.cuda.get_device_name(device) if cuda else _processor(),
-        torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
-        str(torch.get_default_dtype()),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
-        (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
+        tuple(repr(each.get()) for each in torch_compat.kernel_settings()),
+        torch.backends.mkldnn.is_available(),
         tuple(
             os.environ.get(name)
             for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
@@ -240,8 +233,19 @@ class MeasurementCache:
     def find(self, kind: Hashable) -> tuple[StageFindings, Runs] | None:
         """Return the bytes and seconds of a stage signature; None if absent or unreadable."""
         try:
-            return _read(json.loads(self._file(kind).read_text(encoding="utf-8")))
-        except (UnstableKeyError, OSError, KeyError, TypeError, ValueError):  # some raised by a file that was edited
+            file = self._file(kind)
+            if not file.is_file():  # a read of a named pipe would wait for ever
+                return None
+            data = json.loads(file.read_text(encoding="utf-8"))
+            return _read(data) if data.pop("digest") == _digest_of_data(data) else None
+        except (
+            UnstableKeyError,
+            OSError,
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ):  # some raised by a file that was edited
             return None
 
     def keep(self, kind: Hashable, found: StageFindings, runs: Runs) -> None:
@@ -251,13 +255,17 @@ class MeasurementCache:
             file = self._file(kind)
             # Written to a temporary file and renamed, so readers see all of it or nothing.
             with NamedTemporaryFile("w", dir=self._folder, suffix=".new", delete=False, encoding="utf-8") as made:
-                json.dump(data, made)
+                json.dump({**data, "digest": _digest_of_data(json.loads(json.dumps(data)))}, made)
             os.replace(made.name, file)
         except (UnstableKeyError, OSError) as error:
             _log.debug("a measurement is not kept: %s", error, extra=record_fields("not_cached"))
 
     def _file(self, kind: Hashable) -> Path:
         return self._folder / f"{digest_of((self._surroundings, kind))}.json"
+
+
+def _digest_of_data(data: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
@@ -267,4 +275,6 @@ def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
     runs = [StageRun(tuple(map(tuple, run["ways"])), run["node"] and tuple(run["node"])) for run in data["runs"]]
     if len(nbytes) != 1 + len(ways) or all(run.node is None for run in runs):
         return None  # a stage is measured stored whole and in each of its ways
+    if not all(0 <= each < math.inf for run in runs for pair in (*run.ways, run.node or ()) for each in pair):
+        return None
     return StageFindings(nbytes, data["decided_bytes"], moving, ways, data["undecided"]), runs

@@ -13,7 +13,7 @@ from torch import nn
 
 from rotor_profiling import OptimizerCost, bytes_like, storage_bytes, storages, tensors_in
 from rotor_profiling.backends import prediction
-from rotor_profiling.isolate import trained_parameters
+from rotor_profiling.isolate import gradients_of, trained_parameters
 from rotor_profiling.optimizer import scratch_alone
 from rotor_profiling.stage.gradients import Stepped
 from rotor_py.distributed.sharding import is_sharded
@@ -164,7 +164,7 @@ def kept_gradient_bytes(
 ) -> int:
     """Return bytes of gradients present throughout the step: all but those freed between steps, or `stepped`."""
     # `zero_grad` clears only the optimizer's own parameters, so gradients of frozen ones may stay for good.
-    frozen = [p.grad for p in model.parameters() if p.grad is not None and not p.requires_grad]
+    frozen = gradients_of(p for p in model.parameters() if not p.requires_grad)
     return storage_bytes(_on(device, frozen)) + (0 if fresh else trained_bytes(model, device, stepped))
 
 
@@ -202,7 +202,7 @@ def unaccounted_bytes(
     allocated = allocated_bytes(device)
     if allocated is None:
         return 0
-    present = storage_bytes(_on(device, [p.grad for p in parameters if p.grad is not None]))
+    present = storage_bytes(_on(device, gradients_of(parameters)))
     state = optimizer.present_bytes if optimizer else 0
     return max(0, allocated - accounted - present - state)
 

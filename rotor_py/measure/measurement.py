@@ -79,6 +79,8 @@ class Measurement:
     """The same for parameters not stepped, where gradients exist before the step; empty if stages share none."""
     ways: tuple[tuple[Way, ...], ...] = ()
     """The partial storage modes of each stage, as in the chain: option n of a stage is its n-th."""
+    unrepeatable: tuple[int, ...] = ()
+    """Stages that no plan may recompute: they do something else in a second run."""
     spread: float = field(default=0.0, compare=False)
     """Relative spread of the times of one signature: quality of the measurement."""
 
@@ -150,6 +152,8 @@ class Measurement:
             nograd[-1] = _NEVER  # a recomputation of the last stage would make them twice
             loss += self._droppable_bytes
             gradient[-1] += self.held_bytes
+        for stage in self.unrepeatable:
+            nograd[stage] = _NEVER
         stages = tuple(
             Stage(
                 cost.activation_bytes,

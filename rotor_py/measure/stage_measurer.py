@@ -64,6 +64,7 @@ from rotor_py.stage.forward_state import (
     remember_moved_elsewhere,
     remember_moving,
 )
+from rotor_py.stage.named_state import named_values
 from rotor_py.stage.protocol import Keeper, offers_of
 from rotor_py.stage.replayed_routing import decided_bytes, decides_nothing, remember_undecided
 from rotor_py.stage.runner import StageRunner
@@ -237,6 +238,7 @@ class StageMeasurer:
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),
+            unrepeatable=tuple(i for i, (_, each) in enumerate(cut.stages) if not recall_effects(each).reproducible),
             spread=self._times.spread(self._kinds),
         )
 
@@ -307,8 +309,9 @@ class StageMeasurer:
         # count. It also contains the discovery pass's findings, which do not follow from the signature.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
+        alike = stage_signature(function, value), named_values(function)
         places = last, apart, silent, arriving, stepped
-        kind = (stage_signature(function, value), self.activation_bytes, found, *places)
+        kind = (*alike, self.activation_bytes, found, *places)
         if anywhere(kind not in self._known, self._options.group, self._device):
             parameters = storages(trained_parameters(function))
             owned = (*self._owned, *parameters, *beside)

@@ -13,6 +13,7 @@ import torch
 
 from rotor_profiling import torch_compat
 from rotor_profiling.backends import allocate_workspaces, prediction
+from rotor_profiling.isolate import undoing
 from rotor_profiling.step import give_way
 from rotor_py.distributed.processes import meeting_in_stages
 from rotor_py.errors import record_fields
@@ -28,6 +29,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.step_spec import ModelState, StepSpec
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.report.progress import progress_bar
+from rotor_py.stage.named_state import named_state_kept
 from rotor_py.stage.protocol import ELSEWHERE
 from rotor_py.stage.replayed_routing import streams_kept
 from rotor_py.units import format_seconds
@@ -72,6 +74,19 @@ def telling(settings: Settings, model: str) -> Iterator[Progress]:
         )  # fmt: skip
 
 
+def _tell_of_unrepeatable(measurement: Measurement) -> None:
+    if not (found := [measurement.names[stage] for stage in measurement.unrepeatable]):
+        return
+    others = f" and {len(found) - 1} others" if len(found) > 1 else ""
+    _log.warning(
+        "stage %r%s did something else when it ran a second time from the same state (a clock, a counter, or a "
+        "generator that cannot be set back?). Every plan stores it",
+        found[0],
+        others,
+        extra=record_fields("not_reproducible", name=found[0], stages=len(found)),
+    )
+
+
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
     """Cut the model into stages and measure them on `value`. The plan has no sequence yet."""
     settings, core = model.settings, model.core
@@ -94,10 +109,12 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         return CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)
 
     with (
+        undoing(),
         planning,
         freeze_gc(),
         outer_hooks_aside(),
         streams_kept(core),
+        named_state_kept(core),
         torch.enable_grad(),
         telling(settings, type(core).__name__) as progress,
     ):
@@ -123,6 +140,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         whole = None if settings.inductor is None or settings.by_hand is not None else room
         ways, sample = source.measure(value, device, options, whole)
     plain = ways[-1]
+    _tell_of_unrepeatable(plain.measurement)
     plan = StepPlan(
         source,
         plain.measurement,

@@ -64,6 +64,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rotor_profiling import UnknownOptimizerError, tensors_in, torch_compat
+from rotor_profiling.isolate import undoing
 from rotor_profiling.value_tree import with_own_containers
 from rotor_py.compile.stage_code import Compile, config_of
 from rotor_py.errors import (
@@ -134,6 +135,10 @@ class Planner:
                 "nothing has been measured yet; call measure(input), or train one step", kind="not_measured"
             )
         return self.plans.in_use
+
+    @property
+    def alone(self) -> bool:
+        return self.model.alone
 
     @property
     def device(self) -> torch.device:
@@ -364,7 +369,14 @@ class Planner:
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or offload is None else offload.tier
         how = Following(
-            sequence, settings.preserve_rng_state, plan.measurement, settings.keepers, smaller, tier, goes_on
+            sequence,
+            settings.preserve_rng_state,
+            plan.measurement,
+            settings.keepers,
+            smaller,
+            tier,
+            plan.changed,
+            goes_on,
         )
-        with nullcontext() if smaller is None else smaller.telling_of_the_rest():
+        with undoing(), nullcontext() if smaller is None else smaller.telling_of_the_rest():
             return plan.source.run(plan.cut, value, how)

@@ -51,7 +51,10 @@ step."""
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How to run stages: by `sequence`, in modes that `measurement` names, with offload `tier` and `smaller` plans."""
+    """How to run stages: by `sequence`, in modes that `measurement` names, with offload `tier` and `smaller` plans.
+
+    `changed` gets the names of stages that cannot be recomputed, since what they read has changed.
+    """
 
     sequence: Sequence
     preserve_rng_state: bool
@@ -59,6 +62,7 @@ class Following:
     keepers: tuple[Keeper, ...] = ()
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
+    changed: set[str] | None = None
     goes_on: bool = False
     """Run other captured graphs than the planned ones as they are, since no plan is left to try."""
 
@@ -96,7 +100,7 @@ class SequenceExecutor:
                 return regions.run(runners, items, value, instructions.options, context)
             if how.smaller is not None:
                 return OOMRetryTape(runners, instructions, how.smaller, context).forward(value)
-            return Tape(runners, instructions, tier=how.tier, context=context).forward(value)
+            return Tape(runners, instructions, tier=how.tier, context=context, changed=how.changed).forward(value)
 
     def execute_graph(self, how: Following, cut: Cut, value: Any) -> Any:
         """Run the stages of a captured graph; `cut` is for the shapes that TorchDynamo found this time."""

@@ -57,6 +57,8 @@ class StepPlan:
     prediction_holds: bool | None = None
     asked: int = 0  # number of forwards in which processes could exchange whether the prediction holds
     overruns: int = 0  # number of steps over the limit
+    # names of stages that could not be recomputed in an earlier step, since what they read had changed
+    changed: set[str] = field(default_factory=set)
     # the limit that was set when the device ran out of memory, and the reduced limit in bytes
     reduced: tuple[float | str | None, int] | None = None
     # variants of its stages, if there are several: some compiled, all compiled, all plain; `cut` is one of theirs
@@ -162,6 +164,16 @@ class StepPlan:
             self.guard_bytes = _guard_bytes(way)
         self.source.follow(way.cut)
         self._effects = tuple(recall_effects(function) for function in self.functions)
+
+    def store_changed(self, settings: Settings) -> None:
+        """Have the next solve store the stages that could not be recomputed; a plan of the user's stays as it is."""
+        names, self.changed = self.changed, set()
+        stages = {i for i, name in enumerate(self.measurement.names) if name in names}
+        unrepeatable = tuple(sorted(stages.union(self.measurement.unrepeatable)))
+        if self.found_for(settings) and not self.ways and unrepeatable != self.measurement.unrepeatable:
+            self.measurement = replace(self.measurement, unrepeatable=unrepeatable)
+            self.budget = self.budget.with_found(self.measurement, 0, fresh_gradients=self.fresh_gradients)
+            self.sequence = None
 
     @contextmanager
     def without_budget(self) -> Iterator[None]:

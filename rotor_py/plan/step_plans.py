@@ -32,8 +32,7 @@ _MOST_WAITING = 8
 """Waiting step plans; the one that has waited longest goes first. A guess: a GAN has two or three. Dropped ones are
 measured again."""
 _MOST_PLANS = 16
-"""Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds. Too few refuse valid
-data."""
+"""Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds."""
 _MOST_REFUSED = 16
 """Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large. Others are
 measured again."""
@@ -106,6 +105,8 @@ class StepPlans:
             if plan is None or not self.blank.covers(plan.input_spec, spec.input):
                 self.plan_for(spec, value)
                 return
+        if plan.changed and not in_flight:
+            plan.store_changed(self.model.settings)
         try:
             agree(plan, self.model)
             if not in_flight:
@@ -194,17 +195,17 @@ class StepPlans:
             self.in_use = replace(adopted, budget=plan.budget, guard_bytes=plan.guard_bytes)
 
     def _measure_again(self, spec: StepSpec, value: Any) -> StepPlan:
-        """Plan for a first or larger input, or another kind of step; UnsupportedModelError if inputs keep growing."""
+        """Plan for a first or larger input, or another kind of step; warn once if inputs keep growing."""
         self._raise_if_refused(spec)
         plan = self.in_use
         known = None if plan is None else plan.spec
         # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
-            raise UnsupportedModelError(
-                f"the model has been planned {_MOST_PLANS} times, and its input has changed again; call measure() once "
-                "with the largest input there will be",
-                kind="too_many_plans",
-                plans=_MOST_PLANS,
+            _log.warning(
+                "the model has been planned for %d inputs, each larger than those before or of another form, and every "
+                "plan takes time; call measure() once with the largest input there will be",
+                _MOST_PLANS,
+                extra=record_fields("many_plans", plans=_MOST_PLANS),
             )
         if plan is not None:
             if not self.model.alone and not self.blank.covers(plan.input_spec, value):

@@ -147,7 +147,6 @@ def describe(spec: Any) -> str:
 
 
 _MODE, _TRAINED, _DTYPE, _DEVICE = map(attrgetter, ("training", "requires_grad", "dtype", "device"))
-_GRADIENT = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +179,8 @@ class ModelState:
                 modules += [each for each in module._modules.values() if each is not None]
                 parameters += [each for each in module._parameters.values() if each is not None]
             trained = tuple(map(_TRAINED, parameters))
-            gradients = map(_GRADIENT, parameters)
+            # `functional_call` may put in parameters that are no leaves, whose `grad` torch warns of.
+            gradients = [each.grad if each.is_leaf else None for each in parameters]
             return cls(
                 modules=tuple(map(id, modules)),
                 modes=tuple(map(_MODE, modules)),

@@ -316,7 +316,7 @@ class Keeping:
         return around.form.keep(memory) or around._kept_around(memory)
 
 
-innermost_keeping: ContextVar[Keeping | None] = ContextVar("innermost_keeping", default=None)
+innermost_keeping: ContextVar[Keeping | None] = ContextVar("rotor_py.innermost_keeping", default=None)
 """The innermost active `Keeping`; None if tensors are saved unchanged."""
 
 

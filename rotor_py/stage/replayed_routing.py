@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
@@ -16,6 +17,7 @@ from torch import nn
 from rotor_profiling import storage_bytes, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_map_only
 from rotor_py.errors import InvalidStateError
+from rotor_py.stage.named_state import named_objects
 
 # Random streams outside PyTorch's RNG: Python's, NumPy's, and generators that a model holds.
 #
@@ -37,12 +39,16 @@ _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
 
 def streams_of(function: Callable[..., Any]) -> list[Stream]:
     found = [Stream(random.getstate, random.setstate)]
+    kinds: list[tuple[type, Callable[[Any], Stream]]] = [
+        (torch.Generator, _of_generator),
+        (random.Random, lambda each: Stream(each.getstate, each.setstate)),
+    ]
     if "numpy" in sys.modules:
-        found.append(_numpy_stream())
-    modules = function.modules() if isinstance(function, nn.Module) else ()
-    values = [value for module in modules for value in vars(module).values()]
-    generators = {id(value): value for value in values if isinstance(value, torch.Generator)}
-    return [*found, *map(_of_generator, generators.values())]
+        import numpy as np
+
+        found.append(_of_numpy(np.random))
+        kinds += [(np.random.RandomState, _of_numpy), (np.random.Generator, _of_bits)]
+    return found + [make(each) for each in named_objects(function) for kind, make in kinds if isinstance(each, kind)]
 
 
 @contextmanager
@@ -73,19 +79,26 @@ def streams_kept(function: Callable[..., Any]) -> Iterator[None]:
             stream.set(state)
 
 
-def _numpy_stream() -> Stream:
-    import numpy as np
+def _of_numpy(source: Any) -> Stream:
+    """The stream of `numpy.random`, or of a `RandomState`."""
 
     def state() -> Hashable:
-        found: Any = np.random.get_state()  # of NumPy's global stream
-        name, keys, *rest = found
+        name, keys, *rest = source.get_state()
         return name, keys.tobytes(), *rest
 
     def set_back(state: Any) -> None:
         name, keys, *rest = state
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+        source.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+    import numpy as np
 
     return Stream(state, set_back)
+
+
+def _of_bits(generator: Any) -> Stream:
+    """The stream of a `numpy.random.Generator`."""
+    bits = generator.bit_generator
+    return Stream(lambda: pickle.dumps(bits.state), lambda state: setattr(bits, "state", pickle.loads(state)))
 
 
 def _of_generator(generator: torch.Generator) -> Stream:
@@ -135,7 +148,7 @@ _NO_DECISIONS = {
 }
 """Operators that read no number of their argument."""
 
-_not_the_stage: ContextVar[bool] = ContextVar("not_the_stage", default=False)
+_not_the_stage: ContextVar[bool] = ContextVar("rotor_py.not_the_stage", default=False)
 """Whether the operators now running do not belong to the stage."""
 _undecided: WeakSet[nn.Module] = WeakSet()
 """The stages whose first run decided nothing."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,14 +224,8 @@ class StageRunner:
 
     def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
         """Recompute it without a graph, exactly as in the first run."""
-        earlier = surroundings.earlier
-        if earlier is not None:
-            earlier.refuse_changes()
         with self._in_recomputation, torch.no_grad(), surroundings.restored(self.function, graph=False):
-            output = self._run_without_graph(value, context)
-        if earlier is not None:
-            earlier.note()
-        return output
+            return surroundings.run(self._run_without_graph, value, context)
 
     def _run_without_graph(self, value: Any, context: Context) -> Any:
         # Without a graph nothing is stored, so all options agree, except for rounding by other code.
@@ -270,37 +265,37 @@ class StageRunner:
         With `skip_output`, the output has no values. The graph ends at aliases of the parameters. The calling engine
         gets their gradients, calls the hooks of the real parameters and accumulates into `grad`, once.
         """
-        earlier = surroundings.earlier
-        if earlier is not None:
-            earlier.refuse_changes()
-        restored = surroundings.restored(self.function, graph=True)
-        attached, output, _ = self._attach(self._in_recomputation, restored, value, context, skip_output)
-        if earlier is not None:
-            earlier.note()
+        restored, trained = surroundings.restored(self.function, graph=True), surroundings.trained
+        run = partial(surroundings.run, self._run, self._way)
+        attached, output, _ = self._attach(self._in_recomputation, restored, run, value, context, skip_output, trained)
         return attached, output
 
     def attach_first(self, value: Any, context: Context = ()) -> tuple[AttachedStage, Any, Surroundings]:
         """Run it for the first time with a graph of its own; return the graph, the output and the recorded state."""
-        attached, output, found = self._attach(self._in_forward, self.recorded(value, context), value, context)
+        around, run = self.recorded(value, context), partial(self._run, self._way)
+        attached, output, found = self._attach(self._in_forward, around, run, value, context)
         return attached, output, found[0]
 
     def _attach(
         self,
         during: During,
         around: AbstractContextManager[Any],
+        run: Callable[..., Any],
         value: Any,
         context: Context,
         skip_output: bool = False,
+        trained: Container[int] | None = None,
     ) -> tuple[AttachedStage, Any, Any]:
-        slots = parameter_slots(self.function)
-        # Not the parameters themselves: their hooks would fire here, and again when the outer engine has the gradient.
-        aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
         origin = torch.empty(0, requires_grad=True)
         entered = enter_graph(origin, value)
         inputs, owners = edges_and_owners(entered)
         # `around` inside `enable_grad`: autocast caches cast weights only where there is a graph.
-        with during, torch.enable_grad(), around as found, substituted(slots, aliases):
-            output = self._run(self._way, entered, context, skip_output)
+        with during, torch.enable_grad(), around as found:
+            slots = parameter_slots(self.function, trained)
+            # Aliases, since hooks of parameters would fire here, and again when the outer engine has the gradient.
+            aliases = {id(tensor): alias(tensor) for _, _, tensor in slots}
+            with substituted(slots, aliases):
+                output = run(entered, context, skip_output)
         outputs, owners_of_output = edges_and_owners(output)
         attached = AttachedStage(outputs, inputs, list(aliases.values()), owners + owners_of_output, self.name)
         if self.open:  # walks the whole graph, so not for a layer that owns all it uses

@@ -211,7 +211,7 @@ class HandingOver:
         return saved
 
 
-innermost_run: ContextVar[HandingOver | None] = ContextVar("innermost_run", default=None)
+innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
 """The surrounding run that hands over its saved tensors; None if there is none."""
 
 

@@ -25,7 +25,7 @@ from rotor_solver.watching import watcher
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Whether the file that is being imported stays plain Python.
-_plain: ContextVar[bool] = ContextVar("plain", default=False)
+_plain: ContextVar[bool] = ContextVar("rotor_solver.plain", default=False)
 
 
 def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 Progress = Callable[[int, int, str], None]
 """Called with the amount done, the total, and the current subject."""
 
-_watching: ContextVar[Progress | None] = ContextVar("watching", default=None)
+_watching: ContextVar[Progress | None] = ContextVar("rotor_solver.watching", default=None)
 
 
 @contextmanager

@@ -136,17 +136,43 @@ def test_keys_say_what_a_value_is() -> None:
             digest_of(value)
 
 
-def test_a_damaged_file_counts_as_none(measured: list[str]) -> None:
+def emptied(file: Path) -> None:
+    file.write_text("")
+
+
+def forged(file: Path) -> None:
+    data = json.loads(file.read_text())
+    data["runs"] = [{"ways": [[-5.0, -5.0]], "node": [-5.0, -5.0]}]
+    file.write_text(json.dumps(data))
+
+
+def forged_with_its_digest(file: Path) -> None:
+    forged(file)
+    data = json.loads(file.read_text())
+    del data["digest"]
+    file.write_text(json.dumps({**data, "digest": cache._digest_of_data(data)}))
+
+
+def without_runs(file: Path) -> None:
+    data = {**json.loads(file.read_text()), "runs": []}
+    del data["digest"]
+    file.write_text(json.dumps({**data, "digest": cache._digest_of_data(data)}))
+
+
+def made_a_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("damage", [emptied, forged, forged_with_its_digest, without_runs, made_a_pipe])
+def test_a_damaged_file_counts_as_none(measured: list[str], damage: Callable[[Path], None]) -> None:
     expected = costs(layers())
-    no_runs = {"runs": []}
-    for text in ("", "[1]", '{"runs": [], "bytes": []}', no_runs):
-        for file in cache_folder().iterdir():
-            whole = json.loads(file.read_text()) if text is no_runs else None
-            file.write_text(json.dumps({**whole, **no_runs}) if whole else text)
-        measured.clear()
-        found = costs(layers())
-        assert "measure_ways" in measured
-        assert [each.saved_bytes for each in found.stages] == [each.saved_bytes for each in expected.stages]
+    for file in cache_folder().iterdir():
+        damage(file)
+    measured.clear()
+    found = costs(layers())
+    assert "measure_ways" in measured
+    assert [each.saved_bytes for each in found.stages] == [each.saved_bytes for each in expected.stages]
 
 
 def test_very_many_files_make_room_and_a_folder_that_cannot_be_written_to_costs_time(tmp_path, monkeypatch) -> None:

@@ -169,7 +169,6 @@ WRITTEN = "has not run this again: the input or a parameter was written to"
     [
         (lambda network, batch: nn.init.ones_(network.model[1].weight), WRITTEN),
         (lambda network, batch: nn.init.ones_(batch), WRITTEN),
-        (lambda network, batch: network.eval(), "switched between training and evaluation"),
     ],
 )
 def test_a_backward_that_cannot_be_exact_is_not_tried(change: Callable[..., None], why: str) -> None:
@@ -225,7 +224,7 @@ class Late(nn.Linear):
 def test_a_buffer_that_changes_for_the_first_time_is_not_undone() -> None:
     network = planned(nn.Sequential(Late(), *dropping()))
     network.model[0].late = "counts"
-    with AtOperators(3).inside_stages(), raises_noted("buffer 'count' was changed for the first time"):
+    with AtOperators(5).inside_stages(), raises_noted("buffer 'count' was changed for the first time"):
         network(rows())
 
 

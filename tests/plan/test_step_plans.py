@@ -244,13 +244,12 @@ def test_gradients_left_over_from_another_kind_count(fresh: bool) -> None:
         assert peak <= planned.budget.peak_bytes(planned.sequence) <= planned.mem_limit
 
 
-def test_a_plan_is_not_saved_for_other_kinds_and_modes_that_change_before_a_stage_is_recomputed_are_refused(tmp_path):
+def test_a_plan_is_not_saved_for_steps_of_another_kind(tmp_path):
     planned = planned_at(0.0, chain(), images())
     loss = square(planned(images()))
     planned.eval()
     planned.save_plan(tmp_path / "plan.json")  # a plan is for training
-    with raises(RuntimeError, "mode_switched"):
-        loss.backward()
+    loss.backward()
     planned.train()
     square(planned(images())).backward()
     next(planned.model.parameters()).requires_grad_(False)

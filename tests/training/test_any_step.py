@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ LARGEST = 256
 WIDTH = 64
 MOST = 3
 """Forwards in flight at once."""
+CHANGES = ("attribute", "dropout", "global", "context")
 OWN = 16_384
 """Bytes that the test itself makes: copies of the random state, and scalars."""
 
@@ -29,15 +31,23 @@ class _StopError(Exception):
     """Raised on purpose."""
 
 
+SCALE = 1.0
+GATE: ContextVar[float] = ContextVar("gate", default=1.0)
+
+
 class Breaking(nn.Module):
-    """Raises when it is told to."""
+    """Raises when it is told to. What it multiplies by is in an attribute, a global and a context variable."""
 
     fails = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.5
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         if self.fails:
             raise _StopError
-        return value * 1.5
+        return value * (self.factor * SCALE * GATE.get())
 
 
 def chain() -> nn.Sequential:
@@ -73,6 +83,11 @@ class World:
             square(output).backward(retain_graph=number < times - 1)
         self.write(given.grad)
 
+    def evaluate_backward(self) -> None:
+        self.network.eval()
+        self.backward(len(self.flying) - 1, 1)
+        self.network.train()
+
     def backward_of_a_sum(self) -> None:
         sum(square(output) for _, output in self.flying).backward()
         self.write(*(given.grad for given, _ in self.flying))
@@ -103,10 +118,23 @@ class World:
         with suppress(_StopError):
             square(output).backward()
 
+    def change(self, what: str, to: float) -> None:
+        for each in self.network.modules():
+            if what == "attribute" and isinstance(each, Breaking):
+                each.factor = to
+            elif what == "dropout" and isinstance(each, nn.Dropout):
+                each.p = to / 4
+        if what == "global":
+            globals()["SCALE"] = to
+        elif what == "context":
+            GATE.set(to)
+
     def end(self) -> None:
         """The step is over: its results, and no gradients from here on."""
         self.write(*(parameter.grad for parameter in self.network.parameters()), *self.network.buffers())
         self.network.zero_grad()
+        for what in CHANGES:
+            self.change(what, 1.0)
 
 
 class Steps(RuleBasedStateMachine):
@@ -203,6 +231,17 @@ class Steps(RuleBasedStateMachine):
         chosen = at % len(self.flying)
         self.go_backward(chosen)
         self.do(lambda world: world.break_backward(chosen))
+
+    @precondition(lambda self: self.flying and type(self) is Steps)
+    @rule(what=st.sampled_from(CHANGES), to=st.sampled_from((0.5, 1.0, 2.0)))
+    def change(self, what: str, to: float) -> None:
+        """What the forwards in flight found is otherwise for their backwards."""
+        self.do(lambda world: world.change(what, to))
+
+    @precondition(lambda self: self.flying)
+    @rule()
+    def evaluate_backward(self) -> None:
+        self.do(World.evaluate_backward)
 
     @precondition(lambda self: not self.flying)
     @rule(share=st.none() | st.floats(0.0, 1.0))

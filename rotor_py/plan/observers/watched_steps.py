@@ -24,6 +24,7 @@ from rotor_profiling import (
     torch_compat,
     watch_step,
 )
+from rotor_profiling.isolate import gradients_of
 from rotor_profiling.storage import local
 from rotor_py.distributed.processes import gather_objects
 from rotor_py.errors import record_fields
@@ -194,7 +195,7 @@ class WatchedSteps:
         if plan.unlimited(self._model.settings):
             return None
         if device.type == "cpu":
-            there = [each.grad for each in self._model.core.parameters() if each.grad is not None]
+            there = gradients_of(self._model.core.parameters())
             present_bytes, gradients = self._present_bytes(plan, value, there, device), _weakly(there)
         limit = self._model.limit_bytes(device)
         watch = watch_step(device, present_bytes, limit)

@@ -1,0 +1,261 @@
+"""What a stage and its surroundings were in the first run: put back for a recomputation, or compared.
+
+# Note [What a recomputation sees]
+#
+# Plain training runs a stage once. A recomputation must find what that run found, whatever the user has changed since;
+# afterwards all is as the user left it.
+#
+#  1. Put back, of the forward (`World`): context variables, function modes, dispatch modes but those of torch, which
+#     only count operators (around the backward, `FlopCounterMode` counts recomputations), settings that choose kernels
+#     and precision, default dtype and device, hooks on all modules, autocast.
+#  2. Put back, of the stage: random streams, buffers that forwards change, training modes, attributes and the contents
+#     of lists, dicts and sets among them, tables of submodules, parameters, buffers and hooks (`Seen`), and which
+#     parameters were trained. A parameter that `functional_call` puts in is found again by this.
+#  3. Compared, since there is no copy: parameters, other buffers and the stage's input, by version, and parameters by
+#     address; the class of a module, and its `forward`. A difference raises `StageChangedError` before anything is
+#     computed, as autograd does for what it saved. Later plans store the stage.
+#  4. `torch.nn.utils.parametrize.cached` keeps no value from one run of a stage to another, since that would have the
+#     history of the first.
+#  5. Nothing shows a write into an object that an attribute names, a global, a file, or, through `.data`, into part of
+#     a parameter. The first and last bytes of a parameter on the CPU show an optimizer's step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Iterable
+from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from rotor_profiling.isolate import Undoing
+from rotor_profiling.torch_compat import (
+    dispatch_mode_stack,
+    function_mode_stack,
+    kernel_settings,
+    module_hooks,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
+from rotor_py.errors import StageChangedError
+
+T = TypeVar("T")
+Table = dict[str, Any]
+
+_SETTINGS = kernel_settings()
+_GLOBAL_HOOKS: list[dict[int, Any]] = [
+    table for name, table in vars(module_hooks).items() if name.startswith("_global_") and isinstance(table, dict)
+]
+_TABLES = [name for name, table in vars(nn.Module()).items() if isinstance(table, dict)]
+_PARAMETERS = "_parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Surroundings of a forward that the user may change before its backward (Rule 1 of the Note)."""
+
+    variables: dict[ContextVar[Any], Any]
+    settings: tuple[Any, ...]
+    function_modes: list[Any]
+    dispatch_modes: list[Any]
+    hooks: list[dict[int, Any]]
+
+    @classmethod
+    def now(cls) -> World:
+        return cls(
+            _users_variables(),
+            tuple([each.get() for each in _SETTINGS]),
+            function_mode_stack(),
+            dispatch_mode_stack(),
+            [dict(table) for table in _GLOBAL_HOOKS] if any(_GLOBAL_HOOKS) else [],
+        )
+
+    def enter(self, undo: Undoing) -> None:
+        """Put everything but context variables back, until that is undone."""
+        for each, before in zip(_SETTINGS, self.settings, strict=True):
+            if (now := each.get()) != before:
+                undo.append(partial(each.set, now))
+                each.set(before)
+        _swap_modes(undo, function_mode_stack, self.function_modes, pop_function_mode, push_function_mode, _is_own)
+        _swap_modes(
+            undo, dispatch_mode_stack, self.dispatch_modes, pop_dispatch_mode, push_dispatch_mode, _only_observes
+        )
+        if self.hooks or any(_GLOBAL_HOOKS):
+            for table, hooks in zip(_GLOBAL_HOOKS, self.hooks or [{} for _ in _GLOBAL_HOOKS], strict=True):
+                _swap(undo, table, hooks)
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Call `function` with the user's context variables as they were; those of this project are as they are."""
+        if self.variables == {} == _users_variables():
+            return function(*args)
+        context = Context()
+        for variable, value in copy_context().items():
+            if variable.name.startswith(_OWN):
+                context.run(variable.set, value)
+        for variable, value in self.variables.items():
+            context.run(variable.set, value)
+        return context.run(function, *args)
+
+
+_OWN = "rotor_"
+"""Beginning of the names of this project's context variables, and of its modules."""
+
+
+def _users_variables() -> dict[ContextVar[Any], Any]:
+    return {variable: value for variable, value in copy_context().items() if not variable.name.startswith(_OWN)}
+
+
+def _swap_modes(
+    undo: Undoing,
+    present: Callable[[], list[Any]],
+    before: list[Any],
+    pop: Callable[[], Any],
+    push: Callable[[Any], object],
+    stays: Callable[[Any], bool],
+) -> None:
+    """Have the modes of the first run until that is undone, with those that `stay` as they are now."""
+    now = present()
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    wanted = [mode for mode in before if not stays(mode)] + [mode for mode in now if stays(mode)]
+
+    def turn_to(modes: list[Any]) -> None:
+        for _ in present():
+            pop()
+        for mode in modes:
+            push(mode)
+
+    undo.append(partial(turn_to, now))
+    turn_to(wanted)
+
+
+def _is_own(mode: Any) -> bool:
+    return type(mode).__module__.startswith(_OWN)
+
+
+def _only_observes(mode: Any) -> bool:
+    """Whether a dispatch mode is this project's, or one of torch, which counts operators, or makes all tensors fake."""
+    return type(mode).__module__.startswith((_OWN, "torch."))
+
+
+def _swap(undo: Undoing, table: dict[Any, Any], before: dict[Any, Any]) -> None:
+    """Give `table` its former entries, until that is undone."""
+    if len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
+        return
+    undo.append(partial(_fill, table, dict(table)))
+    _fill(table, before)
+
+
+def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(entries)
+
+
+class Seen:
+    """What the first run of the stage `module` found in its modules (Rules 2 and 3). Made before that run."""
+
+    __slots__ = ("_classes", "_marks", "_modes", "_modules", "_name", "_tables", "hooked", "trained")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._name = name
+        self._modules = list(module.modules())
+        self._modes = [each.training for each in self._modules]
+        tables = [(key, vars(each)[key]) for each in self._modules for key in _TABLES if key in vars(each)]
+        self._tables: list[tuple[str, Table, Table | None]] = [(key, each, dict(each) or None) for key, each in tables]
+        self.hooked = any(before for key, _, before in self._tables if key.endswith("hooks"))
+        """whether any module has a hook"""
+        parameters = [each for key, table, _ in self._tables if key == _PARAMETERS for each in table.values()]
+        self.trained = frozenset(id(each) for each in parameters if each is not None and each.requires_grad)
+        """`id` of each parameter that was trained"""
+        self._classes: list[tuple[type, object]] = []
+        self._marks: list[tuple[torch.Tensor, Any]] = []
+
+    def note(self, copied: Iterable[torch.Tensor] = ()) -> None:
+        """Remember values as a run has left them, but those of buffers that are `copied`."""
+        left_out = {id(each) for each in copied}
+        tensors = [
+            each
+            for key, _, before in self._tables
+            if before is not None and key in (_PARAMETERS, "_buffers")
+            for each in before.values()
+            if each is not None and id(each) not in left_out
+        ]
+        self._marks = [(each, _mark(each)) for each in tensors]
+        self._classes = [_code_of(each) for each in self._modules]
+
+    def noted_again(self) -> None:
+        """Remember the values of the same tensors as a recomputation has left them."""
+        self._marks = [(each, mark if mark[0] == _version(each) else _mark(each)) for each, mark in self._marks]
+
+    def refuse_changes(self) -> None:
+        """Raise StageChangedError if a value is another one, or a module runs other code."""
+        for module, then in zip(self._modules, self._classes, strict=True):
+            if _code_of(module) != then:
+                label = next(name for name, each in self._modules[0].named_modules() if each is module)
+                raise StageChangedError(self._name, f"the forward of {label or 'it'}", then[1], type(module).forward)
+        for tensor, then in self._marks:
+            if (now := _mark(tensor)) != then:
+                raise StageChangedError(self._name, self._label(tensor), *_told(then, now))
+
+    def put_back(self, undo: Undoing, *, parameters: bool = True) -> None:
+        """Put tables and training modes back, until that is undone; tables of `parameters` only if asked."""
+        for key, table, before in self._tables:
+            if (table or before) and (parameters or key != _PARAMETERS):
+                _swap(undo, table, before or {})
+        for module, mode in zip(self._modules, self._modes, strict=True):
+            if module.training != mode:
+                undo.append(partial(setattr, module, "training", not mode))
+                module.training = mode
+
+    def _label(self, tensor: torch.Tensor) -> str:
+        named = (*self._modules[0].named_parameters(), *self._modules[0].named_buffers())
+        name = next((name for name, each in named if each is tensor), "owned")
+        if "owned" not in name:
+            return name
+        kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # of a captured stage
+        return f"a {kind} of shape {tuple(tensor.shape)}"
+
+
+def _code_of(module: nn.Module) -> tuple[type, object]:
+    kind = type(module)
+    forward = kind.forward
+    # This project replaces some of torch's while a model is captured, perhaps in another thread.
+    return kind, None if (getattr(forward, "__module__", None) or "").startswith((_OWN, "torch.")) else forward
+
+
+_SAMPLE = 16
+"""Bytes read at the beginning and at the end of a parameter."""
+
+
+def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What shows that a tensor has been written to: its version, and of plain tensors, address and some bytes."""
+    version = _version(tensor)
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or version is None:
+        return (version,)
+    address = tensor.data_ptr()
+    if address == 0 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return version, address
+    size = tensor.numel() * tensor.element_size()
+    sample = min(size, _SAMPLE)
+    first, last = ctypes.string_at(address, sample), ctypes.string_at(address + size - sample, sample)
+    return version, address, first, last
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _told(then: tuple[Any, ...], now: tuple[Any, ...]) -> tuple[str, str]:
+    """What differs between two marks, for an error."""
+    if then[0] != now[0]:
+        return f"at version {then[0]}", f"at version {now[0]}"
+    if then[1] != now[1]:
+        return f"at address {then[1]:#x}", f"at address {now[1]:#x}"
+    return "of other values", "written to through .data"

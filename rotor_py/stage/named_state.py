@@ -1,0 +1,229 @@
+"""Find the state outside of a module that its code names: globals, what closures hold, and attributes of objects.
+
+A forward may read a flag of a configuration, count its calls in a global, or have a hook that appends to a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents_of, fill
+from rotor_profiling.stage.stage_signature import HasKind
+from rotor_profiling.storage import tensors_in
+
+_LIBRARIES = ("torch", "numpy", "builtins", "rotor_", "collections", "functools", "typing", "transformers", "abc")
+"""Beginnings of the names of modules whose code is not searched."""
+_MOST = 100_000
+"""Objects looked at, at most. A guess: a large model has some ten thousand. Fewer overlook some."""
+_LONGEST = 10_000
+"""Longer containers are not looked into. A guess: hooks append less in a step, and longer ones are data."""
+_FLAGS = (bool, int, float, str, type(None))
+_MISSING = object()
+_TABLES = frozenset(vars(nn.Module()))
+
+
+class Place:
+    """Where a value is: read and written by `get` and `set`. Keeps nothing alive but namespaces of modules."""
+
+    __slots__ = ("get", "set")
+
+    def __init__(self, get: Callable[[], Any], set: Callable[[Any], object]) -> None:
+        self.get = get
+        self.set = set
+
+    @classmethod
+    def in_namespace(cls, namespace: dict[str, Any], name: str) -> Place:
+        return cls(lambda: namespace.get(name, _MISSING), partial(namespace.__setitem__, name))
+
+    @classmethod
+    def in_attribute(cls, owner: Any, name: str) -> Place:
+        known = ref(owner)
+
+        def write(value: Any) -> None:
+            if (found := known()) is not None:
+                vars(found)[name] = value
+
+        return cls(lambda: _MISSING if (found := known()) is None else vars(found).get(name, _MISSING), write)
+
+    @classmethod
+    def in_class(cls, owner: type, name: str) -> Place:
+        return cls(lambda: vars(owner).get(name, _MISSING), partial(setattr, owner, name))
+
+    @classmethod
+    def in_cell(cls, function: FunctionType, number: int) -> Place:
+        known = ref(function)
+
+        def read() -> Any:
+            found = known()
+            try:
+                return _MISSING if found is None or not found.__closure__ else found.__closure__[number].cell_contents
+            except ValueError:  # not filled yet
+                return _MISSING
+
+        def write(value: Any) -> None:
+            if (found := known()) is not None and found.__closure__:
+                found.__closure__[number].cell_contents = value
+
+        return cls(read, write)
+
+
+def named_objects(function: Callable[..., Any]) -> list[Any]:
+    """Return the objects that the code of `function`, its modules and their hooks name, each once."""
+    return [value for value, _ in _walk(function)]
+
+
+def places_of(function: Callable[..., Any]) -> list[Place]:
+    """Return the places outside of modules whose values the code of `function` names."""
+    return [place for value, place in _walk(function) if place is not None and _may_change(value)]
+
+
+def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Describe the values outside of modules that the code of `function` names, alike in every process."""
+    return tuple(_described(value) for value, place in _walk(function) if place is not None)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, _FLAGS):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, FunctionType):
+        return f"{value.__module__}.{value.__qualname__} {value.__code__.co_code.hex()}"
+    return f"{type(value).__name__} {getattr(value, '__name__', '')}"
+
+
+def _may_change(value: Any) -> bool:
+    return not isinstance(value, type | ModuleType | nn.Module)
+
+
+def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Place | None]]:
+    seen: set[int] = set()
+    pending: list[tuple[Any, Place | None]] = [(function, None)]
+    while pending and len(seen) < _MOST:
+        value, place = pending.pop()
+        plain = isinstance(value, _FLAGS)
+        if not plain and id(value) in seen:
+            continue
+        yield value, place
+        if not plain:
+            seen.add(id(value))
+            pending += _named_by(value)
+
+
+def _named_by(value: Any) -> Iterator[tuple[Any, Place | None]]:
+    if isinstance(value, HasKind):  # generated from a graph, in which all code is known
+        yield from ((each, None) for each in vars(value).values() if isinstance(each, torch.Generator))
+    elif isinstance(value, nn.Module):
+        for name, each in vars(value).items():
+            if name not in _TABLES:
+                yield each, None  # `rotor_profiling.attributes` restores these
+            elif isinstance(each, dict):
+                yield from ((inner, None) for inner in each.values() if not isinstance(inner, torch.Tensor))
+        yield getattr(type(value), "forward", None), None
+        yield from _flags_of_class(type(value))
+    elif isinstance(value, FunctionType):
+        if not (value.__module__ or "").startswith(_LIBRARIES):
+            yield from _of_code(value.__code__, value.__globals__)
+            for number in range(len(value.__closure__ or ())):
+                place = Place.in_cell(value, number)
+                if (held := place.get()) is not _MISSING:
+                    yield held, place
+            yield from ((each, None) for each in value.__defaults__ or ())
+    elif isinstance(value, MethodType):
+        yield from ((value.__self__, None), (value.__func__, None))
+    elif isinstance(value, partial):
+        yield from ((each, None) for each in (value.func, *value.args, *value.keywords.values()))
+    elif type(value) in CONTAINERS and len(value) <= _LONGEST:
+        yield from ((each, None) for each in (value.values() if isinstance(value, dict) else value))
+    elif not isinstance(value, type | ModuleType | torch.Tensor) and not type(value).__module__.startswith(_LIBRARIES):
+        yield from _attributes(value)
+
+
+def _attributes(value: Any) -> Iterator[tuple[Any, Place | None]]:
+    for name, each in list(getattr(value, "__dict__", {}).items()):
+        try:
+            yield each, Place.in_attribute(value, name)
+        except TypeError:  # there can be no weak reference to it
+            yield each, None
+    yield from _flags_of_class(type(value))
+
+
+def _flags_of_class(kind: type) -> Iterator[tuple[Any, Place | None]]:
+    for each in kind.__mro__:
+        if not each.__module__.startswith(_LIBRARIES):
+            for name, value in vars(each).items():
+                if isinstance(value, _FLAGS) and not name.startswith("__"):
+                    yield value, Place.in_class(each, name)
+
+
+def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, Place | None]]:
+    """What `code` names in `namespace`, in modules that it names, and in functions inside of it."""
+    for name in code.co_names:
+        if name not in namespace:
+            continue
+        named = namespace[name]
+        yield named, Place.in_namespace(namespace, name)
+        if isinstance(named, ModuleType) and not named.__name__.startswith(_LIBRARIES):
+            inside = vars(named)
+            yield from ((inside[each], Place.in_namespace(inside, each)) for each in code.co_names if each in inside)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _of_code(inner, namespace)
+
+
+class NamedState:
+    """The values at `places`, and the contents of those that are containers."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._before: list[tuple[Place, Any, Contents]] = []
+        for place in places:
+            value = place.get()
+            short = type(value) in CONTAINERS and len(value) <= _LONGEST
+            self._before.append((place, value, list(contents_of(value, set())) if short else []))
+
+    def without_tensors(self) -> NamedState:
+        """Leave out containers that hold tensors: what was in them before a forward is not to live longer for this."""
+        self._before = [each for each in self._before if not each[2] or not tensors_in([copy for _, copy in each[2]])]
+        return self
+
+    def only_unchanged(self) -> bool:
+        """Leave out places that have changed since, and say whether there are any."""
+        before = self._before
+        self._before = [each for each in before if not _changed(*each)]
+        return len(self._before) < len(before)
+
+    def now(self) -> NamedState:
+        """Return the present state of the same places."""
+        return NamedState([place for place, _, _ in self._before])
+
+    def put_back(self) -> None:
+        for place, value, contents in self._before:
+            if value is not _MISSING and place.get() is not value:
+                place.set(value)
+            for container, content in contents:
+                if not as_it_was(container, content):
+                    fill(container, content)
+
+
+def _changed(place: Place, value: Any, contents: Contents) -> bool:
+    return place.get() is not value or not all(as_it_was(*each) for each in contents)
+
+
+@contextmanager
+def named_state_kept(function: Callable[..., Any]) -> Iterator[None]:
+    """Undo, as the context exits, what runs of `function` did to the state that its code names."""
+    before = NamedState(places_of(function))
+    try:
+        yield
+    finally:
+        before.put_back()

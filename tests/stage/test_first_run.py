@@ -1,0 +1,366 @@
+"""A recomputation finds what the first run of its stage found, or is refused before it makes a number."""
+
+import contextlib
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
+
+from rotor_profiling.torch_compat import TorchDispatchMode, kernel_settings, module_hooks, parametrize
+from rotor_py import Checkpointable
+from rotor_py.errors import StageChangedError
+from rotor_py.measure.budget import recomputes
+from tests.checkpointable.steps import square
+from tests.fields import logged, raises
+
+WIDTH = 16
+SCALE = 1.0
+GATE: ContextVar[float] = ContextVar("gate", default=1.0)
+
+
+class Flags:
+    """A configuration that layers share."""
+
+    scale = 1.0
+
+    def __init__(self) -> None:
+        self.offset = 0.5
+
+
+class Block(nn.Module):
+    """Reads attributes, an object, a global and a context variable, and draws."""
+
+    def __init__(self, flags: Flags) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.active, self.factors, self.flags = "first", [1.0], flags
+        self.register_buffer("shift", torch.zeros(WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        made = torch.tanh(getattr(self, self.active)(value) + self.shift) * self.factors[0] + self.flags.offset
+        return value + self.drop(self.norm(made)) * SCALE * GATE.get() + torch.linspace(0.1, 1, WIDTH).to(value.dtype)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    flags = Flags()
+    return nn.Sequential(*(Block(flags) for _ in range(5)))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+
+
+def at_least(model: nn.Module) -> Checkpointable:
+    """The model, planned so that it recomputes as much as it can."""
+    planned = Checkpointable(model, batch(), "1GB", loss=square, fresh_grads=True)
+    planned.compute_sequence(planned.budget.least_bytes())
+    assert recomputes(planned.sequence)
+    return planned
+
+
+def compared(step: Callable[[nn.Module, nn.Sequential], Any], make: Callable[[], nn.Sequential] = network) -> None:
+    """Assert that `step(called, layers)` gives the outputs, gradients and buffers of plain training."""
+    found = []
+    for planning in (False, True):
+        model = make()
+        called: nn.Module = at_least(model) if planning else model
+        torch.manual_seed(2)
+        output = step(called, model)
+        kept = [output.detach(), torch.get_rng_state(), *model.buffers(), *(p.grad for p in model.parameters())]
+        found.append([tensor for tensor in kept if tensor is not None])
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+
+
+@contextmanager
+def hooked(model: nn.Sequential, register: str, hook: Callable[..., Any]) -> Iterator[None]:
+    handles = [getattr(block.first, register)(hook) for block in model]
+    yield
+    for each in handles:
+        each.remove()
+
+
+@contextmanager
+def hooked_everywhere() -> Iterator[None]:
+    handle = module_hooks.register_module_forward_hook(lambda layer, _, made: made * 1.5)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def otherwise(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+@contextmanager
+def replaced(table: Any, key: Any, value: Any) -> Iterator[None]:
+    before = table[key]
+    table[key] = value
+    yield
+    table[key] = before
+
+
+@contextmanager
+def setting(write: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    write(value)
+    yield
+    write(before)
+
+
+class Scaled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 1.25 if func is torch.tanh else made
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        return made * 1.25 if func is torch.ops.aten.tanh.default else made
+
+
+@contextmanager
+def gated() -> Iterator[None]:
+    token = GATE.set(0.5)
+    yield
+    GATE.reset(token)
+
+
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    model.eval()
+    yield
+    model.train()
+
+
+DOUBLED = "lambda value: 2 * value"
+WORLDS: dict[str, Callable[[nn.Sequential], Any]] = {
+    "an attribute": lambda model: otherwise(model[1], "active", "second"),
+    "a list": lambda model: replaced(model[1].factors, 0, 3.0),
+    "an object": lambda model: otherwise(model[1].flags, "offset", 2.0),
+    "a global": lambda model: replaced(globals(), "SCALE", 2.0),
+    "a context variable": lambda model: gated(),
+    "dropout": lambda model: otherwise(model[1].drop, "p", 0.7),
+    "a module": lambda model: otherwise(model[1], "drop", nn.Identity()),
+    "a forward": lambda model: otherwise(model[1].first, "forward", model[1].second.forward),
+    "a hook": lambda model: hooked(model, "register_forward_hook", lambda layer, given, made: made * 2),
+    "a hook before": lambda model: hooked(model, "register_forward_pre_hook", lambda layer, given: (given[0] + 1,)),
+    "a hook on all": lambda model: hooked_everywhere(),
+    "a function mode": lambda model: Scaled(),
+    "a dispatch mode": lambda model: Dispatched(),
+    "a dtype": lambda model: setting(torch.set_default_dtype, torch.float64, torch.float32),
+    "evaluation": evaluated,
+}
+
+
+@pytest.mark.parametrize("name", [each for each in WORLDS if each not in ("a function mode", "a dispatch mode")])
+def test_what_changes_between_forward_and_backward_is_as_it_was(name: str) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        output = called(batch())
+        with WORLDS[name](model):
+            square(output).backward()
+        return output
+
+    compared(step)
+
+
+@pytest.mark.parametrize("name", [each for each in WORLDS if each != "evaluation"])
+def test_what_is_there_around_the_forward_alone_is_there_for_a_recomputation(name: str) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        with WORLDS[name](model):
+            output = called(batch())
+        square(output).backward()
+        return output
+
+    compared(step)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_parameters_that_functional_call_puts_in_get_the_gradients(derived: bool) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        given = {name: each * 2 for name, each in called.named_parameters()}
+        if not derived:
+            given = {name: each.detach().requires_grad_() for name, each in given.items()}
+        output = functional_call(called, given, (batch(),))
+        square(output).backward()
+        if not derived:
+            for parameter, other in zip(model.parameters(), given.values(), strict=True):
+                parameter.grad = other.grad
+        return output
+
+    compared(step)
+
+
+def symmetric() -> nn.Sequential:
+    class Symmetric(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight.triu() + weight.triu(1).T
+
+    model = network()
+    for block in model:
+        parametrize.register_parametrization(block.first, "weight", Symmetric())
+    return model
+
+
+def test_cached_parametrizations_get_gradients_also_where_the_model_is_planned_inside() -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        with parametrize.cached():
+            output = called(batch())
+            square(output).backward()
+        return output
+
+    compared(step, symmetric)
+    model, plain = symmetric(), symmetric()
+    for called in (Checkpointable(model, mem_limit="1GB"), plain):
+        torch.manual_seed(2)
+        step(called, plain)
+    found = [[p.grad for p in each.parameters() if p.grad is not None] for each in (model, plain)]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_that_are_frozen_or_thawed_between_are_as_in_plain_training(trained: bool) -> None:
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        model[1].requires_grad_(not trained)
+        output = called(batch())
+        model[1].requires_grad_(trained)
+        square(output).backward()
+        return output
+
+    compared(step)
+
+
+def doubled(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 2
+
+
+def scaled(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(2)
+
+
+def shifted(model: nn.Sequential) -> None:
+    for block in model:
+        block.shift.add_(1)
+
+
+CHANGES = {"data": doubled, "through data": scaled, "a buffer": shifted}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_cannot_be_put_back_is_refused_and_stored_from_then_on(name: str) -> None:
+    model = network()
+    planned = at_least(model)
+    for _ in range(len(model)):
+        output = planned(batch())
+        CHANGES[name](model)
+        planned.mem_limit = "1GB"
+        if not recomputes(planned.sequence):
+            break
+        with raises(StageChangedError, "stage_changed"):
+            square(output).backward()
+    square(output).backward()
+    assert planned.inspection_values.unrepeatable
+
+
+def test_an_input_that_is_written_to_is_refused_as_autograd_does() -> None:
+    model, given = network(), batch()
+    output = at_least(model)(given)
+    given.zero_()
+    with raises(StageChangedError, "stage_changed", name="0"):
+        square(output).backward()
+
+
+def test_a_class_with_another_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = at_least(network())(batch())
+    monkeypatch.setattr(Block, "forward", lambda self, value: 2 * value)
+    with raises(StageChangedError, "stage_changed"):
+        square(output).backward()
+
+
+class Drawing(nn.Module):
+    """Draws from a generator that no module has, or counts."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(WIDTH, WIDTH), [draw]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + torch.tanh(self.layer(value)) * self.draw[0]()
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_generators_of_others_draw_the_same_and_measuring_does_not_move_them(which: int) -> None:
+    def drawing() -> nn.Sequential:
+        torch.manual_seed(0)
+        generator, source = np.random.default_rng(0), SimpleNamespace(old=np.random.RandomState(0))
+        draws = [lambda: float(generator.uniform(0.5, 1.5)), lambda: float(source.old.uniform(0.5, 1.5))]
+        return nn.Sequential(*(Drawing(draws[which]) for each in range(6)))
+
+    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
+        for _ in range(2):
+            output = called(batch())
+            square(output).backward()
+        return output
+
+    compared(step, drawing)
+
+
+def test_a_stage_that_does_something_else_every_time_is_stored_and_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    counts = itertools.count(1)
+    model = nn.Sequential(*(Drawing(lambda: 1 / next(counts)) for _ in range(2)), *network())
+    planned = Checkpointable(model, batch(), "1GB", loss=square, fresh_grads=True)
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        planned.compute_sequence(planned.budget.least_bytes())
+    assert planned.inspection_values.unrepeatable == (0, 1)
+    (told,) = logged(caplog, "not_reproducible")
+    assert told.subject == "0"
+    assert str(planned.sequence).startswith("Fe_0, Fe_1, ")
+
+
+def test_hooks_see_nothing_of_measuring_and_a_recomputation_that_writes_elsewhere_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, features = network(), list[torch.Tensor]()
+    model[1].register_forward_hook(lambda layer, given, made: features.append(made))
+    planned = at_least(model)
+    assert not features
+    with caplog.at_level(logging.WARNING, "rotor_py"):
+        square(planned(batch())).backward()
+    assert logged(caplog, "writes_elsewhere")[0].subject == "1"
+
+
+def test_every_setting_that_chooses_kernels_can_be_set_to_what_it_is() -> None:
+    for each in kernel_settings():
+        before = each.get()
+        each.set(before)
+        assert each.get() == before
+
+
+def test_a_step_leaves_everything_as_the_user_left_it() -> None:
+    model = network()
+    planned = at_least(model)
+    with contextlib.ExitStack() as changed:
+        for name in ("an attribute", "a hook", "an object", "a global", "a context variable", "a dtype"):
+            changed.enter_context(WORLDS[name](model))
+        output = planned(batch().float())
+    before = copy.copy(vars(model[1])), dict(model[1]._modules), SCALE, GATE.get(), torch.get_default_dtype()
+    square(output).backward()
+    assert before == (vars(model[1]), model[1]._modules, SCALE, GATE.get(), torch.get_default_dtype())
