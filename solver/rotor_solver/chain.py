@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
-from rotor_solver.described_error import InvalidValueError
+from rotor_solver.described_error import InvalidValueError, check_type, listed
 
 LARGEST_SIZE = 2**50  # Bytes. Larger sizes are refused, so that sums of sizes are exact everywhere.
+_LONGEST_TIME = 1e100  # Seconds. Longer times are refused, so that no sum of times is infinite.
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,13 @@ class Stage:
 
 def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
     """Return the stage with sizes as ints and times as floats. Raises ValueError, naming `where`, unless possible."""
-    if not stage.options:
+    given = listed(stage.options, f"options of {where}")
+    if not given:
         raise InvalidValueError(
             f"{where} has no options; a stage needs at least one way to run", kind="no_options", name=where
         )
-    options = tuple(_checked_option(option, where, incoming) for option in stage.options)
+    options = tuple(_checked_option(option, where, incoming) for option in given)
+    activation = checked_size(stage.activation, f"activation of {where}")
     nograd_time = None if stage.nograd_time is None else checked_seconds(stage.nograd_time, f"nograd_time of {where}")
     skipped_output_time = checked_seconds(stage.skipped_output_time, f"skipped_output_time of {where}")
     for forward in (*(option.forward_time for option in options), *([] if nograd_time is None else [nograd_time])):
@@ -108,7 +111,7 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
             )
     return replace(
         stage,
-        activation=checked_size(stage.activation, f"activation of {where}"),
+        activation=activation,
         options=options,
         nograd_time=nograd_time,
         nograd_temp=None if stage.nograd_temp is None else checked_size(stage.nograd_temp, f"nograd_temp of {where}"),
@@ -117,13 +120,14 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
         output_released=checked_size(
             stage.output_released,
             f"output_released of {where}",
-            most=min(stage.activation, *(option.saved for option in stage.options)),
+            most=min(activation, *(option.saved for option in options)),
         ),
         skipped_output_time=skipped_output_time,
     )
 
 
 def _checked_option(option: Option, where: str, incoming: int) -> Option:
+    check_type(option, Option, f"option of {where}", "pass Option(forward_time, backward_time, saved)")
     replay = option.replay_temp
     return replace(
         option,
@@ -141,7 +145,7 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
 def checked_seconds(value: Any, what: str) -> float:
     """Return `value` as a float. Raises ValueError, naming `what`, unless it is finite and at least 0."""
     number = _number(value)
-    if number is None or not math.isfinite(number) or number < 0:
+    if number is None or not 0 <= number <= _LONGEST_TIME:
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a finite number of seconds, zero or more", kind="not_seconds", name=what
         )
@@ -151,7 +155,7 @@ def checked_seconds(value: Any, what: str) -> float:
 def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE) -> int:
     """Return `value` as an int. Raises ValueError, naming `what`, unless it is an integer from `least` to `most`."""
     number = _number(value)
-    if number is None or not math.isfinite(number) or number != int(number):
+    if number is None or not -math.inf < number < math.inf or number != int(number):
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a whole number of bytes", kind="not_bytes", name=what
         )
@@ -171,6 +175,11 @@ def _number(value: Any) -> Any:
     """Return `value` if it is a real number (NumPy scalars included), else None."""
     # bool is an int in Python, but never meant as bytes or seconds.
     return None if isinstance(value, bool) or not isinstance(value, Real) else value
+
+
+def check_chain(chain: Any) -> None:
+    """Raise InvalidTypeError unless `chain` is a chain."""
+    check_type(chain, Chain, "chain", "build one by Chain.from_arrays(…)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +207,8 @@ class Chain:
         set_field(self, "loss_temp", checked_size(self.loss_temp, "loss_temp"))
         set_field(self, "output_held", bool(self.output_held))
         stages: list[Stage] = []
-        for index, stage in enumerate(self.stages):
+        for index, stage in enumerate(listed(self.stages, "stages")):
+            check_type(stage, Stage, f"stage {index}", "pass Stage(activation, (Option(…), …))")
             incoming = stages[-1].activation if stages else self.input_bytes
             stages.append(checked_stage(stage, f"stage {index}" + (f" ({stage.name})" if stage.name else ""), incoming))
         left = 0  # by the backwards so far
@@ -239,20 +249,20 @@ class Chain:
         memory that stage i keeps for its backward. Raises ValueError if a list has another length, or for values that
         `Chain` refuses.
         """
-        forward = list(forward_time)
+        forward = listed(forward_time, "forward_time")
         length = len(forward)
 
         def column(values: Iterable[Any] | None, name: str, *, extra: int = 0, default: Any = None) -> list[Any]:
-            listed = [default] * length if values is None else list(values)
-            if len(listed) != length + extra:
+            entries = [default] * (length + extra) if values is None else listed(values, name)
+            if len(entries) != length + extra:
                 raise InvalidValueError(
-                    f"{name} must have {length + extra} entries for {length} forward times, got {len(listed)}",
+                    f"{name} must have {length + extra} entries for {length} forward times, got {len(entries)}",
                     kind="wrong_length",
                     name=name,
-                    got=len(listed),
+                    got=len(entries),
                     needs=length + extra,
                 )
-            return listed
+            return entries
 
         backward = column(backward_time, "backward_time", extra=1)
         backward_temps = column(backward_temp, "backward_temp", extra=1)

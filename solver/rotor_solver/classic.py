@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.chain import Chain
-from rotor_solver.described_error import InvalidValueError, check_count, check_fits
+from rotor_solver.chain import Chain, check_chain
+from rotor_solver.described_error import InvalidValueError, check_count, check_fits, whole_bytes
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of, operations_of
 from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from
 from rotor_solver.sequence import Sequence
@@ -145,7 +145,7 @@ def _all_but_last_again(chain: Chain, segments: list[range], name: str) -> Seque
 
 
 def _fastest_fitting(chain: Chain, mem_limit: int, schedules: list[Sequence]) -> Sequence:
-    results = [simulate(chain, each) for each in schedules]
+    results, mem_limit = [simulate(chain, each) for each in schedules], whole_bytes(mem_limit)
     fitting = [number for number, result in enumerate(results) if result.peak <= mem_limit]
     check_fits(f"{schedules[0].algorithm} needs", min(result.peak for result in results), mem_limit)
     return schedules[min(fitting, key=lambda number: (results[number].makespan, results[number].peak))]
@@ -182,6 +182,8 @@ class GriewankHeterogeneous:
 
         Exact if all sizes are multiples of a slot. Raises InfeasibleError if there is none, with the exact least limit.
         """
+        check_chain(chain)
+        mem_limit = whole_bytes(mem_limit)
         fastest = (
             replace(
                 stage,

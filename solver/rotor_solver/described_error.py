@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 Field = int | float | str
@@ -53,28 +54,70 @@ class InvalidStateError(DescribedError, RuntimeError):
     """A call at a time or in a state in which it cannot work."""
 
 
+def whole_bytes(mem_limit: Any) -> int:
+    """Return a limit in whole bytes, rounded down. Raises ValueError unless it is a finite number."""
+    if not _is_number(mem_limit) or not -math.inf < mem_limit < math.inf:
+        raise InvalidValueError(
+            f"mem_limit is {mem_limit!r}; it has to be a number of bytes", kind="not_bytes", name="mem_limit"
+        )
+    limit: int = math.floor(mem_limit)
+    return limit
+
+
 def bytes_of_limit(mem_limit: Any) -> int:
     """Return a limit in whole bytes, rounded down. Raises ValueError unless it is a finite number, at least 0."""
-    # bool is an int in Python, but never meant as bytes.
-    if isinstance(mem_limit, bool) or not isinstance(mem_limit, int):
-        if not isinstance(mem_limit, float) or not math.isfinite(mem_limit):
-            raise InvalidValueError(
-                f"mem_limit is {mem_limit!r}; it has to be a number of bytes", kind="not_bytes", name="mem_limit"
-            )
-        mem_limit = math.floor(mem_limit)
-    if mem_limit < 0:
+    limit = whole_bytes(mem_limit)
+    if limit < 0:
         raise InvalidValueError(
-            f"mem_limit must be zero bytes or more, got {mem_limit}", kind="negative", name="mem_limit", got=mem_limit
+            f"mem_limit must be zero bytes or more, got {limit}", kind="negative", name="mem_limit", got=limit
         )
-    return int(mem_limit)
+    return limit
 
 
 def check_count(value: Any, name: str) -> None:
     """Raise ValueError unless `value` is a whole number, at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not _is_number(value, Integral) or value < 1:
         raise InvalidValueError(
             f"{name} is {value!r}; it has to be a whole number, one or more", kind="not_a_count", name=name
         )
+
+
+def check_work(value: Any) -> None:
+    """Raise ValueError unless `value` is a number, at least 0; it may be infinite."""
+    if not _is_number(value) or not value >= 0:
+        raise InvalidValueError(
+            f"work is {value!r}; it has to be a number of pairs of slots, zero or more", kind="not_work", name="work"
+        )
+
+
+def _is_number(value: Any, kind: type = Real) -> bool:
+    # bool is an int in Python, but never meant as a number here.
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def check_type(value: Any, wanted: type, name: str, remedy: str) -> None:
+    """Raise InvalidTypeError, with the `remedy` at its end, unless `value` is of the type `wanted`."""
+    if not isinstance(value, wanted):
+        raise _wrong_type(value, wanted.__name__, name, remedy)
+
+
+def listed(values: Any, name: str) -> list[Any]:
+    """Return the items of `values`. Raises InvalidTypeError unless it can be iterated over, and is no text."""
+    try:
+        found = None if isinstance(values, str | bytes) else list(values)
+    except TypeError:
+        found = None
+    if found is None:
+        raise _wrong_type(values, "list", name, "pass its entries in order")
+    return found
+
+
+def _wrong_type(value: Any, wanted: str, name: str, remedy: str) -> InvalidTypeError:
+    got, text = type(value).__name__, repr(value)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return InvalidTypeError(
+        f"{name} must be of type {wanted}, got {text} of type {got}; {remedy}", kind="wrong_type", name=name, got=got
+    )
 
 
 class InfeasibleError(DescribedError, ValueError, RuntimeError):

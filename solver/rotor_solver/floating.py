@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_count, check_fits
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, check_count, check_fits, whole_bytes
 from rotor_solver.least_memory import Costs, Floats, costs_of
 from rotor_solver.persistent.recurrence import Persistent
 from rotor_solver.segments import store_all
@@ -67,7 +67,7 @@ class Floating:
         least limit, which may be below the least of memory-persistent sequences. Raises ValueError if the chain is so
         long that its first table is too large.
         """
-        stored, length = store_all(chain), len(chain)
+        stored, length, mem_limit = store_all(chain), len(chain), whole_bytes(mem_limit)
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
         width = min(self.slots, mem_limit) + 1

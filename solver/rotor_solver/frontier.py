@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count
+from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count, listed
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent, common_divisor, parts_of, solved, units
 from rotor_solver.persistent.table import Table
@@ -116,7 +116,10 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     needs = (costs.forward_need, costs.backward_need, costs.check_need, costs.base, np.array([costs.loss_need]))
     divisor = common_divisor(costs.activation, costs.taken, costs.released, *needs)
     tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots, divisor)
-    asked = [least, *_steps(tables, slots), whole.peak] if limits is None else map(bytes_of_limit, limits)
+    if limits is None:
+        asked = [least, *_steps(tables, slots), whole.peak]
+    else:
+        asked = [*map(bytes_of_limit, listed(limits, "limits"))]
     found: list[_Step] = []
     proven: dict[int, float] = {}
     tried, progress = sorted(set(asked)), watcher()

@@ -297,7 +297,7 @@ _SHARES = (0.6, 0.8, 0.9, 1.1, 1.25, 1.6)
 
 def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[Candidate]:
     """Yield plans for one of `forwards` forwards, with more and less room for the running one."""
-    solver = Persistent(slots)
+    solver = Persistent(slots, work=0)  # many solves, of which one is used
     least = least_in_flight_sequence(chain, forwards, slots=slots)
     yield Footprint.of(chain, least), least
     seconds: dict[int, float] = {}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rotor_solver.chain import Chain
+from rotor_solver.chain import Chain, check_chain
 from rotor_solver.jit_policy import kernels_for
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
@@ -55,6 +55,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(chain: Chain) -> Costs:
+    check_chain(chain)
     length = len(chain)
     activation = np.array(chain.activation, np.int64)
     gradient = np.array(chain.gradient, np.int64)

@@ -175,7 +175,7 @@ class _Search:
         limit, found, known = self.limit - room, list[tuple[float, float]](), list[tuple[int, float]]()
         # A bound for a lower limit certifies nothing, nor does one for fewer moves.
         certifies = room == 0 and chain is self.chain
-        program = Persistent(self.slots, THOROUGH if certifies else BRIEF)
+        program = Persistent(self.slots, THOROUGH if certifies else BRIEF, work=0)
         with suppress(InfeasibleError):
             known.append(self.offer(program.solve(chain, limit)))
         prices = [part * self.link.seconds_per_byte for part in _ENDS]

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 
-from rotor_solver.chain import Chain
-from rotor_solver.described_error import check_fits
+from rotor_solver.chain import Chain, check_chain
+from rotor_solver.described_error import check_fits, whole_bytes
 from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
@@ -35,6 +35,7 @@ def recompute_segments(forwards: Iterable[ForwardEnable], again: Iterable[range]
 
 def fastest_forwards(chain: Chain) -> list[ForwardEnable]:
     """Return each stage's forward with a graph, by its fastest option."""
+    check_chain(chain)
     return [ForwardEnable(i, stage.fastest_option) for i, stage in enumerate(chain)]
 
 
@@ -71,7 +72,8 @@ def least_sequence(costs: Costs, least: Ints) -> Sequence:
 
 def min_bytes(chain: Chain) -> int:
     """Return the least limit in bytes with a memory-persistent sequence, a_0 counted. It is exact."""
-    return chain.input_bytes + int(least_memory(costs_of(chain))[0, 0, len(chain)])
+    costs = costs_of(chain)
+    return chain.input_bytes + int(least_memory(costs)[0, 0, len(chain)])
 
 
 class StoreAll:
@@ -95,5 +97,5 @@ class RecomputeAll:
 
 
 def _within(chain: Chain, mem_limit: int, sequence: Sequence, what: str) -> Sequence:
-    check_fits(f"{what} needs", simulate(chain, sequence).peak, mem_limit)
+    check_fits(f"{what} needs", simulate(chain, sequence).peak, whole_bytes(mem_limit))
     return sequence

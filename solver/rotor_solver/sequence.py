@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import overload
 
-from rotor_solver.described_error import InvalidValueError
+from rotor_solver.described_error import InvalidValueError, check_type, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class Sequence(collections.abc.Sequence[Operation]):
         beside: Iterable[Sequence] = (),
         moves: Moves | None = None,
     ) -> None:
-        object.__setattr__(self, "operations", tuple(operations))
+        object.__setattr__(self, "operations", tuple(listed(operations, "operations")))
         object.__setattr__(self, "beside", tuple(beside))
         object.__setattr__(self, "moves", moves)
         object.__setattr__(self, "algorithm", algorithm)
@@ -141,6 +141,7 @@ class Sequence(collections.abc.Sequence[Operation]):
     @classmethod
     def parse(cls, text: str) -> Sequence:
         """Parse the output of `str`, with or without brackets. Raises ValueError naming the token it cannot read."""
+        check_type(text, str, "text", "pass the output of str(sequence)")
         inside = text.strip().removeprefix("[").removesuffix("]").strip()
         tokens = [token.strip() for token in inside.split(",")] if inside else []
         return cls(_operation(position, token) for position, token in enumerate(tokens))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from rotor_solver.chain import Chain, Option
+from rotor_solver.chain import Chain, Option, check_chain
 from rotor_solver.described_error import InvalidValueError
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 
@@ -32,12 +32,12 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
     """
     machine = Machine(chain, sequence)
     during, after = [], []
-    for position in range(len(sequence)):
+    for position in range(len(machine.sequence)):
         during.append(machine.run(position))
         after.append(machine.held)
     if 0 not in machine.deltas:
         raise InvalidValueError(
-            f"the sequence of {len(sequence)} operations ends before the gradient of the input, δ_0, is known",
+            f"the sequence of {len(machine.sequence)} operations ends before the gradient of the input, δ_0, is known",
             kind="incomplete_sequence",
         )
     return Simulation(machine.seconds, max([chain.input_bytes, *during]), tuple(during), tuple(after))
@@ -65,6 +65,8 @@ class Machine:
     """The contents of memory while `sequence` runs, and their size `held` in bytes; `lost` once the loss has run."""
 
     def __init__(self, chain: Chain, sequence: Sequence) -> None:
+        check_chain(chain)
+        sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
         self.chain, self.sequence, self.activation = chain, sequence, chain.activation
         self.skipped = skipped_outputs(sequence)
         self.held, self.seconds, self.lost, self.position = 0, 0.0, False, 0
@@ -90,7 +92,7 @@ class Machine:
         if isinstance(operation, Loss):
             return self._loss()
         stage = operation.stage
-        if not 0 <= stage < len(self.chain):
+        if not isinstance(stage, int) or not 0 <= stage < len(self.chain):
             self._refuse(
                 f"is about a stage that is not there: the chain has {len(self.chain)}", "no_such_stage", stage=stage
             )
@@ -125,7 +127,7 @@ class Machine:
         if stage + 1 in self.attached:
             self._refuse(f"would make ā_{stage + 1}, which is in memory already", "saved_twice", stage=stage)
         options = self.chain.stages[stage].options
-        if option >= len(options):
+        if not 0 <= option < len(options):
             text = f"uses option {option} of a stage that has {len(options)}"
             self._refuse(text, "no_such_option", stage=stage, option=option)
         most = self.held + options[option].kept + options[option].forward_temp

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
-from rotor_solver.chain import Chain
+from rotor_solver.chain import Chain, check_chain
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt
-from rotor_solver.described_error import InvalidValueError, bytes_of_limit, check_count
+from rotor_solver.described_error import InvalidValueError, bytes_of_limit, check_count, check_type
 from rotor_solver.floating import Floating
 from rotor_solver.persistent import Persistent
+from rotor_solver.persistent.recurrence import WORK
 from rotor_solver.segments import RecomputeAll, StoreAll
 from rotor_solver.sequence import Sequence
 
@@ -42,14 +44,18 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
 """All algorithms by name; each takes a number of slots."""
 
 
-def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500) -> Sequence:
+def solve(
+    chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500, work: float = WORK
+) -> Sequence:
     """Find a sequence for `chain` within `mem_limit` bytes, a_0 counted.
 
     `algorithm` is a name in `ALGORITHMS`, or an object with the interface `Algorithm`. Algorithms that divide memory
-    into slots use at least `slots`. Raises InfeasibleError if nothing fits; its `min_bytes` is the least limit at which
-    the algorithm works. Raises ValueError if the limit is not a number of bytes, if the algorithm is unknown or cannot
-    take the chain, or if `slots` < 1.
+    into slots use at least `slots`; `work` is that of `Persistent`. Raises InfeasibleError if nothing fits; its
+    `min_bytes` is the least limit at which the algorithm works. Raises ValueError if the limit is not a number of
+    bytes, if the algorithm is unknown or cannot take the chain, or if `slots` < 1 or `work` < 0; InvalidTypeError if
+    the chain or the algorithm is something else.
     """
+    check_chain(chain)
     limit = bytes_of_limit(mem_limit)
     check_count(slots, "slots")
     if isinstance(algorithm, str):
@@ -60,4 +66,8 @@ def solve(chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persiste
                 name="algorithm",
             )
         algorithm = ALGORITHMS[algorithm](slots)
+        if isinstance(algorithm, Persistent):
+            algorithm = replace(algorithm, work=work)
+    elif not callable(getattr(algorithm, "solve", None)) or isinstance(algorithm, type):
+        check_type(algorithm, str, "algorithm", f"use one of {', '.join(ALGORITHMS)}")
     return algorithm.solve(chain, limit)

@@ -13,17 +13,20 @@ from hypothesis import strategies as st
 
 from benchmarks.published import published_plan
 from rotor_solver import (
+    ALGORITHMS,
     Backward,
     Chain,
     ForwardCheck,
     ForwardEnable,
     ForwardNograd,
     InfeasibleError,
+    InvalidTypeError,
     Loss,
     Option,
     Persistent,
     Sequence,
     Stage,
+    frontier,
     min_bytes,
     recompute_all,
     simulate,
@@ -111,11 +114,48 @@ def test_algorithms_by_name_and_as_objects() -> None:
         (10, {"slots": 0}, "not_a_count", "slots"),
         (10, {"slots": 2.5}, "not_a_count", "slots"),
         (10, {"algorithm": "best"}, "unknown_value", "algorithm"),
+        (10, {"work": "a second"}, "not_work", "work"),
     ],
 )
 def test_bad_questions_are_refused_in_words(limit, options, kind: str, name: str) -> None:
     with raises(ValueError, kind, name=name):
         solve(unit_chain(3), limit, **options)
+
+
+STAGE = Stage(1, (Option(1, 1, 1),))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: solve([STAGE], 5), "chain"),
+        (lambda: min_bytes(None), "chain"),
+        (lambda: simulate(str, store_all(unit_chain(1))), "chain"),
+        (lambda: solve(unit_chain(2), 5, 7), "algorithm"),
+        (lambda: solve(unit_chain(2), 5, Persistent), "algorithm"),
+        (lambda: Persistent(effort=3), "effort"),
+        (lambda: Chain(None, 1), "stages"),
+        (lambda: Chain((STAGE, 3), 1), "stage 1"),
+        (lambda: Chain((Stage(1, STAGE.options[0], name="conv"),), 1), "options of stage 0 (conv)"),
+        (lambda: Chain((Stage(1, (None,)),), 1), "option of stage 0"),
+        (lambda: Chain.from_arrays(**GOOD | {"saved": 7}), "saved"),
+        (lambda: Chain.from_arrays(**GOOD | {"forward_time": np.array(1.0)}), "forward_time"),
+        (lambda: frontier(unit_chain(2), 5), "limits"),
+        (lambda: simulate(unit_chain(1), None), "operations"),
+        (lambda: Sequence.parse(None), "text"),
+    ],
+)
+def test_wrong_types_are_refused_in_words(call, name: str) -> None:
+    with raises(InvalidTypeError, "wrong_type", name=name):
+        call()
+
+
+def test_numbers_of_other_types_are_taken_as_numbers() -> None:
+    plan = solve(unit_chain(9), 6, slots=7)
+    assert solve(unit_chain(9), np.float32(6.5), slots=np.int64(7)) == plan == Persistent(7).solve(unit_chain(9), 6.5)
+    for algorithm in ALGORITHMS.values():
+        with raises(ValueError, "not_bytes", name="mem_limit"):
+            algorithm(5).solve(unit_chain(3), "4GB")
 
 
 def run(script: str, **variables: str) -> str:
@@ -168,6 +208,9 @@ def test_arrays_go_in_and_come_out_as_plain_numbers() -> None:
         ("input_released", [0, 21], "out_of_range", "input_released of stage 1"),
         ("output_released", [0, 31], "out_of_range", "output_released of stage 1"),
         ("saved", [1], "wrong_length", "saved"),
+        ("saved", None, "not_bytes", "saved of stage 0"),
+        ("saved", [1, 10**400], "out_of_range", "saved of stage 1"),
+        ("forward_time", [1.0, 10**400], "not_seconds", "forward_time of stage 1"),
     ],
 )
 def test_bad_values_and_stages_without_an_option_are_named(name, values, kind: str, where: str) -> None:

@@ -19,7 +19,7 @@ from functools import cache, partial
 import numpy as np
 
 from rotor_solver.chain import Chain, Option, Stage
-from rotor_solver.described_error import InfeasibleError, check_count, check_fits
+from rotor_solver.described_error import InfeasibleError, check_count, check_fits, check_type, check_work, whole_bytes
 from rotor_solver.least_memory import Costs, Ints, costs_of
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.table import Table
@@ -133,7 +133,7 @@ _RESOLUTION = 2
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """When to stop: once the gap is at most `close`, or if the next table would be too large.
+    """When to stop: once the gap is at most `close` and further tables too large for `work`, or if all are too large.
 
     A table is too large if it visits more `pairs` of slots, or has more than so many `numbers`, of eight bytes each.
     """
@@ -149,6 +149,9 @@ class Effort:
 # Chosen, not measured. A gap of half a percent is below the error of measured stage times. One core visits about 2e9
 # pairs in a second (500 stages): a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
+# Pairs of slots to visit once the gap is `close`: about a second of one core. Counted, so that no plan depends on load.
+WORK = 2e9
+_NO_GAP = 1e-9  # Bounds are certified up to rounding errors of sums
 _HASTY = Effort(close=0.01, pairs=3e9, numbers=2**26)
 BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 
@@ -157,26 +160,30 @@ BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 class Persistent:
     """The program of this module, with memory divided into at least `slots`, and no more than `effort`.
 
-    Raises ValueError if `slots` < 1.
+    Once the gap is at most `effort.close`, it visits up to `work` more pairs of slots to close it. Raises ValueError if
+    `slots` < 1 or `work` < 0.
     """
 
     slots: int = 500
     effort: Effort = THOROUGH
+    work: float = WORK
 
     name = "persistent"
 
     def __post_init__(self) -> None:
         check_count(self.slots, "slots")
+        check_type(self.effort, Effort, "effort", "leave it out")
+        check_work(self.work)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
 
         Raises InfeasibleError if there is none, with the exact least limit.
         """
-        stored = store_all(chain)
+        stored, mem_limit = store_all(chain), whole_bytes(mem_limit)
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
-        best = solved(chain, mem_limit, self.slots, self.effort)
+        best = solved(chain, mem_limit, self.slots, self.effort, self.work)
         assert simulate(chain, best.sequence).peak <= mem_limit
         # A bound above the time of a real sequence could only be rounding.
         return Sequence(best.sequence, self.name, min(best.bound, best.makespan))
@@ -212,22 +219,29 @@ class Best:
         return self.makespan / self.bound - 1 if self.bound else (0.0 if self.makespan == 0 else math.inf)
 
 
-def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
-    """Return the best sequence found with at most `effort`. Raises InfeasibleError if none fits within `mem_limit`."""
+def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float = 0.0) -> Best:
+    """Return the best sequence found with at most `effort`, and `work` after that (`Persistent`).
+
+    Raises InfeasibleError if none fits within `mem_limit`.
+    """
     problem, room = Problem(chain), mem_limit - chain.input_bytes
     check_fits("the chain needs", chain.input_bytes + problem.needed, mem_limit)
     best = Best(problem)
     _begin(best, mem_limit)
     if best.makespan == math.inf:  # always fits: a table needs a time to improve on
         best.offer(problem.least_sequence())
-    windows, last = None, 0
+    windows, last, spent = None, 0, 0.0
     for unit, exact, spacing in levels(problem, room, slots):
-        if best.gap <= effort.close or best.overhead == 0:
+        if best.gap <= _NO_GAP or best.overhead == 0:
             break
         make = partial(Table, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
         table = make(unit=unit, exact=exact)
         excess = effort.excess(table)
-        if excess > 1:
+        if best.gap <= effort.close:
+            spent += table.work
+            if excess > 1 or spent > work:
+                break
+        elif excess > 1:
             # Windows make a finer table cheap. One that is no finer adds nothing to the table that they come from.
             coarser = math.ceil(unit * excess * _MARGIN)
             if windows is not None and coarser > last:
@@ -236,7 +250,7 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort) -> Best:
         table.fill()
         best.improve(table)
         last = table.grid.unit
-        if best.gap > effort.close:
+        if best.gap > _NO_GAP:
             windows = table.windows(best.overhead)
     return best
 

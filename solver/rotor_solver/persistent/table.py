@@ -36,6 +36,8 @@ _CUT = 1.001
 _BLENDS = (0.5, 0.0, 1.0)
 _FEW = 0.25  # Rows are shared if at most this part of them differ. Not measured; a wrong value only costs time.
 _LOOKED_AT = 0.25  # The part of all pairs of slots that a table visits, roughly. Not measured; steers table sizes.
+# The work of laying out a row and of allocating a number, in pairs of slots. Measured roughly, 200 to 500 stages.
+_PER_ROW, _PER_NUMBER = 4e3, 100.0
 # Seconds of plain Python for a row, for a checkpoint of it, and for a pair of slots. Measured, 20 to 100 stages.
 _ROW, _CHECKPOINT, _PAIR = 1.2e-5, 4.5e-6, 1.5e-9
 
@@ -81,8 +83,9 @@ class Table:
         useful = np.cumsum((grid.row >= 0) & (rows.begin[grid.row] < grid.width), axis=1)
         numbers, checkpoints = np.maximum(0, rows.high - rows.begin), useful[nodes_of(grid), grid.last] - 1
         # [rows] pairs of slots, if every checkpoint is of use to every row; less where rows are shared.
-        self.work = part * numbers * checkpoints
-        self.guess = _LOOKED_AT * float(np.sum(self.work))  # Pairs of slots to visit
+        self.most = part * numbers * checkpoints
+        self.guess = _LOOKED_AT * float(np.sum(self.most))  # Pairs of slots to visit
+        self.work = self.guess + _PER_ROW * len(owner) + _PER_NUMBER * size  # The whole table, in pairs of slots
         checkpoints_in_all = float(np.sum(checkpoints[numbers > 0]))
         self.plain_seconds = part * (_ROW * len(owner) + _CHECKPOINT * checkpoints_in_all) + _PAIR * self.guess
         self.problem, self.room, self.scale = problem, room, scale
@@ -113,7 +116,7 @@ class Table:
             yield 0, length
             return
         distance = grid.last - grid.place[nodes_of(grid)]
-        work = np.bincount(distance[: grid.tail], self.work[: grid.tail], minlength=length).astype(np.int64)
+        work = np.bincount(distance[: grid.tail], self.most[: grid.tail], minlength=length).astype(np.int64)
         total, what = int(work.sum()), f"{length} stages, {grid.width} slots"
         progress(0, total, what)
         begin = done = told = 0

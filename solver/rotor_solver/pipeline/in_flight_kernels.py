@@ -59,6 +59,7 @@ def fill(table: Any) -> None:
     """again[state, i, l, m] for l < L: seconds for the interval after the loss in m slots. [2, L, L, width] of inf."""
     again, costs, taken, activation, unit, offset = table
     length, width = len(costs.activation) - 1, again.shape[3]
+    none = int(np.int64(0))  # Numba would compile a second version for a literal
     for distance in range(length):
         for i in range(length - distance):
             last = i + distance
@@ -78,7 +79,7 @@ def fill(table: Any) -> None:
                 for j in range(i + 1, last + 1):
                     seconds, less = costs.split[j] - costs.run[i], activation[j]
                     need = max(less, slot_of(costs.base[last] + costs.check_need[i, j], unit, offset))
-                    lower_by_both(row, need, again[0, j, last], less, again[state, i, j - 1], 0, seconds)
+                    lower_by_both(row, need, again[0, j, last], less, again[state, i, j - 1], none, seconds)
 
 
 @compiled()

@@ -3,6 +3,7 @@
 import inspect
 import math
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotor_solver import Chain, Option, Persistent, Stage, min_bytes, recompute_all, simulate, solve, store_all
+from benchmarks import chains as benchmarks
+from rotor_solver import (
+    Chain,
+    Option,
+    Persistent,
+    Stage,
+    frontier,
+    min_bytes,
+    recompute_all,
+    simulate,
+    solve,
+    store_all,
+)
 from rotor_solver.persistent import table_kernels
 from rotor_solver.persistent.layout import Problem, Spacing, nodes_of
 from rotor_solver.persistent.recurrence import Effort, coarse_chain, fine_sequence, optimum
@@ -267,6 +280,30 @@ RUNS = Chain(tuple(stage for stage in random_chain(3, seed=4).stages for _ in ra
 def test_the_certified_gap_is_below_half_a_percent(chain: Chain, fraction: float) -> None:
     limit = limit_between(chain, fraction)
     assert makespan(Persistent(), chain, limit) <= solve(chain, limit).lower_bound * 1.005
+
+
+@pytest.mark.parametrize(("seed", "fraction"), [(0, 0.3), (6, 0.5)])
+def test_no_gap_is_left_where_the_work_suffices(seed: int, fraction: float) -> None:
+    rng, length = np.random.default_rng(seed), 100
+    sizes = rng.integers(1, 10, length + 1)
+    times = rng.integers(1, 10, length), rng.integers(1, 20, length + 1)
+    scratch = [0] * length, [0] * (length + 1)
+    chain = Chain.from_arrays(*times, sizes, sizes[1:] + rng.integers(0, 12, length), *scratch)
+    limit = limit_between(chain, fraction)
+    plan = solve(chain, limit, slots=limit)
+    best = simulate(chain, plan).makespan
+    assert plan.lower_bound == pytest.approx(best, rel=1e-9)
+    assert makespan(Persistent(limit, work=0), chain, limit) > best
+
+
+def test_more_memory_is_never_slower() -> None:
+    chain = benchmarks.random_chain(32, 13)
+    limits = [limit_between(chain, each / 40) for each in range(30, 40)]
+    for work, slower in ((0, True), (1e8, False)):
+        seconds = [makespan(Persistent(work=work), chain, limit) for limit in limits]
+        assert any(after > before * (1 + 1e-12) for before, after in pairwise(seconds)) == slower
+    found = frontier(chain, limits, slots=20).makespans
+    assert list(found) == sorted(found, reverse=True)
 
 
 @pytest.mark.parametrize(("period", "fraction", "gradient"), [(1, 0.02, 0), (3, 0.5, 0), (3, 0.02, 10**7)])
