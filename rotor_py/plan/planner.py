@@ -121,9 +121,8 @@ class Planner:
         self.wait_for_optimizers()
 
     def wait_for_optimizers(self) -> None:
-        """Detect the optimizers that train the model (event 6), unless the user has named one."""
-        if self.settings.optimizer is None:
-            wait_for_optimizers(self.plans)
+        """Detect the optimizers that train the model (event 6), and those that step without a planned forward."""
+        wait_for_optimizers(self.plans)
         if self.settings.step_in_backward is not None:
             self._stepper = Stepper(self.model, self.settings.step_in_backward)
 
@@ -253,6 +252,7 @@ class Planner:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, second: bool) -> Any:
         """Run a forward, or the `second` one in a region that the caller recomputes, which observers ignore."""
         model, stepper = self.model, None if second else self._stepper
+        model.note_planned()
         if stepper is not None:
             stepper.take_consumed_away()
         value = self._input_of(args, kwargs)

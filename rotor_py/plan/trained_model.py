@@ -49,6 +49,10 @@ Weak on both sides: neither a model nor an optimizer may live longer for being t
 """
 
 
+_planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Of each `core`, of which several planners may plan the steps."""
+
+
 class TrainedModel:
     """The module that is called (`whole`), and `core`, its part inside DDP and compile wrappers that is cut."""
 
@@ -61,6 +65,14 @@ class TrainedModel:
         self.holds_outputs = False
         # the parameters that are stepped in the backward, and the optimizer's parameters at that time
         self._stepped: tuple[object, SteppedParameters] | None = None
+
+    @property
+    def planned(self) -> int:
+        """How often a forward by plan has begun, or a backward through one."""
+        return _planned.get(self.core, 0)
+
+    def note_planned(self) -> None:
+        _planned[self.core] = self.planned + 1
 
     @property
     def group(self) -> ProcessGroup | None:

@@ -5,6 +5,7 @@ import gc
 import logging
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -214,3 +215,56 @@ def test_optimizers_with_attributes_of_their_own_count_and_step_nothing_before_t
         assert not unknown.state
     words = nn.Embedding(100, 8, sparse=True)
     assert optimizer_cost(torch.optim.SparseAdam(words.parameters())).state_bytes == 2 * words.weight.nbytes
+
+
+class Flow(nn.Module):
+    """Trains by `log_prob`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * 2
+
+    def log_prob(self, x: torch.Tensor) -> torch.Tensor:
+        return -square(self.body(x))
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_training_that_calls_another_method_than_the_model_is_told_of_once(declared: bool, caplog) -> None:
+    model = Flow()
+    optimizer, other = torch.optim.SGD(model.parameters(), 0.1), network()
+    planned = Checkpointable(model, mem_limit="1GB", optimizer=optimizer if declared else None)
+    for _ in range(2):
+        square(other(batch())).backward()
+        torch.optim.SGD(other.parameters(), 0.1).step()
+        optimizer.step()  # without gradients there is nothing to tell
+    for number in range(3):
+        (-planned.log_prob(batch())).backward()
+        optimizer.step()
+        assert len(logged(caplog, "plan_not_followed", name="Flow")) == 1, number
+    caplog.clear()
+    model.body = Checkpointable(model.body, mem_limit="1GB")  # as the line says
+    for _ in range(2):
+        (-planned.log_prob(batch())).backward()
+        optimizer.step()
+    assert logged(caplog, "plan_not_followed") == []
+
+
+def test_optimizers_that_share_a_planned_forward_follow_its_plan_and_so_does_one_that_calls_it(caplog) -> None:
+    planned = unplanned()
+    parts = list(planned.parameters())
+    first, second = torch.optim.SGD(parts[:4], 0.1), torch.optim.SGD(parts[4:], 0.1)
+
+    def closure() -> torch.Tensor:
+        value = square(planned(batch()))
+        value.backward()
+        return value
+
+    for _ in range(2):
+        first.step(closure)
+        second.step()
+    assert logged(caplog, "plan_not_followed") == []
+    second.step()  # with the gradients of the step before
+    assert len(logged(caplog, "plan_not_followed")) == 1

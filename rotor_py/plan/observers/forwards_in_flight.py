@@ -68,6 +68,7 @@ class Forwards:
         self._flying.append(ref(flying))
 
     def _begin_backward(self, forward: ForwardInFlight, model: TrainedModel, gradient: torch.Tensor) -> None:
+        model.note_planned()
         if not (forward.used or forward.counted):
             forward.counted, flying = True, self.in_flight()
             if flying[-1] is forward:

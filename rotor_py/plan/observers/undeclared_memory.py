@@ -1,4 +1,7 @@
-"""Detect undeclared memory: optimizers that a trainer makes, at their first step, and gradients kept between steps."""
+"""Detect undeclared memory: optimizers that a trainer makes, at their first step, and gradients kept between steps.
+
+And training that follows no plan, since it calls another method than the model itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_py.errors import fields_of, record_fields
 from rotor_py.plan.step_plans import StepPlans
-from rotor_py.plan.trained_model import late_optimizers
+from rotor_py.plan.trained_model import TrainedModel, late_optimizers
 from rotor_py.units import exact_bytes
 from rotor_solver import InfeasibleError
 
@@ -25,15 +28,56 @@ _hooks: list[Any] = []
 """The one hook on all optimizers. Registered once a model waits: importing this library changes no optimizer."""
 
 
+_followed: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, int | None]] = WeakKeyDictionary()
+"""By optimizer, the model's `planned` at its last step; None if it trains another model. No entry once told."""
+
+
 def wait_for_optimizers(plans: StepPlans) -> None:
-    """Detect every optimizer that trains the model of `plans`, before its first step allocates its state."""
+    """Detect every optimizer that trains the model of `plans`, before its first step allocates its state.
+
+    Those of a model that declares its optimizer are compared with its planned forwards alone.
+    """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_about_to_step))
-    late_optimizers[plans.model] = WeakKeyDictionary()
-    _waiting.add(plans)
+    _followed[plans.model] = WeakKeyDictionary()
+    if plans.model.settings.optimizer is None:
+        late_optimizers[plans.model] = WeakKeyDictionary()
+        _waiting.add(plans)
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for model in list(_followed):
+        if model.settings.watch is not False and _passes_by(optimizer, model):
+            _warn_of_no_plan(model)
+    _detect(optimizer)
+
+
+def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool:
+    """Whether the optimizer is about to step `model` with gradients that no planned forward has led to."""
+    known, now = _followed[model], model.planned
+    before = known.get(optimizer, 0)
+    known[optimizer] = now if before is not None else None
+    if before is None or now > before:  # as in most steps
+        return False
+    own = {id(parameter) for parameter in model.core.parameters()}
+    mine = [each for group in optimizer.param_groups for each in group["params"] if id(each) in own]
+    if not mine:
+        known[optimizer] = None
+    return any(parameter.grad is not None for parameter in mine)
+
+
+def _warn_of_no_plan(model: TrainedModel) -> None:
+    del _followed[model]
+    name = type(model.core).__name__
+    _log.warning(
+        "an optimizer steps %s, and since its last step no planned forward has come: training by another method of the "
+        "model (a loss, log_prob, encode, ...) follows no plan, whatever it takes. Call the model itself, or wrap the "
+        "part that the method calls: model.body = Checkpointable(model.body, ...).",
+        name, extra=record_fields("plan_not_followed", name=name),
+    )  # fmt: skip
+
+
+def _detect(optimizer: torch.optim.Optimizer) -> None:
     waiting = [plans for plans in _waiting if optimizer not in late_optimizers[plans.model]]
     if not waiting:
         return
