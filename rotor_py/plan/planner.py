@@ -122,7 +122,7 @@ class Planner:
 
     def wait_for_optimizers(self) -> None:
         """Detect the optimizers that train the model (event 6), and those that step without a planned forward."""
-        wait_for_optimizers(self.plans)
+        wait_for_optimizers(self.plans, self._watched)
         if self.settings.step_in_backward is not None:
             self._stepper = Stepper(self.model, self.settings.step_in_backward)
 
@@ -346,13 +346,14 @@ class Planner:
         assert plan.sequence is not None
         sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
         self._watched.forward_begins(plan, value, len(flying))
+        began = torch_compat.get_sequence_nr()
         try:
             output = self._follow(sequence, plan, value, len(flying) + 1, goes_on=goes_on)
         except BaseException:
             self._watched.forward_failed()
             raise
         self._watched.forward_returned(output)
-        self._forwards.forward_returned(plan, sequence, self.model, output)
+        self._forwards.forward_returned(plan, sequence, self.model, output, began)
         if self._stepper is not None:
             self._stepper.forward_returned(output)
         return output

@@ -31,6 +31,9 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_py.units import format_bytes
 from rotor_solver import Sequence, store_all
 
+_MOST_FORMS = 32
+"""Forms of steps by a plan that are told apart. A guess: each is watched once, and models that draw lots have many."""
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -59,6 +62,9 @@ class StepPlan:
     overruns: int = 0  # number of steps over the limit
     # names of stages that could not be recomputed in an earlier step, since what they read had changed
     changed: set[str] = field(default_factory=set)
+    told_bytes: int = 0  # the largest peak of which a warning has told
+    steps: int = 0  # forwards since the plan was made that began with none in flight
+    forms: set[tuple[object, ...]] = field(default_factory=set)  # what has been seen of its steps, without a watch
     # the limit that was set when the device ran out of memory, and the reduced limit in bytes
     reduced: tuple[float | str | None, int] | None = None
     # variants of its stages, if there are several: some compiled, all compiled, all plain; `cut` is one of theirs
@@ -104,6 +110,12 @@ class StepPlan:
     @property
     def input_spec(self) -> Any:
         return None if self.spec is None else self.spec.input
+
+    def note_form(self, form: tuple[object, ...]) -> None:
+        """Have the next step watched if a step was of a form not seen before, and not watched itself."""
+        if form not in self.forms and len(self.forms) < _MOST_FORMS:
+            self.forms.add(form)
+            self.watched = None
 
     def unlimited(self, settings: Settings) -> bool:
         """Whether there is no limit: none was given, and a strategy by hand needs none."""

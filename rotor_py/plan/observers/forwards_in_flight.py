@@ -15,9 +15,9 @@ from weakref import ref
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from rotor_profiling import tensors_in
+from rotor_profiling import tensors_in, torch_compat
 from rotor_py.errors import record_fields
-from rotor_py.execute.backward_passes import goes_through, retains_graph
+from rotor_py.execute.backward_passes import current_task, goes_through, retains_graph
 from rotor_py.measure.budget import Budget
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
@@ -44,6 +44,8 @@ class ForwardInFlight:
     sequence: Sequence
     used: bool = False
     counted: bool = False  # whether its backward has been observed
+    nodes: tuple[int, int] = (0, 0)  # of autograd that the thread had made when it began, and when it returned
+    passes: tuple[int, ...] = ()  # backward passes through it, by their numbers
 
 
 class Forwards:
@@ -59,8 +61,12 @@ class Forwards:
         self._flying = [ref(each) for each in found]
         return found
 
-    def forward_returned(self, plan: StepPlan, sequence: Sequence, model: TrainedModel, output: Any) -> None:
-        flying = ForwardInFlight(plan, sequence)
+    def forward_returned(
+        self, plan: StepPlan, sequence: Sequence, model: TrainedModel, output: Any, began: int | None = None
+    ) -> None:
+        """Note a forward that has returned; `began` is the number of autograd's nodes before it."""
+        returned = torch_compat.get_sequence_nr()
+        flying = ForwardInFlight(plan, sequence, nodes=(returned if began is None else began, returned))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 # The hook belongs to the graph: if the output is dropped, the hook goes, and the forward with it.
@@ -69,6 +75,12 @@ class Forwards:
 
     def _begin_backward(self, forward: ForwardInFlight, model: TrainedModel, gradient: torch.Tensor) -> None:
         model.note_planned()
+        if current_task() not in forward.passes:
+            forward.passes += (current_task(),)
+            # What model and loss have made, which pass it is, and what it leaves to another: so a new phase shows.
+            (began, returned), now = forward.nodes, torch_compat.get_sequence_nr()
+            made = returned - began, now - returned
+            forward.plan.note_form((*made, len(forward.passes), retains_graph(), torch.is_grad_enabled()))
         if not (forward.used or forward.counted):
             forward.counted, flying = True, self.in_flight()
             if flying[-1] is forward:

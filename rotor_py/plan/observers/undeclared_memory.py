@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_py.errors import fields_of, record_fields
+from rotor_py.plan.observers.watched_steps import WatchedSteps
 from rotor_py.plan.step_plans import StepPlans
 from rotor_py.plan.trained_model import TrainedModel, late_optimizers
 from rotor_py.units import exact_bytes
@@ -29,17 +30,19 @@ _hooks: list[Any] = []
 
 
 _followed: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, int | None]] = WeakKeyDictionary()
-"""By optimizer, the model's `planned` at its last step; None if it trains another model. No entry once told."""
+"""By optimizer, the model's `planned` at its last step; None if it trains another model."""
+_watched: WeakKeyDictionary[TrainedModel, ref[WatchedSteps]] = WeakKeyDictionary()
+_told: WeakSet[TrainedModel] = WeakSet()
 
 
-def wait_for_optimizers(plans: StepPlans) -> None:
+def wait_for_optimizers(plans: StepPlans, watched: WatchedSteps) -> None:
     """Detect every optimizer that trains the model of `plans`, before its first step allocates its state.
 
     Those of a model that declares its optimizer are compared with its planned forwards alone.
     """
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_about_to_step))
-    _followed[plans.model] = WeakKeyDictionary()
+    _followed[plans.model], _watched[plans.model] = WeakKeyDictionary(), ref(watched)
     if plans.model.settings.optimizer is None:
         late_optimizers[plans.model] = WeakKeyDictionary()
         _waiting.add(plans)
@@ -47,27 +50,35 @@ def wait_for_optimizers(plans: StepPlans) -> None:
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for model in list(_followed):
-        if model.settings.watch is not False and _passes_by(optimizer, model):
+        passes_by = _passes_by(optimizer, model)
+        if passes_by is None:
+            continue
+        if (watched := _watched[model]()) is not None:
+            watched.end_retained()
+        if passes_by and model.settings.watch is not False and model not in _told:
             _warn_of_no_plan(model)
     _detect(optimizer)
 
 
-def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool:
-    """Whether the optimizer is about to step `model` with gradients that no planned forward has led to."""
+def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool | None:
+    """Whether it is about to step `model` with gradients that no planned forward has led to; None for other models."""
     known, now = _followed[model], model.planned
-    before = known.get(optimizer, 0)
-    known[optimizer] = now if before is not None else None
-    if before is None or now > before:  # as in most steps
-        return False
+    if optimizer not in known:
+        known[optimizer] = 0 if _trained_by(optimizer, model) else None
+    before = known[optimizer]
+    if before is None:
+        return None
+    known[optimizer] = now
+    return now == before and any(parameter.grad is not None for parameter in _trained_by(optimizer, model))
+
+
+def _trained_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> list[torch.Tensor]:
     own = {id(parameter) for parameter in model.core.parameters()}
-    mine = [each for group in optimizer.param_groups for each in group["params"] if id(each) in own]
-    if not mine:
-        known[optimizer] = None
-    return any(parameter.grad is not None for parameter in mine)
+    return [each for group in optimizer.param_groups for each in group["params"] if id(each) in own]
 
 
 def _warn_of_no_plan(model: TrainedModel) -> None:
-    del _followed[model]
+    _told.add(model)
     name = type(model.core).__name__
     _log.warning(
         "an optimizer steps %s, and since its last step no planned forward has come: training by another method of the "

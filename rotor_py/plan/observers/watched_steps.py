@@ -28,6 +28,7 @@ from rotor_profiling.isolate import gradients_of
 from rotor_profiling.storage import local
 from rotor_py.distributed.processes import gather_objects
 from rotor_py.errors import record_fields
+from rotor_py.execute.backward_passes import current_task, retains_graph
 from rotor_py.plan.solving import solve
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
@@ -41,10 +42,24 @@ _MOST_FORWARDS = 256
 watched."""
 
 
+_LATER = (10, 100, 1000)
+"""Steps of a plan that are watched again on the CPU, and every thousandth after them: losses grow in later phases."""
+
+
 class _Alive:
     """Lives as long as a step may go on: the graphs of its outputs hold it, and then the backward passes."""
 
     __slots__ = ("__weakref__",)
+
+
+class _Owned:
+    """A forward's token, until its last backward pass."""
+
+    __slots__ = ("__weakref__", "task", "token")
+
+    def __init__(self, token: _Alive) -> None:
+        self.token: _Alive | None = token
+        self.task: int | None = None
 
 
 class WatchedStep:
@@ -68,6 +83,8 @@ class WatchedStep:
         self._backwards, self._done = 0, 0  # gradients that have arrived, and those whose pass is over
         self._in_first_pass = 0
         self._outputs_held = False  # whether outputs beside a loss exist when its backward is over
+        self._retained: list[weakref.ref[_Owned]] = []
+        self._differentiated: list[_Alive] = []
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
         """Let a forward by `plan`, with `in_flight` others, join the step; False if it is over, or has no end."""
@@ -96,20 +113,35 @@ class WatchedStep:
         self.watch.mark(loss)
         if not self._backwards:
             self._losses.append(loss)
-        owned, beside = [token], [each for each in outputs if each.dim() and not each.is_leaf]
+        owned, beside = _Owned(token), [each for each in outputs if each.dim() and not each.is_leaf]
         held = partial(_most_alive, _weakly(beside), storage_bytes(beside)) if len(beside) < len(outputs) else None
         for tensor in outputs:
             # The hook belongs to the graph: if the output is dropped, the hook goes, and the token with it.
             tensor.register_hook(partial(self._gradient_arrived, owned, held))
 
-    def _gradient_arrived(self, owned: list[_Alive], held: Callable[[], bool] | None, gradient: torch.Tensor) -> None:
-        if not owned:  # another output's gradient came first, or this is a second backward
+    def let_go(self) -> None:
+        """End it where only graphs that passes retain go on."""
+        for each in self._retained:
+            if (owned := each()) is not None:
+                owned.token = None
+        self._differentiated.clear()
+
+    def _gradient_arrived(self, owned: _Owned, held: Callable[[], bool] | None, gradient: torch.Tensor) -> None:
+        task = current_task()
+        if owned.token is None or owned.task == task:  # another output's gradient came first
             return
+        owned.task, token = task, owned.token
+        if retains_graph():  # another pass may follow, and need more
+            self._retained.append(weakref.ref(owned))
+            if torch.is_grad_enabled():  # its gradients have graphs, which a pass of their own may go through
+                self._differentiated.append(token)
+        else:
+            owned.token = None
         self._backwards += 1
         self.watch.mark(f"backward {self._backwards}")
         # A callback belongs to the pass. It is called while the engine works, where no watch can be stopped (Rule 3 of
         # the Note in `rotor_profiling/step.py`). It is freed with the pass, when the engine returns to its caller.
-        torch_compat.queue_callback(partial(self._pass_done, owned.pop(), held))
+        torch_compat.queue_callback(partial(self._pass_done, token, held))
 
     def _pass_done(self, token: _Alive, held: Callable[[], bool] | None) -> None:
         self._done += 1
@@ -128,6 +160,8 @@ class WatchedStep:
         plan.watched = self._sequence
         if plan.sequence is not self._sequence or self._most > max(1, plan.budget.forwards):
             return  # another sequence was found meanwhile, or will be: extra forwards are detected separately
+        if plan.overruns > _MOST_OVERRUNS and peak_bytes <= (1 + MARGIN) * plan.told_bytes:
+            return  # told already, in this form or another
         if self._one_plan:
             compare_with_prediction(peak_bytes, plan, self._model)
             if plan.prediction_holds is False:
@@ -136,7 +170,7 @@ class WatchedStep:
             account_for(loss, peak_bytes, self._limit_bytes, plan, self._model, outputs_held=held)
         elif peak_bytes > self._limit_bytes:
             # Nothing says which of the plans to change.
-            plan.overruns += 1
+            plan.overruns, plan.told_bytes = plan.overruns + 1, max(plan.told_bytes, peak_bytes)
             more = (
                 " Its forwards follow several plans, so these stay as they are: training goes on, beyond the limit. "
                 f"Write mem_limit={max(1, 2 * self._limit_bytes - peak_bytes)}."
@@ -153,7 +187,7 @@ class WatchedStep:
 
 
 _MOST_OVERRUNS = 1
-"""Overruns that are planned for; one more is logged, and later ones add nothing new."""
+"""Overruns that are planned for; one more is logged, and later ones if they need more than all that were told of."""
 
 
 class WatchedSteps:
@@ -168,6 +202,7 @@ class WatchedSteps:
 
     def forward_begins(self, plan: StepPlan, value: Any, in_flight: int) -> None:
         """Watch the step that a forward on `value` begins, unless there is nothing to watch for."""
+        self.end_retained()
         step = None if self._step is None or not in_flight else self._step()
         if step is None or not step.joined(plan, in_flight + 1):
             if self._watch is not None:
@@ -176,6 +211,12 @@ class WatchedSteps:
             self._step, self._watch = (None, None) if step is None else (weakref.ref(step), step.watch)
         self._running = step
 
+    def end_retained(self) -> None:
+        """End a step whose graph passes have retained: an optimizer steps, or the next forward begins."""
+        step = None if self._step is None else self._step()
+        if step is not None:
+            step.let_go()
+
     def forward_failed(self) -> None:
         self._running = None
         if self._watch is not None:
@@ -183,14 +224,16 @@ class WatchedSteps:
 
     def _begin(self, plan: StepPlan, value: Any) -> WatchedStep | None:
         asked = self._model.settings.watch
-        if asked is False or plan.overruns > _MOST_OVERRUNS:
+        if asked is False:
             return None
+        plan.steps += 1
         # Every step on CUDA asks for it, and inspecting all parameters would take longer than watching does.
         if self._device is None or self._device[0] is not plan:
             self._device = plan, self._model.device_of(plan.input_spec)
         device, present_bytes = self._device[1], 0
         gradients: list[weakref.ref[torch.UntypedStorage]] = []
-        if device.type == "cpu" and plan.watched is plan.sequence and not asked:
+        again = plan.steps in _LATER or plan.steps % _LATER[-1] == 0
+        if device.type == "cpu" and plan.watched is plan.sequence and not asked and not again:
             return None
         if plan.unlimited(self._model.settings):
             return None
@@ -290,7 +333,7 @@ def account_for(
             f" {format_bytes(other)} more are held than was known, such as other inputs and outputs: let go of them, "
             f"or write mem_limit={limit - other}."
         )
-    plan.overruns += 1
+    plan.overruns, plan.told_bytes = plan.overruns + 1, max(plan.told_bytes, peak_bytes)
     remedy = plan.why_it_stays(model)
     if remedy is None and plan.overruns > 1:
         remedy = "It was planned again before, and the plan stays: training goes on, beyond the limit."
@@ -319,7 +362,7 @@ def _warn_over_limit(model: TrainedModel, peak: int, limit: int, more: str, **nu
 
 
 MARGIN = 0.05
-"""Share of a predicted peak by which a step may differ before the model is measured. A guess: transformers differ by
+"""Share of a predicted peak, or of one told of, by which a step may differ unnoticed. A guess: transformers differ by
 less than a hundredth, convolutions by more where a library takes much memory for itself. Too small costs a needless
 measurement, too large hides a wrong prediction."""
 _MOST_ASKED = 16
