@@ -61,6 +61,7 @@ from rotor_py.execute.backward_passes import (
     Pass,
     Passes,
     Unclaimed,
+    goes_through,
     goes_through_any,
     retains_graph,
 )
@@ -153,6 +154,7 @@ class StageNode(torch.autograd.Function):
         # the caller's, so second derivatives would be silently wrong.
         if torch.is_grad_enabled():
             name = ctx.tape.runners[ctx.stage].name
+            ctx.tape.note_passed()
             raise InvalidStateError(
                 f"create_graph=True cannot go through stage {name!r}, {ctx.tape.hidden_because}, or train this loss "
                 "without Checkpointable",
@@ -206,7 +208,7 @@ class Tape:
     `changed` gets the names of stages that cannot be recomputed, since what they read has changed.
     """
 
-    hidden_because = "which is recomputed in the backward; raise the memory limit until it is stored"
+    hidden_because = "which is recomputed in the backward; plans of later steps store it if the limit has room"
     """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""
 
     def __init__(
@@ -240,6 +242,10 @@ class Tape:
                     name="offload",
                 )
             self._moving = Moving(instructions.moves, tier)
+
+    def note_passed(self) -> None:
+        """Have later plans store the stages that the present pass goes through."""
+        self._changed |= {self.runners[stage].name for stage, node in self.passes.nodes.items() if goes_through(node)}
 
     def forward(self, value: Any) -> Any:
         """Run the operations before the loss; return the output, in the caller's graph."""

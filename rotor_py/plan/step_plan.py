@@ -29,7 +29,7 @@ from rotor_py.plan.step_spec import (
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_effects
 from rotor_py.units import format_bytes
-from rotor_solver import Sequence, store_all
+from rotor_solver import ForwardEnable, Loss, Sequence, store_all
 
 _MOST_FORMS = 32
 """Forms of steps by a plan that are told apart. A guess: each is watched once, and models that draw lots have many."""
@@ -177,6 +177,11 @@ class StepPlan:
         self.source.follow(way.cut)
         self._effects = tuple(recall_effects(function) for function in self.functions)
 
+    def stored_by(self, sequence: Sequence) -> set[str]:
+        """Return the names of the stages whose graphs a sequence makes in the forward."""
+        first = {each.stage: each for each in reversed(sequence.operations[: sequence.operations.index(Loss())])}
+        return {self.measurement.names[stage] for stage, each in first.items() if isinstance(each, ForwardEnable)}
+
     def store_changed(self, settings: Settings) -> None:
         """Have the next solve store the stages that could not be recomputed; a plan of the user's stays as it is."""
         names, self.changed = self.changed, set()
@@ -185,7 +190,8 @@ class StepPlan:
         if self.found_for(settings) and not self.ways and unrepeatable != self.measurement.unrepeatable:
             self.measurement = replace(self.measurement, unrepeatable=unrepeatable)
             self.budget = self.budget.with_found(self.measurement, 0, fresh_gradients=self.fresh_gradients)
-            self.sequence = None
+            if self.sequence is not None and not names <= self.stored_by(self.sequence):
+                self.sequence = None
 
     @contextmanager
     def without_budget(self) -> Iterator[None]:

@@ -72,6 +72,10 @@ class StepPlans:
         self.model.refuse_several_processes()
         plan = measured_plan(self.model, self.blank, spec, value, closely=closely)
         plan = guarded(plan) if self.model.settings.on_oom == "replan" else plan
+        if self.in_use is not None and self.in_use.file is None:  # of the same model, as a rule
+            measured = self.in_use.measurement
+            plan.changed = {*self.in_use.changed, *(measured.names[stage] for stage in measured.unrepeatable)}
+            plan.store_changed(self.model.settings)
         assert plan.spec is not None
         waiting = [each for each in (*self._waiting, self.in_use) if each is not None and each.file is None]
         self._keep([each for each in waiting if not each.is_replaced_by(plan)], plan.spec.model)

@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable, Plan
+from rotor_py.errors import InvalidStateError
 from rotor_py.plan.observers import watched_steps
 from rotor_py.validate.verification import verify
 from tests.checkpointable.steps import CPU, Residual, planned_at, said_in, same_gradients, without_collector
-from tests.fields import kinds, logged
+from tests.fields import kinds, logged, raises
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # TorchDynamo looks at it
 VOCABULARY = 1024
@@ -416,3 +417,79 @@ def test_kept_gradients_that_no_plan_has_room_for_are_warned_of(caplog) -> None:
     assert said_in(caplog) == [record.getMessage()]
     assert "Training goes on, beyond the limit: a training step needs at least" in record.getMessage()
     assert planned.sequence is sequence
+
+
+def large_loss(output: torch.Tensor, copies: int) -> torch.Tensor:
+    """Of as many nodes for any number of copies."""
+    return loss(output) + output.expand(copies, *output.shape).exp().mean()
+
+
+def retained_step(planned: nn.Module) -> None:
+    output = planned(WORDS)
+    loss(output).backward(retain_graph=True)
+    large_loss(output, 4).backward()
+
+
+LATER: dict[str, Callable[[nn.Module], None]] = {
+    "other nodes": lambda planned: large_loss(planned(WORDS), 4).backward(),
+    "second backward": retained_step,
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+def test_a_step_of_another_form_has_the_next_one_watched(later: str, caplog) -> None:
+    planned = planned_for(loss=loss)
+    for _ in range(2):
+        lean_step(planned)
+    assert said_in(caplog) == []
+    for number in range(3):
+        planned.zero_grad()
+        LATER[later](planned)
+        assert not listening()
+        assert len(said_in(caplog)) == (number > 0)
+
+
+def test_steps_that_look_like_the_first_are_watched_again_later_and_a_larger_one_is_told_of_again(
+    monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(watched_steps, "_LATER", (4, 6, 8))
+    planned = planned_for(loss=lambda output: large_loss(output, 1))
+    for number in range(1, 9):
+        planned.zero_grad()
+        large_loss(planned(WORDS), 1 if number < 3 else 4 if number < 7 else 32).backward()
+        assert len(said_in(caplog)) == (number > 3) + (number > 7), number
+    assert len(logged(caplog, "over_limit")) == 2
+
+
+def force_step(network: nn.Module) -> list[torch.Tensor]:
+    """A loss of derivatives by the input, as of forces or physics."""
+    network.zero_grad()
+    x = torch.linspace(0, 1, 256).reshape(128, 2).requires_grad_()
+    (slope,) = torch.autograd.grad(network(x).sum(), x, create_graph=True)
+    slope.square().mean().backward()
+    return [parameter.grad for parameter in network.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_after_a_step_with_create_graph_plans_store_what_it_goes_through(stored: bool, caplog) -> None:
+    def network() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(5) for layer in (nn.Linear(32, 32), nn.Tanh())]
+        return nn.Sequential(nn.Linear(2, 32), nn.Tanh(), *layers, nn.Linear(32, 1))
+
+    planned = Checkpointable(network(), torch.zeros(128, 2, requires_grad=True), "1GB", fresh_grads=True, watch=True)
+    if stored:
+        planned.mem_limit = planned.budget.peak_bytes(planned.sequence)
+    else:
+        planned.compute_sequence(planned.budget.least_bytes())
+        with raises(InvalidStateError, "create_graph"):
+            force_step(planned)
+        planned.mem_limit = "1GB"
+    for _ in range(3):
+        found = force_step(planned)
+    assert all(map(torch.equal, found, force_step(network())))
+    assert not listening()
+    told = logged(caplog, "over_limit", goes_on=True)
+    assert bool(told) == stored
+    if stored:
+        assert told[0].__dict__["numbers"]["peak_bytes"] > 1.5 * planned.mem_limit

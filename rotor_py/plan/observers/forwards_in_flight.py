@@ -80,6 +80,8 @@ class Forwards:
             # What model and loss have made, which pass it is, and what it leaves to another: so a new phase shows.
             (began, returned), now = forward.nodes, torch_compat.get_sequence_nr()
             made = returned - began, now - returned
+            if torch.is_grad_enabled():  # create_graph: later plans do not recompute what it may go through
+                forward.plan.changed |= forward.plan.stored_by(forward.sequence)
             forward.plan.note_form((*made, len(forward.passes), retains_graph(), torch.is_grad_enabled()))
         if not (forward.used or forward.counted):
             forward.counted, flying = True, self.in_flight()

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from rotor_profiling import (
     Phase,
@@ -85,6 +87,7 @@ class WatchedStep:
         self._outputs_held = False  # whether outputs beside a loss exist when its backward is over
         self._retained: list[weakref.ref[_Owned]] = []
         self._differentiated: list[_Alive] = []
+        self._waiting: RemovableHandle | None = None
 
     def joined(self, plan: StepPlan, in_flight: int) -> bool:
         """Let a forward by `plan`, with `in_flight` others, join the step; False if it is over, or has no end."""
@@ -125,6 +128,23 @@ class WatchedStep:
             if (owned := each()) is not None:
                 owned.token = None
         self._differentiated.clear()
+        self._stop_waiting()
+
+    def _wait_for_last_pass(self, token: _Alive) -> None:
+        """Let gradients of parameters end the step: a pass through graphs of gradients need not reach the output."""
+        trained = [each for each in self._model.core.parameters() if each.requires_grad]
+        if not self._differentiated and trained:
+            self._differentiated.append(token)
+            self._waiting = register_multi_grad_hook(trained, self._gradient_of_parameter, mode="any")
+
+    def _gradient_of_parameter(self, gradient: torch.Tensor) -> None:
+        if self._differentiated and not retains_graph():  # as the pass does that makes these graphs
+            torch_compat.queue_callback(partial(self._pass_done, self._differentiated.pop(), None))
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.remove()
+            self._waiting = None
 
     def _gradient_arrived(self, owned: _Owned, held: Callable[[], bool] | None, gradient: torch.Tensor) -> None:
         task = current_task()
@@ -133,8 +153,8 @@ class WatchedStep:
         owned.task, token = task, owned.token
         if retains_graph():  # another pass may follow, and need more
             self._retained.append(weakref.ref(owned))
-            if torch.is_grad_enabled():  # its gradients have graphs, which a pass of their own may go through
-                self._differentiated.append(token)
+            if torch.is_grad_enabled():
+                self._wait_for_last_pass(token)
         else:
             owned.token = None
         self._backwards += 1
@@ -152,6 +172,7 @@ class WatchedStep:
 
     def _over(self) -> None:
         phases = self.watch.stop()
+        self._stop_waiting()
         # Gradients freed during the step would count on top of the new ones (Rule 4 of the Note in
         # `rotor_profiling/step.py`).
         if phases is None or self._done < self.forwards or any(each() is None for each in self._gradients):
@@ -285,6 +306,7 @@ def account_for(
 
     `outputs_held`: the caller has held outputs beside the loss.
     """
+    plan.store_changed(model.settings)  # no other plan may recompute these stages
     measurement, budget = plan.measurement, plan.budget
     assert plan.sequence is not None
     before = budget.peak_bytes(plan.sequence)
@@ -329,9 +351,10 @@ def account_for(
             "so that it counts from the start."
         )
     if other > least:
+        rest = f", or write mem_limit={limit - other}" if other < limit else ""
         of_others = (
-            f" {format_bytes(other)} more are held than was known, such as other inputs and outputs: let go of them, "
-            f"or write mem_limit={limit - other}."
+            f" {format_bytes(other)} more are held than was known, such as other inputs and outputs, or graphs of "
+            f"gradients: let go of them{rest}."
         )
     plan.overruns, plan.told_bytes = plan.overruns + 1, max(plan.told_bytes, peak_bytes)
     remedy = plan.why_it_stays(model)
