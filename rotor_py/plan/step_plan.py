@@ -179,8 +179,11 @@ class StepPlan:
 
     def stored_by(self, sequence: Sequence) -> set[str]:
         """Return the names of the stages whose graphs a sequence makes in the forward."""
-        first = {each.stage: each for each in reversed(sequence.operations[: sequence.operations.index(Loss())])}
-        return {self.measurement.names[stage] for stage, each in first.items() if isinstance(each, ForwardEnable)}
+        first: dict[int, bool] = {}
+        for each in sequence.operations:
+            if not isinstance(each, Loss):
+                first.setdefault(each.stage, isinstance(each, ForwardEnable))
+        return {self.measurement.names[stage] for stage, stored in first.items() if stored}
 
     def store_changed(self, settings: Settings) -> None:
         """Have the next solve store the stages that could not be recomputed; a plan of the user's stays as it is."""

@@ -449,9 +449,7 @@ def test_a_step_of_another_form_has_the_next_one_watched(later: str, caplog) -> 
         assert len(said_in(caplog)) == (number > 0)
 
 
-def test_steps_that_look_like_the_first_are_watched_again_later_and_a_larger_one_is_told_of_again(
-    monkeypatch, caplog
-) -> None:
+def test_steps_are_watched_again_later_and_one_larger_than_all_told_is_told_again(monkeypatch, caplog) -> None:
     monkeypatch.setattr(watched_steps, "_LATER", (4, 6, 8))
     planned = planned_for(loss=lambda output: large_loss(output, 1))
     for number in range(1, 9):
