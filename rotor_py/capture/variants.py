@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rotor_profiling import Layouts, LossCost, StageCost, bytes_like, storage_bytes, tensors_in
+from rotor_profiling import Layouts, LossCost, StageCost, bytes_like, storage_bytes, storages, tensors_in
 from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.timing import several_processes
 from rotor_py.capture.captured_graph import CapturedGraph
@@ -30,7 +30,7 @@ from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut, joined
 from rotor_py.measure.measurement import Measurement, PrefixCost
 from rotor_py.measure.stage_measurer import StageMeasurer
-from rotor_solver import simulate, store_all
+from rotor_solver import Loss, Simulation, simulate, store_all
 from rotor_solver.watching import Progress
 
 if TYPE_CHECKING:
@@ -131,24 +131,46 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
         kept += output_bytes
     # Graphs go backward one after the other: a gradient that several of them add to waits from one to the next.
     kept += found.shared_gradient_bytes
+    kept += sum(_stored(other)[1] for other in before)
+    # The graphs go backward one by one, each beside what those before it keep.
+    behind = most = output = made = 0
     for other in after:
-        # They run unplanned, which stores everything.
-        chain = replace(other.measurement, outputs_held=False).chain(fresh_gradients=True)
-        whole = simulate(chain, store_all(chain))
-        seconds, temp = seconds + whole.makespan, temp + whole.peak
-        # Made before the main graph's backward, and held through it. The peak includes them already, but not the
-        # model's output, which for a chain ends with its backward.
-        made = sum(other.measurement.gradient_bytes)
-        kept, temp = kept + made, max(0, temp - made)
-    if after:
-        # Their peaks include the gradient of the main graph's output, which the solver counts with the loss as well.
-        temp = max(0, temp - output_bytes)
-    kept += sum(other.saved_bytes for other in before)
+        measured = other.measurement
+        last = found.outputs_held and other is after[-1]
+        whole, saved = _stored(other, output_held=last)
+        seconds += whole.makespan
+        # For the solver, gradients made before the main graph's backward and an output of the model are there from the
+        # start. They are not there yet.
+        made += sum(measured.gradient_bytes)
+        output = measured.stages[-1].activation_bytes
+        counted = output if last else 0
+        most = max(most, behind + whole.peak - made - counted)
+        behind += saved - counted
+    kept += made
     if found.loss is not None:
-        seconds, temp = seconds + found.loss.seconds, temp + found.loss.temp_bytes
-        kept += found.loss.kept_bytes
-    loss = LossCost(seconds, temp, kept)
-    return replace(main, loss=loss, other_outputs=found.returned_bytes, outputs_held=found.outputs_held)
+        seconds, kept = seconds + found.loss.seconds, kept + found.loss.kept_bytes
+        most = max(most, behind + found.loss.temp_bytes + output - made)
+    # That includes the gradient of the main graph's output, which the solver counts with the loss as well.
+    temp += max(0, most - output_bytes) if after else most
+    returned = storages(tensors_in(found.output))
+    given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)
+    return replace(
+        main,
+        loss=LossCost(seconds, temp, kept),
+        other_outputs=found.returned_bytes,
+        outputs_held=found.outputs_held,
+        output_held=not after or (found.outputs_held and not returned.keys().isdisjoint(given)),
+    )
+
+
+def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulation, int]:
+    """Simulate a graph that stores everything; also return the bytes that it keeps from its forward to its backward."""
+    measured = graph.measurement
+    chain = replace(measured, outputs_held=False, output_held=output_held).chain(fresh_gradients=True)
+    sequence = store_all(chain)
+    whole = simulate(chain, sequence)
+    carried = sum(each.nbytes for each in measured.carried)
+    return whole, whole.after[sequence.index(Loss()) - 1] + carried
 
 
 _WORTH_COMPILING = 0.03

@@ -292,10 +292,12 @@ class Budget:
         chain = self._chain(measurement, fresh_gradients=fresh_gradients, forwards=self.forwards)
         return replace(found, chain=chain)
 
-    def with_outputs_held(self, measurement: Measurement, *, fresh_gradients: bool) -> Budget:
-        """Return this budget with the outputs beside the loss held, as they are in `measurement`."""
-        found = self.with_found(measurement, measurement.other_outputs, fresh_gradients=fresh_gradients)
-        return replace(found, stepping_bytes=self.stepping_bytes + self.forwards * measurement.held_bytes)
+    def with_outputs_held(self, before: Measurement, measurement: Measurement, *, fresh_gradients: bool) -> Budget:
+        """Return this budget with the outputs beside the loss held, as in `measurement` and not in the one `before`."""
+        more = measurement.returned_bytes - before.returned_bytes
+        found = self.with_found(measurement, more, fresh_gradients=fresh_gradients)
+        more = self.forwards * (measurement.output_bytes - before.output_bytes)
+        return replace(found, stepping_bytes=self.stepping_bytes + more)
 
 
 def in_nodes(chain: Chain) -> Chain:

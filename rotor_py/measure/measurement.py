@@ -77,6 +77,8 @@ class Measurement:
     earlier stages, less those that it finishes. Not in `gradient_bytes`, which stay."""
     summed_gradients: tuple[int, ...] = ()
     """The same for parameters not stepped, where gradients exist before the step; empty if stages share none."""
+    output_held: bool = True
+    """Whether the caller holds the last stage's other outputs; not where later graphs read them, unless returned."""
     ways: tuple[tuple[Way, ...], ...] = ()
     """The partial storage modes of each stage, as in the chain: option n of a stage is its n-th."""
     unrepeatable: tuple[int, ...] = ()
@@ -96,7 +98,8 @@ class Measurement:
     @property
     def output_bytes(self) -> int:
         """Bytes of the last stage's outputs that the caller holds."""
-        return self.stages[-1].activation_bytes + (self.held_bytes if self.outputs_held else 0)
+        output = self.stages[-1].activation_bytes if self.output_held else 0
+        return output + (self.held_bytes if self.outputs_held else 0)
 
     @property
     def dropped_bytes(self) -> int:
@@ -172,7 +175,7 @@ class Measurement:
             for number, (cost, ways) in enumerate(zip(self.stages, self.ways_by_stage, strict=True))
         )
         # The caller holds the model's output, at least as a local variable, until the step is over.
-        return Chain(stages, self.input_bytes, self.loss.seconds, loss, output_held=True)
+        return Chain(stages, self.input_bytes, self.loss.seconds, loss, output_held=self.output_held)
 
 
 def _option(way: Way, first: StageCost, forward: int, backward: int, outputs_held: bool) -> Option:

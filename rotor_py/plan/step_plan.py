@@ -226,7 +226,8 @@ class StepPlan:
         )
 
     def _measurement_of(self, way: MeasuredCut) -> Measurement:
-        return replace(way.measurement, loss=self.measurement.loss, outputs_held=self.measurement.outputs_held)
+        now = self.measurement
+        return replace(way.measurement, loss=now.loss, outputs_held=now.outputs_held, output_held=now.output_held)
 
     def solve_again(self) -> None:
         # Two optimizers may come before the next forward: the second finds no sequence, and must not replace the

@@ -312,8 +312,8 @@ def account_for(
     before = budget.peak_bytes(plan.sequence)
     outputs_held = outputs_held and not measurement.outputs_held
     if outputs_held:
-        measurement = replace(measurement, outputs_held=True)
-        budget = budget.with_outputs_held(measurement, fresh_gradients=plan.fresh_gradients)
+        measurement = replace(measurement, outputs_held=True, output_held=True)
+        budget = budget.with_outputs_held(plan.measurement, measurement, fresh_gradients=plan.fresh_gradients)
     planned, gradient, dropped = measurement.loss, budget.chain.activation[-1], measurement.dropped_bytes
     # As `measure_loss` counts it: the gradient of the output is part of the chain, and dropped outputs are gone.
     rise, kept = (loss.rise and loss.rise + dropped) - gradient, loss.kept + dropped - gradient

@@ -1,4 +1,7 @@
-"""Outputs beside a loss count as dropped before the backward, until a step shows that the caller holds them."""
+"""The least limit is never above plain training's own peak, and storing everything takes as much.
+
+Outputs beside a loss count as dropped before the backward, until a step shows that the caller holds them.
+"""
 
 import copy
 import logging
@@ -13,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from rotor_profiling import measured_peak
 from rotor_py import Checkpointable
 from rotor_solver import Backward, ForwardEnable, Loss, Sequence
-from tests.checkpointable.steps import CPU, Tower
+from tests.checkpointable.steps import CPU, Tower, square
 from tests.fields import logged
 
 WORDS = torch.randint(256, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -116,3 +119,52 @@ def test_held_outputs_are_told_once_and_planned_for_in_every_later_plan(caplog) 
     planned.measure({name: each.repeat(1, 2) for name, each in BATCH.items()})  # another kind of step
     assert planned.inspection_values.outputs_held
     assert len(logged(caplog, "over_limit")) == 1
+
+
+class Broken(nn.Module):
+    """A block with a graph of its own, as the graph breaks before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return value * self.inner(value).sigmoid()
+
+
+class Blocks(nn.Module):
+    """Several blocks, or one that runs `again` and again."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(5 * [Broken()] if again else [Broken() for _ in range(5)])
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            value = block(value)
+        return value
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_graph_breaks_cost_nothing(again: bool) -> None:
+    torch.manual_seed(0)
+    model, value = Blocks(again), torch.randn(256, 32)
+
+    def step(network: nn.Module) -> None:
+        output = network(value)
+        square(output).backward()
+
+    def peak(network: nn.Module) -> int:
+        network.zero_grad()
+        return measured_peak(lambda: step(network), [*network.parameters(), value], CPU)
+
+    plain = peak(copy.deepcopy(model))
+    planned = Checkpointable(model, fresh_grads=True, loss=square)
+    planned.measure(value)
+    least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(stored(planned))
+    assert least < plain <= whole <= 1.03 * plain
+    for sequence in (planned.compute_sequence(least), stored(planned)):
+        planned.sequence = sequence
+        predicted = planned.budget.peak_bytes(sequence)
+        assert 0.97 * predicted <= peak(planned) <= predicted
