@@ -139,7 +139,8 @@ class StepPlan:
 
     def is_for(self, spec: StepSpec) -> bool:
         """Whether it was measured for such steps. A plan from a file is compared with its file instead."""
-        return self.file is None and self.spec is not None and self.spec.same_step(spec)
+        texts = not self.source.captured
+        return self.file is None and self.spec is not None and self.spec.same_step(spec, texts=texts)
 
     def is_replaced_by(self, other: StepPlan) -> bool:
         return other.spec is not None and self.is_for(other.spec) and self.source.same_graph(other.source)

@@ -23,7 +23,7 @@ from rotor_py.plan.oom_replanning import guarded
 from rotor_py.plan.solving import count_optimizer_beside_file, refuse_other_plans, solve, warn_beyond_the_limit
 from rotor_py.plan.source import source_of
 from rotor_py.plan.step_plan import StepPlan
-from rotor_py.plan.step_spec import ModelState, StepSpec, describe
+from rotor_py.plan.step_spec import ModelState, StepSpec, describe, same_kind
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import InfeasibleError
 
@@ -239,6 +239,7 @@ class StepPlans:
             # A batch that masks nothing needs least.
             needs_more = all(refused.answers or ()) or refused.answers == spec.answers
             alike = refused.model == spec.model and self.blank.covers(spec.input, refused.input)
+            alike = alike and same_kind(spec.input, refused.input)
             if alike and needs_more and limit <= error.mem_limit:
                 raise copy(error)
 
@@ -249,7 +250,10 @@ class StepPlans:
         if not found:
             return None
         # Stable: among equals, the one in use is first.
-        best = max(found, key=lambda each: self.blank.covers(each.input_spec, spec.input))
+        best = max(
+            found,
+            key=lambda each: (self.blank.covers(each.input_spec, spec.input), same_kind(each.input_spec, spec.input)),
+        )
         self._put_in_use(best, spec.model)
         return best
 

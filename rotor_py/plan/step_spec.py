@@ -111,22 +111,25 @@ def covers(planned: Any, value: Any) -> bool:
 
 
 def reaches(planned: Any, value: Any) -> bool:
-    """Whether every tensor of `value` equals its counterpart in the spec `planned`, or is smaller."""
-    return _agree(planned, spec_of(value), TensorSpec.reaches)
+    """Whether every tensor of `value` equals its counterpart in the spec `planned`, or is smaller; texts may differ."""
+    return _agree(planned, spec_of(value), TensorSpec.reaches, texts=False)
 
 
-def same_kind(planned: Any, spec: Any) -> bool:
-    """Whether the same tensors need gradients, and all other values are equal: the graph is the same, as it seems."""
-    return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad)
+def same_kind(planned: Any, spec: Any, *, texts: bool = True) -> bool:
+    """Whether the same tensors need gradients, and all other values are equal: the graph is the same, as it seems.
+
+    Without `texts`, these may differ, as names of files do in each batch: a captured graph shows whether they matter.
+    """
+    return _agree(planned, spec, lambda before, after: before.requires_grad == after.requires_grad, texts=texts)
 
 
-def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool]) -> bool:
+def _agree(planned: Any, spec: Any, compare: Callable[[TensorSpec, TensorSpec], bool], *, texts: bool = True) -> bool:
     expected, structure = torch_compat.tree_flatten(planned)
     found, other = torch_compat.tree_flatten(spec)
     return structure == other and all(
         compare(before, after)
         if isinstance(before, TensorSpec) and isinstance(after, TensorSpec)
-        else _equal(before, after)
+        else _equal(before, after) or (not texts and isinstance(before, str) and isinstance(after, str))
         for before, after in zip(expected, found, strict=True)
     )
 
@@ -210,15 +213,15 @@ class StepSpec:
     def of(cls, model: nn.Module, value: Any) -> StepSpec:
         return cls(ModelState.of(model), spec_of(value))
 
-    def same_step(self, other: StepSpec) -> bool:
+    def same_step(self, other: StepSpec, *, texts: bool = True) -> bool:
         """Whether one plan serves both, sizes aside: same state, and the same tensors need gradients."""
-        return self._alike(other) and same_kind(self.input, other.input)
+        return self._alike(other) and same_kind(self.input, other.input, texts=texts)
 
     def identical(self, other: StepSpec) -> bool:
         """Whether both are equal by a cheap comparison: a plan for one then serves and covers the other."""
         try:
             return self._alike(other) and bool(self.input == other.input)
-        except (ValueError, RuntimeError):  # arrays and tensors in other containers have no truth value
+        except Exception:  # any: arrays have no truth value, and comparisons of the user's may fail
             return False
 
     def _alike(self, other: StepSpec) -> bool:

@@ -134,6 +134,26 @@ def test_objects_are_planned_for_like_the_tensors_in_them(kind: str, chain: bool
         planned(make(torch.randn(2048, 32, requires_grad=True)))
 
 
+class Switching(Captured):
+    def forward(self, batch: Any) -> torch.Tensor:
+        found = self.blocks(batch.x)
+        return found * 2 if batch.name == "double" else found
+
+
+def test_texts_that_differ_in_each_batch_are_planned_for_once_unless_the_graph_depends_on_them(caplog) -> None:
+    planned, x = Checkpointable(Captured(), mem_limit="1GB"), torch.randn(8, 32)
+    for name in "abc":
+        train(planned, Frozen(x, name))
+    assert kinds(caplog) == []
+    planned, plain = Checkpointable(Switching(), mem_limit="1GB"), Switching()
+    plain.load_state_dict(planned.state_dict())
+    for name in ("single", "double", "single", "double", "other"):
+        for network in (plain, planned):
+            train(network, Frozen(x, name))
+        assert same_gradients(planned, plain)
+    assert len(logged(caplog, "planning_again")) <= 2
+
+
 class Adding(nn.Module):
     def __init__(self, key: str) -> None:
         super().__init__()
