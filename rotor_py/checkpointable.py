@@ -103,7 +103,8 @@ class Checkpointable(PlannedModel):
         watch: which steps are watched, from the forward to the end of the backward. What such a step takes beyond the
             limit, in a loss that was not given for example, is planned for, and told of in one line of the log. None:
             every step on CUDA, where counters are read; on the CPU, where PyTorch's profiler runs meanwhile, the first
-            one by each plan. True: every step; False: none, and no order of backwards is noticed.
+            one by each plan, later ones that differ from it, and those after 10, 100 and 1,000 steps. True: every step;
+            False: none, and neither an order of backwards nor training that follows no plan is noticed.
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.

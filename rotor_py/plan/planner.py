@@ -29,7 +29,8 @@
 #  7. A step shows undeclared memory (`observers`). Unexpected gradients at the beginning of a forward are planned for
 #     before it runs: events 1 and 2. Memory of the loss, or anything else outside the model, shows when a watched step
 #     is over, and counts in the budget. If it does not fit, another sequence is found, once for each plan, with a log
-#     line; if there is none, or with several processes, training goes on.
+#     line; if there is none, or with several processes, training goes on. An optimizer's step without a planned forward
+#     since its last one is told of once.
 #  8. A plan file is adopted, if it was made for such a model, with its costs and sequence. → solved. The first forward
 #     compares model and input with the file, as does a forward after a change of the model or on a larger input;
 #     processes compare their sequences. → agreed. If the file's costs were predicted, the first watched step is
