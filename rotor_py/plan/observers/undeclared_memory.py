@@ -49,13 +49,15 @@ def wait_for_optimizers(plans: StepPlans, watched: WatchedSteps) -> None:
 
 
 def _about_to_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # Steps of our own have one of a model's planners not watch them.
+    unwatched = [model.core for model in _followed if model.settings.watch is False]
     for model in list(_followed):
         passes_by = _passes_by(optimizer, model)
         if passes_by is None:
             continue
         if (watched := _watched[model]()) is not None:
             watched.end_retained()
-        if passes_by and model.settings.watch is not False and model not in _told:
+        if passes_by and model not in _told and not any(core is model.core for core in unwatched):
             _warn_of_no_plan(model)
     _detect(optimizer)
 
