@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 Field = int | float | str
 
@@ -52,6 +53,28 @@ class InvalidTypeError(DescribedError, TypeError):
 
 class InvalidStateError(DescribedError, RuntimeError):
     """A call at a time or in a state in which it cannot work."""
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def within_memory(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function of the solver: InvalidStateError, with a remedy, in place of MemoryError."""
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except MemoryError as error:
+            raise InvalidStateError(
+                f"the tables of {function.__name__} do not fit into the memory of this machine; use fewer slots, or a "
+                "chain with neighbouring stages joined",
+                kind="tables_too_large",
+                name=function.__name__,
+            ) from error
+
+    return run
 
 
 def whole_bytes(mem_limit: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from os import PathLike
 from typing import Any
@@ -17,7 +17,15 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count, listed
+from rotor_solver.described_error import (
+    InfeasibleError,
+    InvalidValueError,
+    bytes_of_limit,
+    check_count,
+    listed,
+    within_memory,
+)
+from rotor_solver.grouping import coarse_chain, fine_sequence, joined, stored_bound
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent, common_divisor, parts_of, solved, units
 from rotor_solver.persistent.table import Table
@@ -100,6 +108,7 @@ class Frontier:
         return position
 
 
+@within_memory
 def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int = 500) -> Frontier:
     """Compute the cost of memory in time, from the least limit that works to storing everything.
 
@@ -108,7 +117,17 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     of bytes, or if `slots` < 1.
     """
     check_count(slots, "slots")
-    problem, stored = Problem(chain), store_all(chain)
+    stored = store_all(chain)
+    if (groups := joined(chain)) is not None:
+        coarse = frontier(coarse_chain(chain, groups), limits, slots=min(slots, _FEW))
+        bounds = [stored_bound(chain, limit, stored.lower_bound or 0.0) for limit in coarse.limits]
+        bounds = list(map(min, bounds, coarse.makespans))
+        fine = [
+            Sequence(fine_sequence(chain, groups, each), "persistent", bound)
+            for each, bound in zip(coarse.sequences, bounds, strict=True)
+        ]
+        return replace(coarse, sequences=tuple(fine), lower_bounds=tuple(bounds))
+    problem = Problem(chain)
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan
     least = chain.input_bytes + problem.needed
@@ -173,6 +192,7 @@ def limit_for(chain: Chain, overhead: float = 0.10, *, slots: int = 500) -> int:
     return frontier(chain, slots=slots).limit_for(overhead)
 
 
+_FEW = 40  # Slots of a frontier of groups: each of its sequences has tens of thousands of operations
 _Step = tuple[int, Sequence]  # A limit in bytes, and a sequence within it
 _FAR = 0.02  # Makespan / bound - 1 from which a limit gets its own solve. Not measured; too high leaves slower plans.
 _SINGLE = 40  # Most own solves. Not measured; too many cost solve time.

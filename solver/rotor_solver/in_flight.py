@@ -13,7 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count, check_fits
+from rotor_solver.described_error import (
+    InfeasibleError,
+    InvalidValueError,
+    bytes_of_limit,
+    check_count,
+    check_fits,
+    within_memory,
+)
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, recompute_all, store_all
 from rotor_solver.sequence import Loss, Operation, Sequence
@@ -229,6 +236,7 @@ def _apart(chain: Chain, sequence: Sequence, forwards: int) -> list[Candidate]:
 ORDERS = ("any", "reverse")
 
 
+@within_memory
 def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
     """Return the least limit, in bytes, at which `solve_in_flight` has a plan.
 
@@ -329,6 +337,7 @@ def candidates(chain: Chain, limit: int, forwards: int, slots: int) -> Iterator[
 _LONGEST = 800  # Most stages of a nested chain: 800 take the program some seconds
 
 
+@within_memory
 def solve_in_flight(
     chain: Chain,
     mem_limit: float,

@@ -7,7 +7,8 @@ from functools import partial
 from itertools import pairwise
 
 from rotor_solver.chain import Chain, check_chain
-from rotor_solver.described_error import check_fits, whole_bytes
+from rotor_solver.described_error import check_fits, whole_bytes, within_memory
+from rotor_solver.grouping import coarse_chain, fine_sequence, joined
 from rotor_solver.least_memory import Costs, Ints, costs_of, least_choice, least_memory, operations_of
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 from rotor_solver.simulate import simulate
@@ -59,8 +60,12 @@ def store_all(chain: Chain) -> Sequence:
     return Sequence(sequence, "store-all", lower_bound=simulate(chain, sequence).makespan)
 
 
+@within_memory
 def recompute_all(chain: Chain) -> Sequence:
-    """Return a memory-persistent sequence with the least peak."""
+    """Return a memory-persistent sequence with the least peak; of chains as long as in `min_bytes`, one of groups."""
+    check_chain(chain)
+    if (groups := joined(chain)) is not None:
+        return Sequence(fine_sequence(chain, groups, recompute_all(coarse_chain(chain, groups))), "recompute-all")
     costs = costs_of(chain)
     return least_sequence(costs, least_memory(costs))
 
@@ -70,8 +75,15 @@ def least_sequence(costs: Costs, least: Ints) -> Sequence:
     return Sequence(operations_of(len(costs.activation) - 1, partial(least_choice, costs, least)), "recompute-all")
 
 
+@within_memory
 def min_bytes(chain: Chain) -> int:
-    """Return the least limit in bytes with a memory-persistent sequence, a_0 counted. It is exact."""
+    """Return the least limit in bytes with a memory-persistent sequence, a_0 counted.
+
+    It is exact for up to 2,500 stages. Longer chains are planned in 400 groups; theirs is the least that works.
+    """
+    check_chain(chain)
+    if (groups := joined(chain)) is not None:
+        return min_bytes(coarse_chain(chain, groups))
     costs = costs_of(chain)
     return chain.input_bytes + int(least_memory(costs)[0, 0, len(chain)])
 

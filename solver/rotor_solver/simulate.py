@@ -68,6 +68,7 @@ class Machine:
         check_chain(chain)
         sequence = sequence if isinstance(sequence, Sequence) else Sequence(sequence)
         self.chain, self.sequence, self.activation = chain, sequence, chain.activation
+        self.released = chain.released  # once: the property lists all stages
         self.skipped = skipped_outputs(sequence)
         self.held, self.seconds, self.lost, self.position = 0, 0.0, False, 0
         self.plain: dict[int, int] = {}  # Bytes of every a_i that stands alone
@@ -193,7 +194,7 @@ class Machine:
         self.held += self.attached[stage + 1].option.moved
 
     def _release_input(self, stage: int) -> None:
-        alone, inside = self.chain.released[stage]
+        alone, inside = self.released[stage]
         if stage in self.plain:
             self.plain[stage] -= alone
             self.held -= alone

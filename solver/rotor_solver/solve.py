@@ -8,7 +8,7 @@ from typing import Protocol
 
 from rotor_solver.chain import Chain, check_chain
 from rotor_solver.classic import GriewankHeterogeneous, Periodic, Revolve, Sqrt
-from rotor_solver.described_error import InvalidValueError, bytes_of_limit, check_count, check_type
+from rotor_solver.described_error import InvalidValueError, bytes_of_limit, check_count, check_type, within_memory
 from rotor_solver.floating import Floating
 from rotor_solver.persistent import Persistent
 from rotor_solver.persistent.recurrence import WORK
@@ -44,6 +44,7 @@ ALGORITHMS: dict[str, Callable[[int], Algorithm]] = {
 """All algorithms by name; each takes a number of slots."""
 
 
+@within_memory
 def solve(
     chain: Chain, mem_limit: float, algorithm: str | Algorithm = "persistent", slots: int = 500, work: float = WORK
 ) -> Sequence:

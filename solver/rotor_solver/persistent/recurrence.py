@@ -12,19 +12,28 @@ and the windows of each table make the next, finer one cheap.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
 
-from rotor_solver.chain import Chain, Option, Stage
-from rotor_solver.described_error import InfeasibleError, check_count, check_fits, check_type, check_work, whole_bytes
+from rotor_solver.chain import Chain
+from rotor_solver.described_error import (
+    InfeasibleError,
+    check_count,
+    check_fits,
+    check_type,
+    check_work,
+    whole_bytes,
+    within_memory,
+)
+from rotor_solver.grouping import coarse_chain, fine_sequence, joined, stored_bound
 from rotor_solver.least_memory import Costs, Ints, costs_of
 from rotor_solver.persistent.layout import Problem, Spacing
 from rotor_solver.persistent.table import Table
 from rotor_solver.segments import even_segments, store_all
-from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+from rotor_solver.sequence import Sequence
 from rotor_solver.simulate import simulate
 
 
@@ -54,69 +63,6 @@ def optimum(chain: Chain, mem_limit: int) -> float:
     return simulate(chain, store_all(chain)).makespan + longer(0, length, mem_limit - chain.input_bytes, 0)
 
 
-def coarse_chain(chain: Chain, groups: list[range]) -> Chain:
-    """Merge every group of stages into one that costs at least as much memory and time, each by its fastest option."""
-    # Nothing is released early in the coarse chain: that only makes its stages cost more.
-    activation = chain.activation
-    held = activation[-1] if chain.output_held else 0
-    stages = [
-        _merged(chain.stages[group.start : group.stop], activation[group.start], held * (group.stop == len(chain)))
-        for group in groups
-    ]
-    return Chain(tuple(stages), chain.input_bytes, chain.loss_time, chain.loss_temp, chain.output_held)
-
-
-def fine_sequence(chain: Chain, groups: list[range], coarse: Iterable[Operation]) -> Sequence:
-    """Expand `coarse`, a sequence for `coarse_chain`, into one for the chain itself."""
-    found: list[Operation] = []
-    for operation in coarse:
-        match operation:
-            case Loss():
-                found.append(operation)
-            case ForwardEnable(group):
-                found += [ForwardEnable(i, chain.stages[i].fastest_option) for i in groups[group]]
-            case ForwardCheck(group):
-                found += [ForwardCheck(groups[group].start), *map(ForwardNograd, groups[group][1:])]
-            case ForwardNograd(group):
-                found += map(ForwardNograd, groups[group])
-            case Backward(group):
-                found += map(Backward, reversed(groups[group]))
-    return Sequence(found)
-
-
-def _merged(stages: tuple[Stage, ...], incoming: int, held: int) -> Stage:
-    """A group as one stage. `held` are the bytes of the output that the caller keeps after the last backward."""
-    options = [stage.options[stage.fastest_option] for stage in stages]
-    inputs = [incoming, *(stage.activation for stage in stages)]
-    outgoing = inputs[-1]
-    saved, forward_most, backward_most, check_most = 0, 0, 0, 0
-    later = sum(stage.gradient for stage in stages)
-    for k, (stage, option) in enumerate(zip(stages, options, strict=True)):
-        saved += option.kept
-        later -= stage.gradient
-        forward_most = max(forward_most, saved + option.forward_temp)
-        temp = max(option.backward_temp, option.backward_temp_of_replay)
-        backward_most = max(
-            backward_most, saved + inputs[k] + inputs[k + 1] + temp + later + held * (stage is not stages[-1])
-        )
-        check_most = max(check_most, (inputs[k] if k else 0) + stage.activation + stage.temp_without_graph)
-    option = Option(
-        forward_time=sum(option.forward_time for option in options),
-        backward_time=sum(option.backward_time for option in options),
-        saved=saved,
-        forward_temp=forward_most - saved,
-        backward_temp=max(-incoming, backward_most - saved - incoming - outgoing),
-    )
-    return Stage(
-        activation=outgoing,
-        options=(option,),
-        nograd_time=sum(stage.seconds_without_graph for stage in stages),
-        nograd_temp=max(0, check_most - outgoing),
-        gradient=sum(stage.gradient for stage in stages),
-        skipped_output_time=stages[-1].skipped_output_time,
-    )
-
-
 # Stages in a group of the coarse chain, planned first. Not measured; larger groups give a slower first sequence.
 _GROUP = 4
 # Extra enlargement of slots if a table is too large. Not measured; too large a value makes it coarser than needed.
@@ -129,6 +75,7 @@ _SHORT = 64
 _TIGHT = 128
 # Least slots in a typical checkpoint at first: one rounded down to none looks free. Not measured.
 _RESOLUTION = 2
+_FINEST = 2**17  # But at most so many: where sizes mix 10 TB and a byte, more would cost a minute and show nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +122,20 @@ class Persistent:
         check_type(self.effort, Effort, "effort", "leave it out")
         check_work(self.work)
 
+    @within_memory
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
         """Return the best sequence found within `mem_limit` bytes, a_0 counted, with a lower bound in seconds.
 
-        Raises InfeasibleError if there is none, with the exact least limit.
+        Raises InfeasibleError if there is none, with the least limit (`min_bytes`).
         """
         stored, mem_limit = store_all(chain), whole_bytes(mem_limit)
         if simulate(chain, stored).peak <= mem_limit:
             return Sequence(stored, self.name, stored.lower_bound)
+        if (groups := joined(chain)) is not None:
+            hasty = replace(self, effort=BRIEF, work=0)
+            found = fine_sequence(chain, groups, hasty.solve(coarse_chain(chain, groups), mem_limit))
+            bound = stored_bound(chain, mem_limit, stored.lower_bound or 0.0)
+            return Sequence(found, self.name, min(bound, simulate(chain, found).makespan))
         best = solved(chain, mem_limit, self.slots, self.effort, self.work)
         assert simulate(chain, best.sequence).peak <= mem_limit
         # A bound above the time of a real sequence could only be rounding.
@@ -300,7 +253,7 @@ def units(costs: Costs, room: int, slots: int, divisor: int) -> Iterator[tuple[i
     """Yield bytes in a slot, and whether that is exact: finer and finer, down to `divisor`, which divides all sizes."""
     exact = divisor or max(1, room)
     typical = float(np.median(costs.activation))
-    slots = max(slots, int(_RESOLUTION * room / typical) if typical else 0)
+    slots = max(slots, min(_FINEST, int(_RESOLUTION * room / typical)) if typical else 0)
     while True:
         unit = max(exact, -(-room // slots))
         yield unit, unit == exact

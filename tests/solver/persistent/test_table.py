@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from benchmarks import chains as benchmarks
 from rotor_solver import (
     Chain,
+    InfeasibleError,
+    InvalidStateError,
     Option,
     Persistent,
     Stage,
@@ -24,12 +27,14 @@ from rotor_solver import (
     solve,
     store_all,
 )
+from rotor_solver.grouping import coarse_chain, fine_sequence, stored_bound
 from rotor_solver.persistent import table_kernels
 from rotor_solver.persistent.layout import Problem, Spacing, nodes_of
-from rotor_solver.persistent.recurrence import Effort, coarse_chain, fine_sequence, optimum
+from rotor_solver.persistent.recurrence import Effort, optimum
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import need_of
 from rotor_solver.segments import even_segments
+from tests.fields import raises
 from tests.solver.long_chains import fresh_process, limit_between, random_chain, repeated_chain, rich_chain
 from tests.solver.naive import exhaustive_optimum, naive_optimum
 from tests.solver.plans import least_limit, makespan
@@ -304,6 +309,33 @@ def test_more_memory_is_never_slower() -> None:
         assert any(after > before * (1 + 1e-12) for before, after in pairwise(seconds)) == slower
     found = frontier(chain, limits, slots=20).makespans
     assert list(found) == sorted(found, reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(limited(rich_chains(max_stages=6), below=0))
+def test_the_bound_by_what_is_stored_holds(case: tuple[Chain, int]) -> None:
+    stored = store_all(case[0]).lower_bound
+    assert stored is not None
+    assert stored <= stored_bound(*case, stored) <= naive_optimum(*case) * (1 + 1e-9)
+
+
+def test_a_very_long_chain_is_planned_in_groups() -> None:
+    chain = repeated_chain(2600, 2)
+    least, whole = min_bytes(chain), simulate(chain, store_all(chain)).peak
+    limit = least + whole // 10
+    plan = solve(chain, limit)
+    found = simulate(chain, plan)
+    assert found.peak <= limit
+    assert plan.lower_bound <= found.makespan <= 1.07 * plan.lower_bound
+    with raises(InfeasibleError, "limit_too_small", min_bytes=least):
+        solve(chain, least - 1)
+    assert simulate(chain, recompute_all(chain)).peak <= least < 0.02 * whole
+
+
+def test_tables_beyond_memory_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Table, "fill", Mock(side_effect=MemoryError))
+    with raises(InvalidStateError, "tables_too_large", name="solve"):
+        Persistent().solve(random_chain(30), limit_between(random_chain(30), 0.2))
 
 
 @pytest.mark.parametrize(("period", "fraction", "gradient"), [(1, 0.02, 0), (3, 0.5, 0), (3, 0.02, 10**7)])
