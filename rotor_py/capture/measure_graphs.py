@@ -77,7 +77,7 @@ class SavedOutside(saved_tensors_hooks):
         new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
         if new:
             self.bytes |= new
-            frame = next((each for each in reversed(traceback.extract_stack()) if _is_users(each.filename)), None)
+            frame = next((each for each in reversed(traceback.extract_stack()) if is_users(each.filename)), None)
             line = "an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}"
             # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
             if any(
@@ -89,7 +89,7 @@ class SavedOutside(saved_tensors_hooks):
         return tensor.detach()  # a result saved with its history would hold its own node for good
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
     path = Path(file)
     return path.suffix == ".py" and not any(library in path.resolve().parents for library in _LIBRARIES)
 

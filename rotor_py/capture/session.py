@@ -5,7 +5,9 @@ plan is a sequence over one chain of stages; memory of the other graphs counts a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +23,7 @@ from rotor_profiling.torch_compat import TorchDynamoException
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.graph.graph_stage import GraphStage
-from rotor_py.capture.measure_graphs import measure_graphs
+from rotor_py.capture.measure_graphs import is_users, measure_graphs
 from rotor_py.capture.patches import Answers
 from rotor_py.capture.tracing import MOST_GRAPHS
 from rotor_py.capture.variants import CompileBudgetOf, whole_step
@@ -108,7 +110,8 @@ class CaptureSession:
         self._beginning = _Beginning(self.model, whole=self.model in _branching)
         run_graph = partial(self._run_graph, run_stages, goes_on)
         try:
-            output = self._forward.call(args, kwargs, run_graph, recaptured, self._put_back)
+            with self._refusing():
+                output = self._forward.call(args, kwargs, run_graph, recaptured, self._put_back)
         except PlanMismatchError:
             self._put_back()
             raise
@@ -154,7 +157,8 @@ class CaptureSession:
         if cause is not None:
             # Not in the `except`: there, the error's traceback would keep tensors alive.
             self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
-            found = measure(self._forward)
+            with self._refusing():
+                found = measure(self._forward)
             _log.info(
                 "every shape of the input takes a graph of its own: %s", cause, extra=record_fields("graph_per_shape")
             )
@@ -176,6 +180,23 @@ class CaptureSession:
     def same_graph(self, other: CaptureSession) -> bool:
         """Whether both measured the same graph, possibly for other sizes."""
         return self._main is not None and other._main is not None and self._main.same_as(other._main)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turn an error of TorchDynamo itself, of hundreds of lines, into a refusal with the line that it came from."""
+        try:
+            yield
+        except TorchDynamoException as error:
+            stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+            theirs = [frame for frame in stack if is_users(frame.filename)]
+            line = f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else None
+            cause, name = str(error).partition("\n")[0].rstrip(": "), type(self.model).__name__
+            raise UnsupportedModelError(
+                f"TorchDynamo cannot capture {name}{f' at {line}' if line else ''}: {cause}. Plan the part that it "
+                "can capture, as in model.body = Checkpointable(model.body, ...)",
+                kind="not_captured",
+                name=line or name,
+            ) from error
 
     def _put_back(self) -> None:
         if self._beginning is not None:

@@ -248,6 +248,25 @@ def test_a_model_that_writes_into_its_input_is_refused_with_the_line_and_writes_
         assert torch.equal(value, before)
 
 
+class Unsized(tuple[int, ...]):
+    def __len__(self) -> int:
+        raise AttributeError("no length")
+
+
+class OfKinds(Skips):
+    kinds = Unsized((1, 2))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(value) * self.kinds[1]
+
+
+def test_a_model_that_fails_in_torchdynamo_itself_is_refused_with_the_line() -> None:
+    OfKinds(16, 4)(torch.randn(8, 16)).sum().backward()
+    with raises(UnsupportedModelError, "not_captured") as caught:
+        Checkpointable(OfKinds(16, 4)).measure(torch.randn(8, 16))
+    assert re.search(r"test_session\.py:\d+", str(caught.value.name))
+
+
 class Counting(Skips):
     """Asks about its data, and computes with another number at every call: each needs a graph of its own."""
 
