@@ -17,7 +17,9 @@ from rotor_py.capture.graph.graph_facts import (
     GraphFacts,
     cut_points_like,
     find_cut_points,
+    is_the_callers,
     losses_of,
+    overwritten_by,
     read_graph,
     weights_of,
 )
@@ -25,9 +27,7 @@ from rotor_py.capture.graph.graph_nodes import (
     SymbolValues,
     carries_gradient,
     line_of,
-    memory_root,
     tensors_of,
-    written_by,
 )
 from rotor_py.capture.graph.graph_rewrites import (
     draws_from_own_state,
@@ -67,7 +67,7 @@ class CapturedGraph:
         self._buffers = buffers
         self._granularity = granularity
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-        # The stages; empty if nothing in the graph has a gradient.
+        # The stages; empty if nothing that the graph returns has a gradient.
         self.layers: list[Layer] = []
         # Whether anything that the graph returns has a gradient.
         self.trains = False
@@ -77,6 +77,8 @@ class CapturedGraph:
         # Inputs of the first stage, and outputs of the last.
         self._entering: list[fx.Node] = []
         self._leaving: list[fx.Node] = []
+        # The last operator that writes into an input; the context has it.
+        self.overwriting: fx.Node | None = None
         # The context, and its results.
         self._context: fx.GraphModule | None = None
         self._made: list[fx.Node] = []
@@ -96,23 +98,10 @@ class CapturedGraph:
         facts = read_graph(self.graph_module, arguments, self._buffers, self._marks)
         if self._marks is not None:
             _refuse_lost(facts, self._marks)
-        writing = next(
-            (
-                node
-                for node in facts.body
-                for target in map(memory_root, written_by(node))
-                # Dynamo names a placeholder after its source: `args` or `kwargs` of the compiled function.
-                if target in facts.given and target.name.startswith(("l_args_", "l_kwargs_"))
-            ),
-            None,
-        )
-        if writing is not None:
-            raise UnsupportedModelError(
-                f"the model writes into its own input at {line_of(writing)}, and running a stage again would write "
-                "again; let it make a new tensor there",
-                kind="in_place_input",
-                name=line_of(writing),
-            )
+        inputs = list(filter(is_the_callers, facts.given))
+        nodes = [*facts.context, *facts.body]
+        if (writing := next((node for node in nodes if overwritten_by(node, inputs)), None)) is not None:
+            raise written_input(writing)
         if (drawing := next(filter(draws_from_own_state, facts.body), None)) is not None:
             raise UnsupportedModelError(
                 f"there is dropout between recurrent layers at {line_of(drawing)}, which cuDNN draws from a random "
@@ -125,7 +114,7 @@ class CapturedGraph:
         self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
-        if not self.trains:
+        if not self.trains or not facts.body:
             return
         names: list[str] | None = None
         if like is not None and like._cuts is not None:
@@ -135,6 +124,7 @@ class CapturedGraph:
             weights = agree(weights)
             self._cuts, names = find_cut_points(facts, weights, self._granularity), None
         self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
+        self.overwriting = next((node for node in reversed(facts.context) if overwritten_by(node, facts.given)), None)
         # Keep only values that the stages read or the graph returns. The context frees all others when it has run.
         early = set(facts.context)
         self._made = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in early]
@@ -148,6 +138,11 @@ class CapturedGraph:
     @property
     def answers(self) -> Answers:
         return tuple(bool(node.args[2]) for node in self.graph_module.graph.nodes if is_question(node))
+
+    def overwritten(self, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Those of its arguments that the context writes into."""
+        pairs = zip(self._placeholders, arguments, strict=True)
+        return [given for node, given in pairs if any(overwritten_by(each, [node]) for each in self._facts.context)]
 
     def remember_written(self, cut: Cut) -> None:
         """Let the stages of `cut` restore buffers that other stages write into, when they are recomputed."""
@@ -231,6 +226,16 @@ class CapturedGraph:
             for table in (module._parameters, module._buffers):
                 table.update({name: other[id(old)] for name, old in table.items() if id(old) in other})
         self._owned.update(now)
+
+
+def written_input(writing: fx.Node) -> UnsupportedModelError:
+    line = line_of(writing)
+    return UnsupportedModelError(
+        f"the model writes into its own input at {line}, and running a stage again would write again; let it make a "
+        "new tensor there",
+        kind="in_place_input",
+        name=line,
+    )
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:

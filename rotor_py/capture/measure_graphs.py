@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,11 @@ from rotor_profiling import (
 )
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
+from rotor_profiling.torch_compat import tree_map_only
 from rotor_profiling.value_tree import with_own_containers
 from rotor_py.capture.captured_forward import CapturedForward
-from rotor_py.capture.captured_graph import CapturedGraph
+from rotor_py.capture.captured_graph import CapturedGraph, written_input
+from rotor_py.capture.graph.graph_nodes import line_of
 from rotor_py.capture.variants import CompileBudgetOf, MeasuredGraph, MeasuredGraphs, compiled_variants, whole_step
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
@@ -59,6 +62,8 @@ class SavedOutside(saved_tensors_hooks):
         self.known = known
         self.bytes: dict[int, int] = {}
         self.lines: Counter[str] = Counter()
+        # The line that runs, where that is known otherwise than by its frame.
+        self.line: str | None = None
         # A line that runs a recurrent layer on a packed sequence.
         self.packed_line: str | None = None
         # Dynamo would trace the hooks as part of the model, and recompile them for every kind of tensor.
@@ -78,7 +83,7 @@ class SavedOutside(saved_tensors_hooks):
         if new:
             self.bytes |= new
             frame = next((each for each in reversed(traceback.extract_stack()) if is_users(each.filename)), None)
-            line = "an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}"
+            line = self.line or ("an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}")
             # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
             if any(
                 each.f_code.co_filename == _RECURRENT and each.f_locals.get("batch_sizes") is not None
@@ -92,6 +97,31 @@ class SavedOutside(saved_tensors_hooks):
 def is_users(file: str) -> bool:
     path = Path(file)
     return path.suffix == ".py" and not any(library in path.resolve().parents for library in _LIBRARIES)
+
+
+class _AsMade(torch.autograd.Function):
+    """Gives a tensor a history, as an operator's result has: a leaf that needs a gradient must not be overwritten."""
+
+    @staticmethod
+    def forward(ctx: Any, history: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, *gradients
+
+
+def as_made(value: Any) -> Any:
+    """The leaves of `value` that need a gradient, as if operators had made them."""
+    history = torch.empty(0, requires_grad=True)
+
+    apply: Any = _AsMade.apply  # untyped in torch
+
+    def made(tensor: torch.Tensor) -> Any:
+        return apply(history, tensor.detach()) if tensor.requires_grad and tensor.is_leaf else tensor
+
+    return tree_map_only(torch.Tensor, made, value)
 
 
 # Largest share of saved bytes outside the graphs, relative to those inside. A guess: below the 2 % by which a predicted
@@ -116,6 +146,7 @@ def measure_graphs(
     model = forward.model
     found = MeasuredGraphs()
     sharding = sharding_of(model, mixed_precision=True)
+    inputs = storages(tensors_in([args, kwargs]))
     # Autograd saves parameters as well, but they are in memory anyway.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
@@ -123,14 +154,20 @@ def measure_graphs(
         # Graphs measure their own saved tensors.
         with outside.suspended(), operators():  # not around Dynamo, which would trace the replaced operators
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
-            if not graph.trains:  # it saves nothing for a backward, so nothing counts
-                with torch.no_grad():
+            if not graph.layers:
+                with outside if graph.trains else torch.no_grad():
                     return graph.run_unplanned(arguments)
-            value, values = graph.enter(arguments)
+            writing = graph.overwriting
+            if writing is not None and any(map(inputs.__contains__, storages(graph.overwritten(arguments)))):
+                raise written_input(writing)
+            outside.line = None if writing is None else line_of(writing)
+            with nullcontext() if writing is None else outside:  # operators that run ahead of the stages may save much
+                value, values = graph.enter(arguments)
+            outside.line = None
             # The graph's caller holds its inputs, so they are no checkpoints that a plan could drop.
             cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
-            made = stages.walk(options.progress)
+            made = as_made(stages.walk(options.progress))
             stages.settle_layouts(())
             returned = tuple(map(weakref.ref, tensors_in(made)))
             context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
@@ -143,7 +180,9 @@ def measure_graphs(
     state = RandomState.now((device,))
     with attributes_kept(model), buffers_kept(model), forward.measuring():
         try:
-            with outside:
+            with outside, warnings.catch_warnings():
+                # TorchDynamo reads it of tensors that earlier graphs have made.
+                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
                 # A forward may change a dict that it gets.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
             found.output = as_left(model, output)  # `forward` was called, without the model's own hooks

@@ -209,11 +209,13 @@ class CaptureSession:
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
         graph.split(arguments, self._main)
-        if not graph.trains:
+        if not graph.layers:
             return graph.run_unplanned(arguments)
-        value, values = graph.enter(arguments)  # first, since it may show that the batch belongs to another graph
+        # First, since it may show that the batch belongs to another graph; unless it writes, and may only run once.
+        entered = graph.enter(arguments) if graph.overwriting is None else None
         if not self._follows_plan(graph, goes_on):
             return graph.run_unplanned(arguments)
+        value, values = entered or graph.enter(arguments)
         self._followed_plan, self._beginning = True, None
         return graph.leave(run_stages(self._planned[graph], value), values)
 

@@ -70,6 +70,8 @@ _DYNAMO = {
     "optimize_ddp": False,
     # By default, Dynamo breaks the graph at recurrent layers, whose operators compile badly. Here they run uncompiled.
     "allow_rnn": True,
+    # By default, traced code draws with PyTorch where the model draws with NumPy.
+    "use_numpy_random_stream": True,
     # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a temperature
     # is part of the computation.
     "specialize_float": True,

@@ -144,6 +144,18 @@ def test_a_buffer_that_the_first_forward_resizes_is_that_of_plain_training() -> 
         assert_same_step(planned, plain, torch.randn(16, WIDTH))
 
 
+class Weighed(Block):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return super().forward(value * torch.from_numpy(np.random.uniform(size=WIDTH)).to(value))
+
+
+def test_arrays_that_numpy_draws_are_those_of_plain_training() -> None:
+    model, value = Stack(Weighed(), Weighed()), torch.randn(16, WIDTH)
+    plain = copy.deepcopy(model)
+    planned = planned_for(model, value, cache=False, watch=False)
+    assert_same_step(planned, plain, value, seed=np.random.seed)
+
+
 class Counter(nn.Module):
     """A block that counts its calls, which change what it computes; so does a temperature."""
 

@@ -143,6 +143,22 @@ class LateLoss(Layers):
         return F.cross_entropy(logits, torch.arange(len(value)) % 400), logits
 
 
+class Masked(Layers):
+    """Writes after a graph break into what it has made before, as Wav2Vec2 does."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.token = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](value)
+        torch._dynamo.graph_break()
+        hidden[::2] = self.token.sin()
+        for layer in self.layers[1:]:
+            hidden = layer(hidden).tanh().sin()
+        return hidden
+
+
 class Squash(torch.autograd.Function):
     """Saves inputs, an output, and a tensor of its own that is no output; another output has no gradient."""
 
@@ -190,6 +206,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
     "early and late graph": (BreakingBefore, (256, WIDTH), 0),
     "loss in a late graph": (LateLoss, (512, WIDTH), 0),
+    "overwritten after a break": (Masked, (512, WIDTH), 0),
     "skip connection": (lambda: Skipping(9), (256, WIDTH), 0.97),
 }
 """Model, shape of its input, and the least share of the predicted peak that is measured."""

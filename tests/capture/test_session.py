@@ -238,12 +238,22 @@ class Writing(Skips):
         return hidden
 
 
+class WritingLate(Writing):
+    """Writes after a graph break."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        hidden = self.layers[0](value)
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]  # torch has no types for it
+        value.mul_(0.5)
+        return super().forward(hidden)
+
+
 def test_a_model_that_writes_into_its_input_is_refused_with_the_line_and_writes_nothing() -> None:
     value = torch.randn(8, 16)
     before = value.clone()
-    for at in (0, 2):
+    for model in (Writing(0), Writing(2), WritingLate(9)):
         with raises(UnsupportedModelError, "in_place_input") as caught:
-            Checkpointable(Writing(at)).measure(value)
+            Checkpointable(model).measure(value)
         assert re.search(r"test_session\.py:\d+ \(value\.mul_\(0\.5\)\)", str(caught.value.name))
         assert torch.equal(value, before)
 

@@ -9,7 +9,7 @@ import itertools
 import operator
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,7 @@ class GraphFacts:
 
     sizes: SymbolValues
     marks: FSDPMarks | None
-    # Nodes without gradient that can run before all others, in the order of the graph.
+    # Nodes without gradient that can run before all others, or nodes that have to, in the order of the graph.
     context: list[fx.Node] = field(default_factory=list)
     # The other nodes, in the order of the graph.
     body: list[fx.Node] = field(default_factory=list)
@@ -81,15 +81,28 @@ def read_graph(
 ) -> GraphFacts:
     sizes = SymbolValues([node for node in graph_module.graph.nodes if node.op == "placeholder"], inputs)
     late: set[fx.Node] = set()  # nodes that have to stay in the body
+    ahead: set[fx.Node] = set()  # nodes that have to leave it, whatever they do
     while True:
-        facts = _Reader(GraphFacts(sizes, marks), buffers, late, marks.places if marks else {}).read(
-            graph_module, inputs
-        )
+        places = marks.places if marks else {}
+        facts = _Reader(GraphFacts(sizes, marks), buffers, late, ahead, places).read(graph_module, inputs)
         # All stages share the context's results, so none may write into them: a recomputed stage would write again.
-        written = {node for node in facts.context if memory_root(node) in facts.written}
-        if not written:
+        written = {node for node in facts.context if memory_root(node) in facts.written} - ahead
+        # Nor may any write into what was made before a graph break. All up to the last such write runs once.
+        made_before = [node for node in facts.given if not is_the_callers(node)]
+        last = max((at for at, node in enumerate(facts.body) if overwritten_by(node, made_before)), default=-1)
+        if not written and last == -1:
             return facts
         late |= written
+        ahead.update(facts.body[: last + 1])
+
+
+def is_the_callers(given: fx.Node) -> bool:
+    # Dynamo names a placeholder after its source: `args` or `kwargs` of the compiled function.
+    return given.name.startswith(("l_args_", "l_kwargs_"))
+
+
+def overwritten_by(node: fx.Node, given: Collection[fx.Node]) -> bool:
+    return any(target in given for target in map(memory_root, written_by(node)))
 
 
 @dataclass
@@ -97,6 +110,7 @@ class _Reader:
     facts: GraphFacts
     buffers: frozenset[int]
     late: set[fx.Node]
+    ahead: set[fx.Node]
     places: dict[int, tuple[Place, ShardGroup]]
     modes: Modes = Modes()
     # Values available before the body runs: the caller's, frozen parameters, and the context's.
@@ -154,7 +168,9 @@ class _Reader:
                 )
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Whether a node can run before all nodes of the body, with the same result."""
+        """Whether a node can run before all nodes of the body, with the same result, or has to."""
+        if node in self.ahead:
+            return True
         # Random numbers have to be drawn in the model's order. A norm may update its running statistics; measuring
         # restores them after a stage, but not after the context. A mark has to run in place.
         if (
