@@ -190,7 +190,8 @@ def measure_graphs(
         finally:
             state.restore()
         found.outside_bytes = sum(outside.bytes.values())
-        _refuse_much_outside(type(model).__name__, outside, sum(each.saved_bytes for each in found.graphs))
+        captured_bytes = sum(each.saved_bytes for each in found.graphs)
+        _refuse_much_outside(type(model).__name__, outside, captured_bytes, forward.breaks_at)
         if not found.graphs:
             raise UnsupportedModelError(
                 f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
@@ -236,7 +237,7 @@ def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weigh
         ) from None
 
 
-def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int) -> None:
+def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int, breaks_at: str | None) -> None:
     outside_bytes = sum(outside.bytes.values())
     if outside_bytes <= _TRIFLE * captured_bytes:
         return
@@ -252,7 +253,8 @@ def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int)
     raise UnsupportedModelError(
         f"{line} of {model} runs outside the graphs that TorchDynamo captures, and keeps "
         f"{format_bytes(outside_bytes)} for the backward, which cannot be planned ({format_bytes(captured_bytes)} "
-        "can); TORCH_LOGS=graph_breaks says why the graph breaks there",
+        f"can). The graph breaks at {breaks_at or 'a line that TORCH_LOGS=graph_breaks names'}: decide that before a "
+        "loop and not inside it, or plan a part, as in model.body = Checkpointable(model.body, ...)",
         kind="outside_graphs",
         name=line,
         outside_bytes=outside_bytes,
