@@ -10,7 +10,7 @@ from rotor_profiling.stage.gradients import Layouts, StageContext, leaves_of
 from rotor_profiling.stage.seconds import time_ways
 from rotor_profiling.stage.stage_signature import stage_signature, value_signature
 from rotor_profiling.step import StepWatch, measured_peak, measured_phases, watch_step
-from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in
+from rotor_profiling.storage import bytes_like, storage_bytes, storages, tensors_in, view_bytes
 
 __all__ = [
     "Layouts",
@@ -44,5 +44,6 @@ __all__ = [
     "time_ways",
     "together",
     "value_signature",
+    "view_bytes",
     "watch_step",
 ]

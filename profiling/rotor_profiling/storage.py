@@ -108,6 +108,13 @@ def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
     return sum(allocated(tensor.numel() * tensor.element_size(), kind or tensor.device.type) for tensor in here)
 
 
+def view_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of `tensors` themselves: of a larger storage, only their part, each view once."""
+    parts = [part for each in tensors for part in _parts(each)]
+    views = {(*storages([each]), each.shape, each.stride(), each.storage_offset()): each for each in parts}
+    return min(storage_bytes(parts), bytes_like(views.values()))
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values can be read: not if it is a fake or meta tensor."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from rotor_profiling import OptimizerCost
+from rotor_profiling import OptimizerCost, tensors_in, view_bytes
 from rotor_py.measure.fixed_memory import (
     NONE_STEPPED,
     FixedMemory,
@@ -75,6 +75,10 @@ class Budget:
     """Whether the backward of a stored stage takes as much as that of a recomputed one."""
     freed_gradients: int = 0
     """Bytes of gradients that the backward frees, each as soon as its parameter is stepped."""
+    view_bytes: int = 0
+    """Bytes of one forward's input"""
+    rest_bytes: int = 0
+    """Further bytes of the batch that it is a view of, which other forwards' inputs may cover."""
     link: Link | None = None
     """Speed of offloading; None if nothing may be offloaded."""
     link_name: str = ""
@@ -169,7 +173,11 @@ class Budget:
         assert forwards > 1
         return replace(
             self,
-            fixed=replace(self.fixed, gradients=self.fixed.gradients + (gradient_bytes if self.forwards == 1 else 0)),
+            fixed=replace(
+                self.fixed,
+                gradients=self.fixed.gradients + (gradient_bytes if self.forwards == 1 else 0),
+                batch=self.fixed.batch + self._covered(self.forwards) - self._covered(forwards),
+            ),
             chain=self._chain(measurement, fresh_gradients=False, forwards=forwards),
             stepping_bytes=forwards * (measurement.input_bytes + measurement.output_bytes),
             forwards=forwards,
@@ -187,7 +195,11 @@ class Budget:
         loss, carried = measurement.loss, sum(each.nbytes for each in measurement.carried)
         # How much of the loss's memory its backward needs is unknown: all of it counts.
         held = measurement.held_bytes if measurement.outputs_held else 0
-        return self.fixed.batch + carried + held + loss.kept_bytes + loss.temp_bytes
+        batch = self.view_bytes if measurement.prefix else 0
+        return batch + carried + held + loss.kept_bytes + loss.temp_bytes
+
+    def _covered(self, forwards: int) -> int:
+        return min(self.rest_bytes, (forwards - 1) * self.view_bytes)
 
     def least_bytes(self) -> int:
         """Return the least limit for which there is a plan."""
@@ -330,10 +342,11 @@ def make_budget(
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
     accounted = known.parameters + known.buffers + known.batch + (communication if buckets else 0)
+    view = min(known.batch, view_bytes(tensor for tensor in tensors_in(sample) if tensor.device == device))
     fixed = replace(
         known,
         communication=communication,
-        batch=known.batch if measurement.prefix else 0,
+        batch=known.batch if measurement.prefix else known.batch - view,
         other=measurement.loss.kept_bytes
         + measurement.returned_bytes
         + unsplit_bytes(device, sum(stage.saved_bytes for stage in measurement.stages))
@@ -349,6 +362,8 @@ def make_budget(
         snapshot_bytes=measurement.snapshot_bytes,
         stepping_bytes=measurement.input_bytes + measurement.output_bytes + fresh,
         step_bytes=optimizer.step_bytes if optimizer else None,
+        view_bytes=view,
+        rest_bytes=known.batch - view,
         freed_gradients=trained_bytes(model, device) - trained_bytes(model, device, stepped),
     )
 

@@ -34,6 +34,7 @@ from rotor_profiling import (
     storages,
     tensors_in,
     time_ways,
+    view_bytes,
 )
 from rotor_profiling.attributes import kept_bytes
 from rotor_profiling.backends import stopwatch
@@ -165,7 +166,8 @@ class StageMeasurer:
             words = tuple(keeper.name for keeper in options.keepers)
             self._cache = measurement_cache(device, options.fresh_gradients, options.preserve_rng_state, words)
         self._input, self._prefix = run_prefix(cut, leaves_of(value), device)
-        self._input_bytes = 0 if cut.input_owned else storage_bytes(tensors_in(self._input))
+        # Of a view, its own bytes: microbatches may be views of one batch, whose other bytes count as fixed.
+        self._input_bytes = 0 if cut.input_owned else view_bytes(tensors_in(self._input))
         rng, keepers = options.preserve_rng_state, tuple(options.keepers)
         self._chain = WalkedChain(cut, self._input, device, silent, options.group, rng, keepers, layer_offers)
         self._survey = DiscoveryPass(self._chain, options.stepped)

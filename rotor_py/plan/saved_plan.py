@@ -116,7 +116,7 @@ def _refuse_other_length(name: str, found: int, stages: int) -> None:
 
 _AROUND = (
     *("fixed", "before_bytes", "stepping_bytes", "step_bytes", "forwards", "held_beside", "backward_order"),
-    *("freed_gradients", "link", "link_name"),
+    *("freed_gradients", "view_bytes", "rest_bytes", "link", "link_name"),
 )
 """Fields of a budget that do not follow from the measurement."""
 

@@ -168,3 +168,15 @@ def test_graph_breaks_cost_nothing(again: bool) -> None:
         planned.sequence = sequence
         predicted = planned.budget.peak_bytes(sequence)
         assert 0.97 * predicted <= peak(planned) <= predicted
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(*Tower(64, 4).layers), lambda: Tower(64, 4)])
+def test_a_batch_whose_views_are_in_flight_counts_once(make) -> None:
+    batch, peaks = torch.randn(512, 64), {}
+    for forwards in (1, 4):
+        for part in (batch[:128], batch[:128].clone()):
+            planned = Checkpointable(make(), forwards_in_flight=forwards, loss=square)
+            planned.measure(part)
+            peaks.setdefault(forwards, []).append(planned.budget.peak_bytes(stored(planned)))
+    assert peaks[1][0] == peaks[1][1] + 3 * 128 * 64 * 4
+    assert peaks[4][0] == peaks[4][1]
