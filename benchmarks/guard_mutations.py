@@ -4,8 +4,8 @@
     python benchmarks/guard_mutations.py --only autocast  # those whose reason has this word
     python benchmarks/guard_mutations.py --find           # look for the text of all, and plant none; seconds
 
-A fault is planted in a copy of the product, and the cases of the guard that should notice it are compared with the
-baseline. The text to change is looked for in all files of the product, since files move; it has to be there once. If
+A fault is planted in a copy of the product, and the cases of the guard that should notice it are compared with what
+the copy did before. The text to change is looked for in all files of the product, since files move; it has to be there once. If
 the code has been written anew, write the fault anew: the reason says what it is about.
 """
 
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +29,7 @@ SOLVER = ("chains 0 to 9",)
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` becomes `new`, because of which `cases` have to differ from the baseline."""
+    """`old` becomes `new`, because of which `cases` have to differ."""
 
     why: str
     old: str
@@ -116,8 +117,8 @@ MUTATIONS = [
     # Measuring
     mutation(
         "what a stage saves is eight bytes more",
-        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes)",
-        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes) + 8",
+        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes - dropped)",
+        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes - dropped) + 8",
         "chain",
     ),
     mutation(
@@ -297,6 +298,11 @@ def copied(folder: Path) -> Path:
     return folder
 
 
+def guard(root: Path, action: str, cases: Iterable[str], jobs: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / "benchmarks" / "guard.py"), action, "--jobs", str(jobs), "--only", *cases]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root)
+
+
 def noticed(each: Mutation, root: Path, jobs: int) -> list[str]:
     """The lines by which the guard tells of a fault; empty if it does not."""
     path = place_of(each.old, root)
@@ -305,8 +311,7 @@ def noticed(each: Mutation, root: Path, jobs: int) -> list[str]:
     for cached in path.parent.glob(f"__pycache__/{path.stem}.*"):
         cached.unlink()
     try:
-        command = [sys.executable, str(root / "benchmarks" / "guard.py"), "--check", "--jobs", str(jobs)]
-        done = subprocess.run([*command, "--only", *each.cases], capture_output=True, text=True, cwd=root)
+        done = guard(root, "--check", each.cases, jobs)
     finally:
         path.write_text(before)
     if done.returncode == 0:
@@ -334,6 +339,10 @@ def main() -> int:
     caught = 0
     with tempfile.TemporaryDirectory() as folder:
         root = copied(Path(folder))
+        done = guard(root, "--record", sorted({case for each in wanted for case in each.cases}), options.jobs)
+        if done.returncode:
+            print(done.stdout or done.stderr)
+            return 1
         for each in wanted:
             begun = time.perf_counter()
             try:
