@@ -5,8 +5,8 @@
     python benchmarks/guard_mutations.py --find           # look for the text of all, and plant none; seconds
 
 A fault is planted in a copy of the product, and the cases of the guard that should notice it are compared with what
-the copy did before. The text to change is looked for in all files of the product, since files move; it has to be there once. If
-the code has been written anew, write the fault anew: the reason says what it is about.
+the copy did before. The text to change is looked for in all files of the product, since files move; it has to be there
+once. If the code has been written anew, write the fault anew: the reason says what it is about.
 """
 
 from __future__ import annotations
