@@ -16,7 +16,7 @@ from rotor_profiling.backends import prediction
 from rotor_profiling.followed_storages import LiveBytes
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
-from rotor_profiling.torch_compat import tree_map_only, unset_fake_temporarily
+from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset_fake_temporarily
 from rotor_solver.described_error import DescribedError
 
 # Bytes of scalars that operators wrap as tensors, which a dispatch mode does not see. A guess: eight numbers of eight
@@ -173,15 +173,31 @@ def _step(twin: torch.optim.Optimizer) -> None:
     step = type(twin).step
     closure = inspect.signature(step).parameters.get("closure")
     parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
-    before = [parameter._version for parameter in parameters]
-    if closure is None or closure.default is not closure.empty:
-        step(twin)
-    elif isinstance(twin, torch.optim.LBFGS):  # it stops at once where gradients are zero, and keeps nothing
-        raise NotImplementedError("its history grows with the steps of each search")
-    else:
-        step(twin, lambda: 0.0)
-    if parameters and [parameter._version for parameter in parameters] == before:
+    with _Touched(parameters) as touched:
+        if closure is None or closure.default is not closure.empty:
+            step(twin)
+        elif isinstance(twin, torch.optim.LBFGS):  # it stops at once where gradients are zero, and keeps nothing
+            raise NotImplementedError("its history grows with the steps of each search")
+        else:
+            step(twin, lambda: 0.0)
+    if parameters and not touched.any:
         raise NotImplementedError("a copy of it steps nothing")
+
+
+class _Touched(TorchDispatchMode):
+    """Notes whether operators take any of `parameters`, or their `data`."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
+        self._addresses = {each.untyped_storage()._cdata for each in parameters}
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        taken = {each.untyped_storage()._cdata for each in tensors_in((args, kwargs)) if each.layout == torch.strided}
+        self.any = self.any or not taken.isdisjoint(self._addresses)
+        return func(*args, **(kwargs or {}))
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | None = None) -> int:
