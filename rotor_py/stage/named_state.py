@@ -17,7 +17,6 @@ from torch import nn
 
 from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents_of, fill
 from rotor_profiling.stage.stage_signature import HasKind
-from rotor_profiling.storage import tensors_in
 
 _LIBRARIES = ("torch", "numpy", "builtins", "rotor_", "collections", "functools", "typing", "transformers", "abc")
 """Beginnings of the names of modules whose code is not searched."""
@@ -193,7 +192,7 @@ class NamedState:
 
     def without_tensors(self) -> NamedState:
         """Leave out containers that hold tensors: what was in them before a forward is not to live longer for this."""
-        self._before = [each for each in self._before if not each[2] or not tensors_in([copy for _, copy in each[2]])]
+        self._before = [each for each in self._before if not any(_has_tensors(copy) for _, copy in each[2])]
         return self
 
     def only_unchanged(self) -> bool:
@@ -213,6 +212,12 @@ class NamedState:
             for container, content in contents:
                 if not as_it_was(container, content):
                     fill(container, content)
+
+
+def _has_tensors(container: Any) -> bool:
+    return any(
+        isinstance(each, torch.Tensor) for each in (container.values() if isinstance(container, dict) else container)
+    )
 
 
 def _changed(place: Place, value: Any, contents: Contents) -> bool:

@@ -264,6 +264,7 @@ class TrainingStep:
                 held[-1] = sample, losses[-1]
         losses = losses or [self.loss(output) for _, output in held]
         loss: torch.Tensor = sum(losses)  # type: ignore[assignment] # not an int
+        losses.clear()  # a loop has the sum alone
         loss.backward()
         return held, loss
 
