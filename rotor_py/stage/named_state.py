@@ -5,10 +5,12 @@ A forward may read a flag of a configuration, count its calls in a global, or ha
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -18,8 +20,7 @@ from torch import nn
 from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents_of, fill
 from rotor_profiling.stage.stage_signature import HasKind
 
-_LIBRARIES = ("torch", "numpy", "builtins", "rotor_", "collections", "functools", "typing", "transformers", "abc")
-"""Beginnings of the names of modules whose code is not searched."""
+_LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _MOST = 100_000
 """Objects looked at, at most. A guess: a large model has some ten thousand. Fewer overlook some."""
 _LONGEST = 10_000
@@ -105,16 +106,21 @@ def _may_change(value: Any) -> bool:
 
 def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Place | None]]:
     seen: set[int] = set()
-    pending: list[tuple[Any, Place | None]] = [(function, None)]
+    # Objects of the user's are opened, but not those inside of them, which may lead into the whole program.
+    pending: list[tuple[Any, Place | None, bool]] = [(function, None, True)]
     while pending and len(seen) < _MOST:
-        value, place = pending.pop()
+        value, place, opens = pending.pop()
         plain = isinstance(value, _FLAGS)
         if not plain and id(value) in seen:
             continue
         yield value, place
-        if not plain:
-            seen.add(id(value))
-            pending += _named_by(value)
+        if plain:
+            continue
+        seen.add(id(value))
+        if _is_object(value):
+            pending += ((*each, False) for each in _attributes(value) if opens)
+        else:
+            pending += ((*each, opens) for each in _named_by(value))
 
 
 def _named_by(value: Any) -> Iterator[tuple[Any, Place | None]]:
@@ -129,7 +135,7 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Place | None]]:
         yield getattr(type(value), "forward", None), None
         yield from _flags_of_class(type(value))
     elif isinstance(value, FunctionType):
-        if not (value.__module__ or "").startswith(_LIBRARIES):
+        if not is_library(value.__module__):
             yield from _of_code(value.__code__, value.__globals__)
             for number in range(len(value.__closure__ or ())):
                 place = Place.in_cell(value, number)
@@ -142,12 +148,22 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Place | None]]:
         yield from ((each, None) for each in (value.func, *value.args, *value.keywords.values()))
     elif type(value) in CONTAINERS and len(value) <= _LONGEST:
         yield from ((each, None) for each in (value.values() if isinstance(value, dict) else value))
-    elif not isinstance(value, type | ModuleType | torch.Tensor) and not type(value).__module__.startswith(_LIBRARIES):
-        yield from _attributes(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of the user's."""
+    kind = type(value)
+    if kind is SimpleNamespace:
+        return True
+    return not isinstance(value, type | ModuleType | torch.Tensor | nn.Module) and not is_library(kind.__module__)
 
 
 def _attributes(value: Any) -> Iterator[tuple[Any, Place | None]]:
-    for name, each in list(getattr(value, "__dict__", {}).items()):
+    try:
+        attributes = object.__getattribute__(value, "__dict__")  # a class may have a `__getattr__` of its own
+    except AttributeError:
+        attributes = None
+    for name, each in list(attributes.items()) if isinstance(attributes, dict) else ():
         try:
             yield each, Place.in_attribute(value, name)
         except TypeError:  # there can be no weak reference to it
@@ -157,7 +173,7 @@ def _attributes(value: Any) -> Iterator[tuple[Any, Place | None]]:
 
 def _flags_of_class(kind: type) -> Iterator[tuple[Any, Place | None]]:
     for each in kind.__mro__:
-        if not each.__module__.startswith(_LIBRARIES):
+        if not is_library(each.__module__):
             for name, value in vars(each).items():
                 if isinstance(value, _FLAGS) and not name.startswith("__"):
                     yield value, Place.in_class(each, name)
@@ -170,12 +186,22 @@ def _of_code(code: CodeType, namespace: dict[str, Any]) -> Iterator[tuple[Any, P
             continue
         named = namespace[name]
         yield named, Place.in_namespace(namespace, name)
-        if isinstance(named, ModuleType) and not named.__name__.startswith(_LIBRARIES):
+        if isinstance(named, ModuleType) and not is_library(named.__name__):
             inside = vars(named)
             yield from ((inside[each], Place.in_namespace(inside, each)) for each in code.co_names if each in inside)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _of_code(inner, namespace)
+
+
+@cache
+def is_library(name: str | None) -> bool:
+    """Whether a module is of Python, of an installed library, or of this project."""
+    if not isinstance(name, str):  # of a class or function that is not written in Python
+        return True
+    first, file = name.partition(".")[0], getattr(sys.modules.get(name), "__file__", None)
+    known = first in sys.stdlib_module_names and first != "__main__"
+    return known or first.startswith("rotor_") or (isinstance(file, str) and file.startswith(_LIBRARY_FOLDERS))
 
 
 class NamedState:
