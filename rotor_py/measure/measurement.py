@@ -151,8 +151,9 @@ class Measurement:
                 gradient[each.first - 1] -= each.gradient_bytes
         nograd = list(forward)
         held = self.outputs_held and self.held_bytes > 0
-        if held:  # outputs without gradient: the caller's, from the last forward to the end of the step
-            nograd[-1] = _NEVER  # a recomputation of the last stage would make them twice
+        if self.held_bytes:
+            nograd[-1] = _NEVER  # a recomputation of the last stage would make outputs without gradient twice
+        if held:  # they are the caller's, from the last forward to the end of the step
             loss += self._droppable_bytes
             gradient[-1] += self.held_bytes
         for stage in self.unrepeatable:

@@ -1,5 +1,6 @@
 """Whatever a user writes around the forwards of a step: as plain training, and inside the limit once it is known."""
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -158,6 +159,8 @@ class Steps(RuleBasedStateMachine):
         self.any_order = False
         """whether a backward has come while a later forward was in flight"""
         self.set_limit(share)
+        GATE.set(1.0)  # an earlier history may have ended in the middle of a step
+        globals()["SCALE"] = 1.0
         torch.manual_seed(0)
         self.worlds = tuple(World(each, gradient=gradient) for each in (self.planned, type(self).made_by()))
         self.meter = memory_meter(CPU)
@@ -264,6 +267,7 @@ class Steps(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.flying.clear()
         self.planned.zero_grad()
+        gc.collect()  # the error of a forward that fails beside others is part of a cycle
         present = sum(each.nbytes for each in (*self.planned.parameters(), *self.planned.buffers()))
         self.meter.mark("over")
         self.meter.__exit__(None, None, None)
