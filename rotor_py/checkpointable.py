@@ -28,7 +28,7 @@ from rotor_py.plan.saved_plan import Plan
 from rotor_py.plan.settings import Settings, refuse_excluded
 from rotor_py.plan.step_spec import arguments_of
 from rotor_py.transparent import Transparent, core_of, in_training, instead_of_forward
-from rotor_solver import Algorithm, Chain, Sequence
+from rotor_solver import Algorithm, Chain, InfeasibleError, Sequence
 from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
@@ -64,8 +64,8 @@ class Checkpointable(PlannedModel):
     """A model whose training step stays inside `mem_limit`, at the least extra time.
 
     It shares the parameters, buffers, children and hooks of `model`, with the model's state dicts, names and
-    attributes. In training mode a forward follows a plan, which the first call makes if needed; in eval mode, or
-    without gradients, the model runs as it is.
+    attributes. A forward follows a plan, which the first call makes if needed; without gradients, the model runs as it
+    is, and in eval mode, too, unless `mem_limit` was given and the process is alone.
 
     Args:
         model: any model. A nesting of `nn.Sequential` is a chain of its layers; of any other, TorchDynamo captures the
@@ -213,7 +213,7 @@ class Checkpointable(PlannedModel):
 
     @ModelsSignature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; the backward follows the plan. In eval mode, there is one if there is a limit."""
+        """Run the model; the backward follows the plan."""
         # `torch.compile(Checkpointable(model))` traces only this line, and learns that it is tracing.
         return self._forward_untraced(torch.compiler.is_compiling(), *args, **kwargs)
 
@@ -229,7 +229,14 @@ class Checkpointable(PlannedModel):
             # DDP's own forward prepares the reducer, then calls the inner module, which follows the plan.
             with instead_of_forward(self._planner.model.core, self._planner.run):
                 return self.model.forward(*args, **kwargs)
-        return self._planner.run(*args, **kwargs)
+        try:
+            return self._planner.run(*args, **kwargs)
+        except InfeasibleError as error:
+            if self.training:
+                raise
+            self._planner.warn_of_evaluation(error)
+        # Not in the `except`: there, the error's traceback would keep tensors. Plain evaluation would go on.
+        return self.model.forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the stages from the next step on, with the arguments of `torch.compile`.

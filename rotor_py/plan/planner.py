@@ -112,6 +112,7 @@ class Planner:
         self.model = TrainedModel(whole, core, settings)
         self.plans = StepPlans(self.model)
         self._warned_of_torch_compile = False
+        self._warned_of_evaluation = False
         self._lazy = _is_lazy(core)
         self._one_process_only = settings.offload is not None or one_process_only(settings) is not None
         self._forwards = Forwards()
@@ -227,6 +228,17 @@ class Planner:
                 "torch.compile around a Checkpointable compiles nothing: the step is planned; to compile what is "
                 "planned, write Checkpointable(model, compile=True)",
                 extra=record_fields("compile_ignored", name="torch.compile"),
+            )
+
+    def warn_of_evaluation(self, error: InfeasibleError) -> None:
+        """Warn once that a forward in eval mode, whose gradients may not be wanted, has no plan."""
+        if not self._warned_of_evaluation:
+            self._warned_of_evaluation = True
+            _log.warning(
+                "a forward in eval mode goes on without a plan, since it needs more than the limit with gradients (%s); "
+                "use torch.no_grad() if you want none",
+                error,
+                extra=record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit),
             )
 
     def copied(self) -> Planner:

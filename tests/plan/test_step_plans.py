@@ -257,6 +257,22 @@ def test_a_plan_is_not_saved_for_steps_of_another_kind(tmp_path):
         planned.save_plan(tmp_path / "plan.json")
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_evaluation_with_gradients_is_inside_the_limit_or_goes_on_without_a_plan(kind, caplog):
+    planned = planned_at(0.0, made(kind), images())
+    plain = copy.deepcopy(planned.model).eval()
+    planned.eval()
+    assert step_peak(planned, images(), fresh_grads=True) <= planned.mem_limit
+    planned.zero_grad()
+    assert recomputes(planned.sequence)
+    assert_same_step(planned, plain, images())
+    assert not logged(caplog, "evaluation_over_limit")
+    for _ in range(2):
+        assert_same_step(planned, plain, torch.randn(64, 3, 16, 16))
+    (told,) = logged(caplog, "evaluation_over_limit")
+    assert told.numbers["mem_limit"] == planned.mem_limit < told.numbers["min_bytes"]
+
+
 def test_arrays_of_numpy_are_compared_whole() -> None:
     class Scaled(nn.Linear):
         def forward(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
