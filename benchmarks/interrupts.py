@@ -1,4 +1,4 @@
-"""Interrupt training steps at random instructions, as Ctrl-C does, and look for what is left behind.
+"""Interrupt training steps at random instructions, as Ctrl-C does, and see what stays changed.
 
     python benchmarks/interrupts.py --count 20000
 
