@@ -235,8 +235,8 @@ class Planner:
         if not self._warned_of_evaluation:
             self._warned_of_evaluation = True
             _log.warning(
-                "a forward in eval mode goes on without a plan, since with gradients it needs more than the limit (%s); use "
-                "torch.no_grad() if you want none",
+                "a forward in eval mode goes on without a plan: with gradients, it needs more than the limit (%s); "
+                "if you want none, use torch.no_grad()",
                 error,
                 extra=record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit),
             )
