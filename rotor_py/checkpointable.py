@@ -105,7 +105,7 @@ class Checkpointable(PlannedModel):
             every step on CUDA, where counters are read; on the CPU, where PyTorch's profiler runs meanwhile, the first
             one by each plan, later ones that differ from it, and those after 10, 100 and 1,000 steps. True: every step;
             False: none, and neither an order of backwards nor training that follows no plan is noticed.
-        level: checkpoint by hand instead: every module of this level (`assign_levels`) is run again from its input.
+        level: checkpoint by hand instead: every module of this level (`assign_levels`) is recomputed from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.
         on_oom: what follows an out-of-memory error of the device in a stage. "raise" lets it pass. "replan" undoes what

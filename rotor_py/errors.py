@@ -91,7 +91,7 @@ class StageChangedError(InvalidStateError):
     def __init__(self, name: str, what: str, was: object, now: object) -> None:
         super().__init__(
             f"{shortened(what)} of stage {name!r} was {shortened(was)} in the forward and is {shortened(now)} now, and "
-            "the stage has to be run again for the backward; change it before the forward or after the backward "
+            "the stage is recomputed in the backward; change it before the forward or after the backward "
             "(optimizer.step() too). From the next step on, the plan stores this stage",
             kind="stage_changed",
             name=name,

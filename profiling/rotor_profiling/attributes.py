@@ -198,7 +198,7 @@ def _changes(module: nn.Module, entries: dict[str, Change]) -> Iterator[Change]:
             if change.values is None:
                 raise InvalidStateError(
                     f"the attribute {change.name!r} of {type(module).__name__} was written to by a forward for the "
-                    "first time, so the stage cannot be run again exactly in this step; run the step once more, it is "
+                    "first time, so the stage cannot be recomputed exactly in this step; run the step once more, it is "
                     "now known to change",
                     kind="attribute_changed",
                     name=change.name,

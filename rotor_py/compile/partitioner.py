@@ -131,7 +131,7 @@ class BudgetPartitioner(_Partitioner):
 
     def _log(self, weight: Weight, limit: int) -> None:
         _log.info(
-            "a graph's training step takes %s of its budget of %s: %s are saved, %.1f %% of its time runs again",
+            "a graph's training step takes %s of its budget of %s: %s are saved, %.1f %% of its time is recomputed",
             format_bytes(weight.peak),
             format_bytes(limit),
             format_bytes(weight.saved),

@@ -105,7 +105,7 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
     if moves is not None and (moves.stages & runs_again or not moves.stages <= in_graph):
         raise InvalidValueError(
-            f"the sequence moves what stages {sorted(moves.stages)} save, some of which are run again",
+            f"the sequence moves what stages {sorted(moves.stages)} save, some of which are recomputed",
             kind="moved_stage_runs_again",
             stage=min(moves.stages),
         )

@@ -241,7 +241,7 @@ class _Recomputed:
         if tensor.shape != shape or tensor.dtype != dtype:
             raise InvalidStateError(
                 f"a stage saved a tensor of shape {tuple(shape)} ({dtype}) in the forward, and one of shape "
-                f"{tuple(tensor.shape)} ({tensor.dtype}) when it was run again; a stage has to do the same thing "
+                f"{tuple(tensor.shape)} ({tensor.dtype}) when it was recomputed; a stage has to do the same thing "
                 "every time",
                 kind="rerun_differs",
             )
@@ -262,7 +262,7 @@ class _Later:
         saved, self.saved = self.saved, None
         if saved is None:
             raise InvalidStateError(
-                "a stage saved fewer tensors for its backward when it was run again than in the forward; a stage has "
+                "a stage saved fewer tensors for its backward when it was recomputed than in the forward; a stage has "
                 "to do the same thing every time",
                 kind="rerun_differs",
             )

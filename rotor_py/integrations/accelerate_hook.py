@@ -45,7 +45,7 @@ class MemoryLimit:
                 self.planned = self._models.plan(model)
             elif self.planned.model is not model:
                 _log.warning(
-                    "the limit is for %s, which was prepared first; %s is trained beside it without a plan, and "
+                    "the limit is for %s, which was prepared first; %s is trained without a plan, and "
                     "its memory is not part of the limit; for a plan, wrap it: Checkpointable(model, mem_limit=...)",
                     type(self.planned.model).__name__,
                     type(model).__name__,

@@ -117,7 +117,7 @@ def refuse_lost_gradients(
     if lost:
         raise UnsupportedModelError(
             f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is not "
-            "its own, and would get no gradient there when the stage is run again; make the module that has it a "
+            "its own, and would get no gradient there when the stage is recomputed; make the module that has it a "
             "submodule of the stage (an attribute, or in an nn.ModuleList)",
             kind="foreign_parameter",
             name=name,
@@ -280,7 +280,7 @@ class DiscoveryPass:
         if reads.found:
             raise UnsupportedModelError(
                 f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
-                "step_in_backward may have stepped it before the stage is run again; make its owner a submodule of the "
+                "step_in_backward may have stepped it before the stage is recomputed; make its owner a submodule of the "
                 "stage, or leave step_in_backward out",
                 kind="foreign_parameter",
                 name=name,

@@ -82,7 +82,7 @@ class Measurement:
     ways: tuple[tuple[Way, ...], ...] = ()
     """The partial storage modes of each stage, as in the chain: option n of a stage is its n-th."""
     unrepeatable: tuple[int, ...] = ()
-    """Stages that no plan may recompute: they do something else in a second run."""
+    """Stages that no plan may recompute: another run of theirs has other outputs."""
     spread: float = field(default=0.0, compare=False)
     """Relative spread of the times of one signature: quality of the measurement."""
 

@@ -283,7 +283,7 @@ def _find_moving(
     if surprise := [slots[i][1] for i in sorted(changed) if i not in copies]:
         raise InvalidStateError(
             f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
-            "stage cannot be run again exactly in this step; run the step once more, it is now known to change",
+            "stage cannot be recomputed exactly in this step; run the step once more, it is now known to change",
             kind="buffer_changed",
             name=name,
             buffer=surprise[0],

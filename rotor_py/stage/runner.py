@@ -52,7 +52,7 @@ class AttachedStage:
         if len(gradients) != len(self.outputs):
             raise InvalidStateError(
                 f"stage {self.name!r} returned {len(gradients)} tensors in the forward and {len(self.outputs)} when it "
-                "was run again; a stage has to do the same thing every time",
+                "was recomputed; a stage has to do the same thing every time",
                 kind="rerun_differs",
                 name=self.name,
                 forward=len(gradients),

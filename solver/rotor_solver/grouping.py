@@ -37,7 +37,7 @@ def joined(chain: Chain) -> list[range] | None:
 def stored_bound(chain: Chain, mem_limit: int, stored: float) -> float:
     """Return a lower bound in seconds of persistent sequences within `mem_limit` bytes; storing all takes `stored`.
 
-    A stage that is not in memory when the loss runs is run again at least once. Which stages are stored is a knapsack:
+    A stage that is not in memory when the loss runs is recomputed at least once. Which stages are stored is a knapsack:
     they are stored in the order of seconds gained by byte, the last one in part, so that no choice gains more.
     """
     seconds, room = stored, float(mem_limit - chain.input_bytes - chain.activation[-1] - chain.loss_temp)

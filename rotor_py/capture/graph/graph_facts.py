@@ -80,8 +80,8 @@ def read_graph(
     graph_module: fx.GraphModule, inputs: Sequence[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
     sizes = SymbolValues([node for node in graph_module.graph.nodes if node.op == "placeholder"], inputs)
-    late: set[fx.Node] = set()  # nodes that have to stay in the body
-    ahead: set[fx.Node] = set()  # nodes that have to leave it, whatever they do
+    late: set[fx.Node] = set()  # nodes that have to stay in the body, and recompute with it
+    ahead: set[fx.Node] = set()  # nodes that have to run before it, even if they write
     while True:
         places = marks.places if marks else {}
         facts = _Reader(GraphFacts(sizes, marks), buffers, late, ahead, places).read(graph_module, inputs)
