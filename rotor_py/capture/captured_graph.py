@@ -105,7 +105,7 @@ class CapturedGraph:
         if (drawing := next(filter(draws_from_own_state, facts.body), None)) is not None:
             raise UnsupportedModelError(
                 f"there is dropout between recurrent layers at {line_of(drawing)}, which cuDNN draws from a random "
-                "state of its own, so that it cannot be recomputed with the same numbers; use single-layer modules with "
+                "state of its own, so that it cannot be recomputed exactly; use single-layer modules with "
                 "nn.Dropout between them, or torch.backends.cudnn.enabled = False",
                 kind="recurrent_dropout",
                 name=line_of(drawing),

@@ -174,7 +174,7 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
             if isinstance(layer, nn.RNNBase) and layer.num_layers > 1 and layer.dropout and layer.training:
                 raise UnsupportedModelError(
                     f"layer {name!r} has dropout between the layers of its {type(layer).__name__}, which cuDNN draws "
-                    "from a random state of its own, so that it cannot be recomputed with the same numbers; use "
+                    "from a random state of its own, so that it cannot be recomputed exactly; use "
                     "single-layer modules with nn.Dropout between them, or torch.backends.cudnn.enabled = False",
                     kind="recurrent_dropout",
                     name=name,

@@ -280,7 +280,7 @@ class DiscoveryPass:
         if reads.found:
             raise UnsupportedModelError(
                 f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
-                "step_in_backward may have stepped it before the stage is recomputed; make its owner a submodule of the "
+                "step_in_backward may have stepped it before a recomputation; make its owner a submodule of the "
                 "stage, or leave step_in_backward out",
                 kind="foreign_parameter",
                 name=name,
