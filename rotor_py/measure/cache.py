@@ -269,9 +269,9 @@ def _digest_of_data(data: dict[str, Any]) -> str:
 
 
 def _read(data: dict[str, Any]) -> tuple[StageFindings, Runs] | None:
-    found = [{**way, "gradient_storage_bytes": tuple(way["gradient_storage_bytes"])} for way in data["bytes"]]
+    lists = "gradient_storage_bytes", "view_gradients"
+    nbytes = tuple(StageBytes(**way | {name: tuple(way[name]) for name in lists}) for way in data["bytes"])
     ways, moving = tuple(data["ways"]), frozenset(data["moving"])
-    nbytes = tuple(StageBytes(**way) for way in found)
     runs = [StageRun(tuple(map(tuple, run["ways"])), run["node"] and tuple(run["node"])) for run in data["runs"]]
     if len(nbytes) != 1 + len(ways) or all(run.node is None for run in runs):
         return None  # a stage is measured stored whole and in each of its ways

@@ -77,6 +77,9 @@ class Measurement:
     earlier stages, less those that it finishes. Not in `gradient_bytes`, which stay."""
     summed_gradients: tuple[int, ...] = ()
     """The same for parameters not stepped, where gradients exist before the step; empty if stages share none."""
+    sum_bytes: tuple[int, ...] = ()
+    """Bytes of the new tensor in which the engine sums the first two gradients of a shared parameter, by the stage of
+    the second; empty if it adds in place."""
     output_held: bool = True
     """Whether the caller holds the last stage's other outputs; not where later graphs read them, unless returned."""
     ways: tuple[tuple[Way, ...], ...] = ()
@@ -138,7 +141,7 @@ class Measurement:
             gradient = [kept + waiting for kept, waiting in zip(gradient, self.waiting_gradients, strict=True)]
         # The solver models only activations passed from one stage to the next. Tensors that go further are added to
         # the scratch memory of every stage during which they exist.
-        forward, backward, loss = [0] * length, [0] * length, self.loss.temp_bytes
+        forward, backward, loss = [0] * length, list(self.sum_bytes or [0] * length), self.loss.temp_bytes
         for each in self.carried:
             for stage in range(each.first, length):
                 forward[stage] += each.nbytes

@@ -227,12 +227,14 @@ class StageMeasurer:
     def measurement(self, loss: LossCost) -> Measurement:
         of_kind = {kind: self._costs_of(kind) for kind in set(self._kinds)}
         cut, ways = self._chain.cut, tuple(of_kind[kind][1] for kind in self._kinds)
+        stages = tuple(of_kind[kind][0] for kind in self._kinds)
         return Measurement(
             names=tuple(name for name, _ in cut.stages),
-            stages=tuple(of_kind[kind][0] for kind in self._kinds),
+            stages=stages,
             gradient_bytes=_gradient_bytes(cut, self.stepped),
             waiting_gradients=self.stepped.waiting(cut) if self.stepped else (),
             summed_gradients=summed if any(summed := self.stepped.summed_up(cut)) else (),
+            sum_bytes=_sum_bytes(cut, stages),
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
@@ -378,6 +380,18 @@ def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
         seen.update(id(parameter) for parameter in new)
         result.append(bytes_like(stepped.others(new)))
     return tuple(result[::-1])
+
+
+def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
+    # A shared parameter's gradients are added in place, but the first two in a new tensor if the first is a view.
+    views: dict[int, bool] = {}
+    result = [0] * len(stages)
+    for number, (_, function) in reversed([*enumerate(cut.stages)]):
+        for i, parameter in enumerate(trained_parameters(function)):
+            if views.get(id(parameter)):
+                result[number] = max(result[number], bytes_like([parameter]))  # one after the other
+            views[id(parameter)] = id(parameter) not in views and i in stages[number].view_gradients
+    return tuple(result) if any(result) else ()
 
 
 def _snapshot_bytes(cut: Cut) -> int:

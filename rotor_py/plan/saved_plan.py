@@ -139,7 +139,7 @@ class PlanCosts:
         if not isinstance(data, dict):
             raise _bad_field("costs", f"the costs are {reprlib.repr(data)}; they have to be a table")
         found, stages = read_fields(_COSTS, data), len(names)
-        for part in ("stages", "gradient_bytes", "ways", "waiting_gradients", "summed_gradients"):
+        for part in ("stages", "gradient_bytes", "ways", "waiting_gradients", "summed_gradients", "sum_bytes"):
             if found[part] or part in ("stages", "gradient_bytes"):
                 _refuse_other_length(part, len(found[part]), stages)
         carried: tuple[Carried, ...] = found["carried"]

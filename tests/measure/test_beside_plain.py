@@ -180,3 +180,26 @@ def test_a_batch_whose_views_are_in_flight_counts_once(make) -> None:
             peaks.setdefault(forwards, []).append(planned.budget.peak_bytes(stored(planned)))
     assert peaks[1][0] == peaks[1][1] + 3 * 128 * 64 * 4
     assert peaks[4][0] == peaks[4][1]
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_the_sum_of_a_tied_weights_gradients_counts(fresh: bool) -> None:
+    """The gradient of a linear layer's weight is a view: the engine adds the embedding's to it in a new tensor."""
+    torch.manual_seed(0)
+    model, words = Language("tuple"), WORDS[:1, :4]
+    model.head.weight = model.embedding.weight
+    del model.values  # without a gradient
+
+    def peak(network: nn.Module) -> int:
+        network.zero_grad(set_to_none=fresh)
+        grads = [each.grad for each in network.parameters() if each.grad is not None]
+        present = [*network.parameters(), *grads, words]
+        return measured_peak(lambda: loss_of(network(words, words)).backward(), present, CPU)
+
+    loss_of(model(words, words)).backward()
+    plain = peak(model)
+    planned = Checkpointable(model, (words, words), fresh_grads=fresh)
+    for sequence in (planned.compute_sequence(planned.budget.least_bytes()), stored(planned)):
+        planned.sequence = sequence
+        predicted = planned.budget.peak_bytes(sequence)
+        assert peak(planned) <= predicted <= 1.02 * plain

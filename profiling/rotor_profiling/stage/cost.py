@@ -57,6 +57,8 @@ class StageBytes:
     output_released_bytes: int
     gradient_storage_bytes: tuple[int, ...] = ()
     """Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view."""
+    view_gradients: tuple[int, ...] = ()
+    """Indices of parameters whose gradients are views, as of linear layers: the engine cannot add to them in place."""
     droppable_bytes: int = 0
     """Bytes of silent outputs that are freed where the caller drops them before the backward."""
     held_backward_bytes: int = 0
@@ -162,6 +164,7 @@ def _bytes_of(
     phases: Mapping[str, Phase],
     held: int,
     gradients: tuple[int, ...],
+    views: tuple[int, ...],
     input_freed: int,
     output_freed: int,
     activation: int,
@@ -190,6 +193,7 @@ def _bytes_of(
         input_released_bytes=input_freed,
         output_released_bytes=min(max(0, output_freed - release.kept), activation, saved),
         gradient_storage_bytes=gradients,
+        view_gradients=views,
         droppable_bytes=dropped,
         held_backward_bytes=held,
     )
@@ -263,8 +267,9 @@ def _run_in_graph(
 
 def _run_with_own_graph(
     runner: Runner, value: Any, context: StageContext, meter: MemoryMeter, surroundings: Any
-) -> tuple[tuple[int, ...], int, int]:
-    """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, and those freed.
+) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """Run with a graph of its own, as in a recomputation; return bytes of the input's gradients, the indices of
+    parameters' gradients that are views, and bytes freed.
 
     Phases: "attach"; "gradient", which makes the output's; "letting go" of the output; and "replay". The gradients'
     bytes count their storages. Freed: bytes of the input, and of the input with the output, that only their
@@ -290,8 +295,9 @@ def _run_with_own_graph(
     kept = attached.backward(gradients)
     wait_for([gradient for gradient in kept if gradient is not None])
     meter.mark("between")
-    inputs = kept[: len(tensors_in(value))]
-    gradient_bytes = tuple(0 if each is None else storage_bytes([each]) for each in inputs)
+    number = len(tensors_in(value))
+    gradient_bytes = tuple(0 if each is None else storage_bytes([each]) for each in kept[:number])
+    views = tuple(i for i, each in enumerate(kept[number:]) if each is not None and each._is_view())
     input_freed = output_freed = 0
     for size, alone, first, second in zip(sizes, before, with_output, without_output, strict=True):
         if first == alone:
@@ -299,7 +305,7 @@ def _run_with_own_graph(
         elif second == alone:
             output_freed += size
     # Views of larger storages are not comparable with the chain's input, so nothing is promised.
-    return gradient_bytes, input_freed if sum(sizes) == context.input_bytes else 0, output_freed
+    return gradient_bytes, views, input_freed if sum(sizes) == context.input_bytes else 0, output_freed
 
 
 def _uses(tensors: Sequence[torch.Tensor]) -> list[int]:
