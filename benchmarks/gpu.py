@@ -215,13 +215,14 @@ def main(arguments: list[str] | None = None) -> None:
         if left := run_rows(rows_wanted(options), options):
             print(f"no time left for {', '.join(f'{row} of part {part}' for part, row in left)}: run it again")
     from gpu_parts.short_table import short_table
-    from gpu_parts.tables import device_name, tables
+    from gpu_parts.tables import calibrated, device_name, tables
     from report import put
 
     rows = rows_in(options.work)
     text = tables(rows)
-    pack(options.work, options.out, text)
-    print(text)
+    calibration = calibrated(rows.get("part2", {}).get("calibration", {}))
+    pack(options.work, options.out, f"{calibration}\n\n{text}")
+    print(calibration, text, sep="\n\n")
     if options.write:
         name = device_name(rows)
         shutil.copyfile(options.out / SUMMARY, RESULTS / f"gpu-{name}.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -15,13 +16,8 @@ Rows = dict[str, dict[str, Any]]
 
 def tables(summary: dict[str, Rows]) -> str:
     """Everything that is there, and what failed."""
-    text = [where(summary), calibrated(summary.get("part2", {}).get("calibration", {}))]
-    models = dict(enumerate(cases(tiny=True), start=3))
-    for number, name in models.items():
-        rows = summary.get(f"part{number}", {})
-        if rows:
-            text += [f"#### {name}", estimates(rows), beside(rows), predictions(rows)]
-    text += [failures(summary)]
+    models = {name: summary.get(f"part{number}", {}) for number, name in enumerate(cases(tiny=True), start=3)}
+    text = [where(summary), estimates(models), beside(models), predictions(models), failures(summary)]
     return "\n\n".join(each for each in text if each)
 
 
@@ -55,43 +51,46 @@ def calibrated(row: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def estimates(rows: Rows) -> str:
+def estimates(models: dict[str, Rows]) -> str:
     """What `rotor-plan --device` says of the device, beside real steps."""
     lines = [
-        "| estimate | a step, predicted | measured | ratio | reserved | measured | seconds | measured |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| model | estimate | a step, predicted | measured | ratio | reserved | measured | seconds | measured |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in (STORED, *LIMITS):
-        row = rows.get(name, {})
+    said = set()
+    for model, name in itertools.product(models, (STORED, *LIMITS)):
+        row = models[model].get(name, {})
         if "predicted_seconds_range" not in row or "peak_bytes" not in row:
             continue
         peak, least, most = row["predicted_step_bytes"], *(each * 1e3 for each in row["predicted_seconds_range"])
         inside = "" if least <= row["seconds"] * 1e3 <= most else ", **outside**"
         reserved = row["reserved_bytes"]
         lines.append(
-            f"| {name.removeprefix('estimate-')} | {format_bytes(peak)} | {format_bytes(row['peak_bytes'])} "
+            f"| {model} | {name.removeprefix('estimate-')} | {format_bytes(peak)} | {format_bytes(row['peak_bytes'])} "
             f"| {row['peak_bytes'] / peak:.4f} | {format_bytes(row['predicted_reserved_bytes'])} "
             f"| {'' if reserved is None else format_bytes(reserved)} | {least:.1f} to {most:.1f} ms "
             f"| {row['seconds'] * 1e3:.1f} ms{inside} |"
         )
-    if len(lines) == 2:
-        return ""
-    said = next(row for row in rows.values() if "table_device" in row)
-    return "\n".join([*lines, "", f"Predicted for {said['table_device']}; efficiencies: {said['efficiencies']}."])
+        said |= {
+            (each["table_device"], each["efficiencies"]) for each in models[model].values() if "table_device" in each
+        }
+    told = [f"Predicted for {device}; efficiencies: {source}." for device, source in sorted(said)]
+    return "\n".join([*lines, "", *told]) if told else ""
 
 
-def beside(rows: Rows) -> str:
+def beside(models: dict[str, Rows]) -> str:
     """Each way of PyTorch, and the plan inside its measured peak: time as a ratio to storing everything."""
-    base = rows.get("plain", {}).get("seconds")
     lines = [
-        "| way | peak | time | planned inside that peak: limit kept | time | planned / way |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | way | peak | time | planned inside that peak: limit kept | time | planned / way |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for way, row in rows.items():
+    for model, way, row in ((model, way, row) for model, rows in models.items() for way, row in rows.items()):
+        rows = models[model]
+        base = rows.get("plain", {}).get("seconds")
         plan = rows.get(AT_PEAK + way)
         if plan is None or row["status"] != "done":
             continue
-        line = f"| {way} | {format_bytes(row['peak_bytes'])} | {_ratio(row['seconds'], base)} "
+        line = f"| {model} | {way} | {format_bytes(row['peak_bytes'])} | {_ratio(row['seconds'], base)} "
         if plan["status"] == "done":
             kept = "yes" if plan["peak_bytes"] <= plan["limit_bytes"] else "**no**"
             share = plan["seconds"] / row["seconds"]
@@ -102,18 +101,18 @@ def beside(rows: Rows) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def predictions(rows: Rows) -> str:
+def predictions(models: dict[str, Rows]) -> str:
     """Predicted beside measured, of plans by what was measured."""
     lines = [
-        "| row | predicted peak | measured | ratio | predicted time | measured | ratio |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | row | predicted peak | measured | ratio | predicted time | measured | ratio |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name, row in rows.items():
-        if name.startswith("planned") and row["status"] == "done":
-            lines.append(_predicted(name, row))
-    found = rows.get("allocator", {})
+    for model, rows in models.items():
+        planned = [name for name, row in rows.items() if name.startswith("planned") and row["status"] == "done"]
+        lines += [f"| {model} {_predicted(name, rows[name])}" for name in planned]
     text = "\n".join(lines) if len(lines) > 2 else ""
-    if found.get("status") == "done":
+    allocators = [rows["allocator"] for rows in models.values() if "allocator" in rows]
+    for found in (each for each in allocators if each["status"] == "done"):
         text += (
             f"\n\nThe allocator reserved {format_bytes(found['reserved_bytes'])} in two steps, its simulation "
             f"{format_bytes(found['predicted_reserved_bytes'])}; allocated at most {format_bytes(found['peak_bytes'])} "
