@@ -6,17 +6,20 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from rotor_profiling.backends import prediction
 from rotor_profiling.followed_storages import LiveBytes
+from rotor_profiling.isolate import undoing
 from rotor_profiling.memory import CpuMeter
 from rotor_profiling.storage import bytes_like, has_values, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only, unset_fake_temporarily
+from rotor_profiling.value_tree import tree_flatten
 from rotor_solver.described_error import DescribedError
 
 # Bytes of scalars that operators wrap as tensors, which a dispatch mode does not see. A guess: eight numbers of eight
@@ -89,14 +92,11 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
 def _without_gradients(groups: Groups) -> Iterator[None]:
     """Take gradients away meanwhile: a copy that refers to the optimizer in a way of its own then steps nothing."""
     parameters = [parameter for group in groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    try:
+    with undoing(), undoing() as undo:  # the outer one undoes what an interrupt of the inner one has left
+        undo += [partial(setattr, parameter, "grad", parameter.grad) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
         yield
-    finally:
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
 
 
 def _fused_step(optimizer: torch.optim.Optimizer, groups: Groups) -> int:
@@ -169,8 +169,8 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _step(twin: torch.optim.Optimizer) -> None:
-    # The class's: schedulers put a `step` on the optimizer that refers to it.
-    step = type(twin).step
+    # The class's: schedulers put a `step` on the optimizer that refers to it. Without the hooks on all optimizers.
+    step = plain_step(type(twin))
     closure = inspect.signature(step).parameters.get("closure")
     parameters = [parameter for group in twin.param_groups for parameter in group["params"]]
     with _Touched(parameters) as touched:
@@ -204,11 +204,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer, kinds: set[str], kind: str | 
     """Return the bytes of the state, and of tensors in attributes of the optimizer's own, also of one inside of it."""
     known: set[int] = set()
     kept: dict[int, torch.Tensor] = {}
-    for each in _with_inner(optimizer):
+    for each in with_inner(optimizer):
         for parameter in (one for group in each.param_groups for one in group["params"]):
             known |= {id(parameter), id(parameter.grad)}
-        values = [list(state.values()) for state in each.state.values()]
-        kept |= {id(tensor): tensor for tensor in tensors_in([values, list(_own(each).values())])}
+        values = [*each.state.values(), *_own(each).values()]
+        kept |= {id(tensor): tensor for tensor in tensors_in(values)}
     return bytes_like((kept[at] for at in kept.keys() - known if kept[at].device.type in kinds), kind)
 
 
@@ -220,10 +220,16 @@ def _own(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name not in _INHERITED and "hook" not in name}
 
 
-def _with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return an optimizer and those that it wraps."""
-    inner = [each for each in _own(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
-    return [optimizer, *(deeper for each in inner for deeper in _with_inner(each))]
+def _found_in(own: dict[str, Any], kind: type) -> list[Any]:
+    return [each for each in tree_flatten(list(own.values()), kind)[0] if isinstance(each, kind)]
+
+
+def with_inner(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those that it wraps, which may refer to it."""
+    found = [optimizer]
+    for each in found:  # grows while it is iterated
+        found += [one for one in _found_in(_own(each), torch.optim.Optimizer) if not any(one is seen for seen in found)]
+    return found
 
 
 def _twin(
@@ -238,27 +244,32 @@ def _twin(
     # called, nor other attributes of their own.
     parameters = [parameter for group in groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
-    copies = stand_ins.copy()
-    for outer in reversed(_with_inner(optimizer)):
-        twin = copies[id(outer)] = copy.copy(outer)
-        own = _own(outer)
+    twins = {id(each): copy.copy(each) for each in with_inner(optimizer)}
+    copies = {**stand_ins, **twins}
+    for each in with_inner(optimizer):
+        twin, own = twins[id(each)], _own(each)
         for tensor in tensors_in(list(own.values())):
             if id(tensor) not in copies:
                 copies[id(tensor)] = tensor.clone() if tensor.numel() == 1 else make(tensor)
-        vars(twin).update(copy.deepcopy(own, copies))
+        # Without models, and what refuses copies, such as locks: a step that needs those fails, and is told of.
+        copies |= {id(each): torch.nn.Module() for each in _found_in(own, torch.nn.Module)}
+        for name, value in own.items():
+            with suppress(Exception):
+                vars(twin)[name] = copy.deepcopy(value, copies)
         twin.state = defaultdict(dict)
         for parameter in parameters:
-            if parameter in outer.state and parameter.requires_grad:
+            if parameter in each.state and parameter.requires_grad:
                 # Single numbers keep their values: an optimizer reads its step count.
                 twin.state[stand_ins[id(parameter)]] = tree_map_only(
-                    torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), outer.state[parameter]
+                    torch.Tensor, lambda t: t.clone() if t.numel() == 1 else make(t), each.state[parameter]
                 )
-        twin.param_groups = [_of_stand_ins(group, stand_ins, foreach=foreach, fused=fused) for group in groups]
-    return twin
+        stepped = groups if each is optimizer else each.param_groups
+        twin.param_groups = [_of_stand_ins(group, stand_ins, foreach=foreach, fused=fused) for group in stepped]
+    return twins[id(optimizer)]
 
 
 def _of_stand_ins(group: dict[str, Any], stand_ins: dict[int, Any], *, foreach: bool, fused: bool) -> dict[str, Any]:
-    group = dict(group, params=[stand_ins[id(each)] for each in group["params"] if each.requires_grad])
+    group = dict(group, params=[stand_ins[id(each)] for each in group["params"] if id(each) in stand_ins])
     # By default torch chooses `foreach` on CUDA, which needs more memory, but not for meta tensors.
     if foreach and _left_to_torch(group):
         group["foreach"] = True

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -97,9 +98,8 @@ _PLAIN = frozenset({type(None), bool, int, float, str, TensorSpec, Structure})
 def _leaf_spec(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return TensorSpec.of(leaf)
-    code = getattr(leaf, "__code__", None)  # a function of its own for each step does the same
-    if code is not None:
-        return code
+    if isinstance(leaf, FunctionType | MethodType):  # a function of its own for each step does the same
+        return getattr(leaf, "__code__", type(leaf))
     compared: Any = type(leaf).__eq__
     alone = compared is object.__eq__ and not isinstance(leaf, nn.Module | type | torch.dtype)
     return type(leaf) if alone or isinstance(leaf, ref) else leaf

@@ -3,6 +3,9 @@
 import copy
 import gc
 import logging
+import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from rotor_py.measure.budget import recomputes
 from tests.capture.steps import adamw
 from tests.checkpointable.steps import planned_at, square, step_peak
 from tests.execute.training import assert_same
-from tests.fields import logged, raises
+from tests.fields import kinds, logged, raises
 
 
 def network() -> nn.Sequential:
@@ -167,12 +170,14 @@ def test_an_optimizer_whose_memory_cannot_be_found_is_named_in_a_warning(caplog)
 
 
 class Decay(torch.optim.Optimizer):
-    """With attributes of its own: a number, a tensor, and the optimizer that it wraps."""
+    """With attributes of its own: a number, a tensor, and the optimizers that it wraps, which refer to it."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-        self.rate, self.averages = 0.9, torch.zeros(5000)
-        self.inner = torch.optim.Adam(self.param_groups)
+        super().__init__(parameters, {"lr": 0.1})
+        self.rate, self.averages, self.lock = 0.9, torch.zeros(5000), threading.Lock()
+        self.state["count"] = 3
+        self.inner = [torch.optim.Adam([each]) for each in self.param_groups[0]["params"]]
+        self.inner[0].outer = self
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -181,7 +186,8 @@ class Decay(torch.optim.Optimizer):
                 before = self.state[parameter].setdefault("before", torch.empty_like(parameter))
                 before.copy_(parameter).mul_(self.rate)
         self.averages.mul_(self.rate)
-        self.inner.step()
+        for each in self.inner:
+            each.step()
 
 
 class Delegating(torch.optim.Optimizer):
@@ -196,9 +202,10 @@ class Delegating(torch.optim.Optimizer):
         self.go()
 
 
-def test_optimizers_with_attributes_of_their_own_count_and_step_nothing_before_they_are_asked_to() -> None:
+def test_optimizers_with_attributes_of_their_own_count_and_step_nothing_before_they_are_asked_to(caplog) -> None:
     planned = unplanned()
     optimizer, before = Decay(planned.parameters()), copy.deepcopy(planned.state_dict())
+    optimizer.models = SimpleNamespace(teacher=planned, lock=threading.Lock())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a `step` of its own on the optimizer
     square(planned(batch())).backward()
     gradients = [parameter.grad for parameter in planned.parameters()]
@@ -206,15 +213,48 @@ def test_optimizers_with_attributes_of_their_own_count_and_step_nothing_before_t
     averages, counters = 4 * 5000, 4 * len(gradients)
     assert cost.state_bytes == 3 * planned.budget.fixed.parameters + averages + counters
     assert cost.present_bytes == averages
+    assert kinds(caplog) == []  # neither a copy of the model nor that of the optimizer is taken for another
     assert all(each is parameter.grad for each, parameter in zip(gradients, planned.parameters(), strict=True))
     for name, value in planned.state_dict().items():
         assert torch.equal(value, before[name])
+    optimizer.step()
+    assert planned.budget.fixed.optimizer == cost.state_bytes  # what it wraps steps, too, and counts once
     for unknown in (Delegating(planned.parameters()), torch.optim.LBFGS(planned.parameters())):
         with raises(UnknownOptimizerError, "unknown_optimizer", name=type(unknown).__name__):
             optimizer_cost(unknown)
         assert not unknown.state
     words = nn.Embedding(100, 8, sparse=True)
     assert optimizer_cost(torch.optim.SparseAdam(words.parameters())).state_bytes == 2 * words.weight.nbytes
+
+
+def test_an_interrupt_at_any_line_of_the_search_for_an_optimizers_memory_leaves_the_gradients() -> None:
+    model = nn.Linear(2, 2)
+    optimizer, gradients = torch.optim.SGD(model.parameters(), 0.1), [torch.ones(2, 2), torch.ones(2)]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    for at in range(1, 1000):
+        lines = 0
+
+        def trace(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal lines
+            if frame.f_code.co_name not in ("optimizer_cost", "_without_gradients", "undoing", "_undo"):
+                return None
+            lines += event == "line"
+            if lines == at and event == "line":
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            optimizer_cost(optimizer)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert all(each.grad is mine for each, mine in zip(model.parameters(), gradients, strict=True)), at
+        if lines < at:
+            break
 
 
 class Flow(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
+from rotor_profiling.optimizer import with_inner
 from rotor_py.errors import fields_of, record_fields
 from rotor_py.plan.observers.watched_steps import WatchedSteps
 from rotor_py.plan.step_plans import StepPlans
@@ -101,10 +102,13 @@ def _detect(optimizer: torch.optim.Optimizer) -> None:
         if not any(id(parameter) in trained for parameter in plans.model.core.parameters()):
             continue
         try:
-            late_optimizers[plans.model][optimizer] = optimizer_cost(optimizer)
+            cost = optimizer_cost(optimizer)
         except UnknownOptimizerError as error:
             _log.warning("%s", error, extra=fields_of(error))
         else:
+            known = late_optimizers[plans.model]
+            known.update({each: None for each in with_inner(optimizer)})  # it steps these, and counts them
+            known[optimizer] = cost
             plans.optimizer_detected()
 
 
