@@ -73,7 +73,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     Leaves out empty storages, which all have the address 0. Those of fake tensors have another number as address.
     """
     sizes: dict[int, int] = {}
-    for tensor in [part for each in tensors for part in _parts(each)]:
+    for tensor in [part for each in tensors for part in dense_parts(each)]:
         storage, read = tensor.untyped_storage(), storages_of(tensor.device.type)
         size = read.allocated(storage.nbytes())
         if size:
@@ -81,7 +81,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return sizes
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The dense tensors that a tensor consists of: several if it is sparse or jagged."""
     if tensor.layout == torch.strided:
         return (local(tensor),)
@@ -110,7 +110,7 @@ def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:
 
 def view_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of `tensors` themselves: of a larger storage, only their part, each view once."""
-    parts = [part for each in tensors for part in _parts(each)]
+    parts = [part for each in tensors for part in dense_parts(each)]
     views = {(*storages([each]), each.shape, each.stride(), each.storage_offset()): each for each in parts}
     return min(storage_bytes(parts), bytes_like(views.values()))
 

@@ -235,7 +235,7 @@ def test_an_interrupt_at_any_line_of_the_search_for_an_optimizers_memory_leaves_
     for at in range(1, 1000):
         lines = 0
 
-        def trace(frame: Any, event: str, arg: Any) -> Any:
+        def trace(frame: Any, event: str, arg: Any, at: int = at) -> Any:
             nonlocal lines
             if frame.f_code.co_name not in ("optimizer_cost", "_without_gradients", "undoing", "_undo"):
                 return None

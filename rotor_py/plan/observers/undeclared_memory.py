@@ -107,7 +107,7 @@ def _detect(optimizer: torch.optim.Optimizer) -> None:
             _log.warning("%s", error, extra=fields_of(error))
         else:
             known = late_optimizers[plans.model]
-            known.update({each: None for each in with_inner(optimizer)})  # it steps these, and counts them
+            known.update(dict.fromkeys(with_inner(optimizer)))  # it steps these, and counts them
             known[optimizer] = cost
             plans.optimizer_detected()
 

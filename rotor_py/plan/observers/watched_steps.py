@@ -27,7 +27,7 @@ from rotor_profiling import (
     watch_step,
 )
 from rotor_profiling.isolate import gradients_of
-from rotor_profiling.storage import local
+from rotor_profiling.storage import dense_parts
 from rotor_py.distributed.processes import gather_objects
 from rotor_py.errors import record_fields
 from rotor_py.execute.backward_passes import current_task, retains_graph
@@ -287,7 +287,7 @@ class WatchedSteps:
 
 
 def _weakly(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[torch.UntypedStorage]]:
-    return [weakref.ref(local(tensor).untyped_storage()) for tensor in tensors]
+    return [weakref.ref(part.untyped_storage()) for tensor in tensors for part in dense_parts(tensor)]
 
 
 def _most_alive(storages: list[weakref.ref[torch.UntypedStorage]], nbytes: int) -> bool:
