@@ -96,8 +96,10 @@ class Effort:
 # Chosen, not measured. A gap of half a percent is below the error of measured stage times. One core visits about 2e9
 # pairs in a second (500 stages): a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
-# Pairs of slots to visit once the gap is `close`: about a second of one core. Counted, so that no plan depends on load.
+# Pairs of slots to visit by tables that hardly lower a wide gap, and then, once it is `close`, to close it: about a
+# second of one core each. Counted, so that no plan depends on load.
 WORK = 2e9
+_STUCK = 0.9  # Part of the gap that is left by a table that hardly lowers it. Not measured; a lower one saves seconds
 _NO_GAP = 1e-9  # Bounds are certified up to rounding errors of sums
 _HASTY = Effort(close=0.01, pairs=3e9, numbers=2**26)
 BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
@@ -107,8 +109,8 @@ BRIEF = Effort(close=0.01, pairs=2e7, numbers=2**25)
 class Persistent:
     """The program of this module, with memory divided into at least `slots`, and no more than `effort`.
 
-    Once the gap is at most `effort.close`, it visits up to `work` more pairs of slots to close it. Raises ValueError if
-    `slots` < 1 or `work` < 0.
+    Once the gap is at most `effort.close`, it visits up to `work` more pairs of slots to close it; before, it gives up
+    after as many, or 2e9, if a table hardly lowers the gap. Raises ValueError if `slots` < 1 or `work` < 0.
     """
 
     slots: int = 500
@@ -173,7 +175,7 @@ class Best:
 
 
 def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float = 0.0) -> Best:
-    """Return the best sequence found with at most `effort`, and `work` after that (`Persistent`).
+    """Return the best sequence found with at most `effort` and `work` (`Persistent`).
 
     Raises InfeasibleError if none fits within `mem_limit`.
     """
@@ -183,26 +185,26 @@ def solved(chain: Chain, mem_limit: int, slots: int, effort: Effort, work: float
     _begin(best, mem_limit)
     if best.makespan == math.inf:  # always fits: a table needs a time to improve on
         best.offer(problem.least_sequence())
-    windows, last, spent = None, 0, 0.0
+    windows, last, stuck = None, 0, False
+    left = {False: max(work, WORK), True: work}  # pairs of slots to visit, by whether the gap is close
     for unit, exact, spacing in levels(problem, room, slots):
         if best.gap <= _NO_GAP or best.overhead == 0:
             break
         make = partial(Table, problem, room, scale=best.overhead, later=best.later, windows=windows, spacing=spacing)
-        table = make(unit=unit, exact=exact)
-        excess = effort.excess(table)
-        if best.gap <= effort.close:
-            spent += table.work
-            if excess > 1 or spent > work:
-                break
-        elif excess > 1:
+        table, before = make(unit=unit, exact=exact), best.gap
+        excess, close = effort.excess(table), before <= effort.close
+        if close or stuck:
+            excess = max(excess, table.work / max(1.0, left[close]))
+        if excess > 1:
             # Windows make a finer table cheap. One that is no finer adds nothing to the table that they come from.
             coarser = math.ceil(unit * excess * _MARGIN)
-            if windows is not None and coarser > last:
+            if close or (windows is not None and coarser > last):
                 break
             table = make(unit=coarser)
+        left[close] -= table.work
         table.fill()
         best.improve(table)
-        last = table.grid.unit
+        last, stuck = table.grid.unit, best.gap > _STUCK * before
         if best.gap > _NO_GAP:
             windows = table.windows(best.overhead)
     return best

@@ -26,6 +26,7 @@ from rotor_solver import (
     simulate,
     solve,
     store_all,
+    watched,
 )
 from rotor_solver.grouping import coarse_chain, fine_sequence, stored_bound
 from rotor_solver.persistent import table_kernels
@@ -299,6 +300,18 @@ def test_no_gap_is_left_where_the_work_suffices(seed: int, fraction: float) -> N
     best = simulate(chain, plan).makespan
     assert plan.lower_bound == pytest.approx(best, rel=1e-9)
     assert makespan(Persistent(limit, work=0), chain, limit) > best
+
+
+def test_tables_that_lower_no_gap_end_the_search() -> None:
+    """Beside 10 TB, a byte is nothing to any table: 21 of them took 90 seconds."""
+    big, tables = 10**13, set[str]()
+    sizes = [3, 7 * big, 4 * big, 3 * big, 7, 3, 4 * big, 6 * big, 5]
+    saved = [7 * big + 1, 11 * big, 8 * big, 3 * big + 7, 10, 4 * big + 3, 6 * big + 4, 2 * big + 5]
+    chain = Chain.from_arrays([4, 4, 8, 2, 5, 3, 1, 7], [1, 3, 4, 4, 1, 8, 6, 8, 1], sizes, saved, [0] * 8, [0] * 9)
+    with watched(lambda _done, _total, table: tables.add(table)):
+        plan = solve(chain, limit_between(chain, 0.5))
+    assert simulate(chain, plan).makespan > 1.02 * plan.lower_bound
+    assert len(tables) < 12
 
 
 def test_more_memory_is_never_slower() -> None:
