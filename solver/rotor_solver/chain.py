@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any
 
-from rotor_solver.described_error import InvalidValueError, check_type, listed
+from rotor_solver.described_error import InvalidValueError, check_type, is_number, listed
 
 LARGEST_SIZE = 2**50  # Bytes. Larger sizes are refused, so that sums of sizes are exact everywhere.
 _LONGEST_TIME = 1e100  # Seconds. Longer times are refused, so that no sum of times is infinite.
@@ -144,22 +143,20 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
 
 def checked_seconds(value: Any, what: str) -> float:
     """Return `value` as a float. Raises ValueError, naming `what`, unless it is finite and at least 0."""
-    number = _number(value)
-    if number is None or not 0 <= number <= _LONGEST_TIME:
+    if not is_number(value) or not 0 <= value <= _LONGEST_TIME:
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a finite number of seconds, zero or more", kind="not_seconds", name=what
         )
-    return float(number)
+    return float(value)
 
 
 def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE) -> int:
     """Return `value` as an int. Raises ValueError, naming `what`, unless it is an integer from `least` to `most`."""
-    number = _number(value)
-    if number is None or not -math.inf < number < math.inf or number != int(number):
+    if not is_number(value) or not -math.inf < value < math.inf or value != int(value):
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a whole number of bytes", kind="not_bytes", name=what
         )
-    if not least <= number <= most:
+    if not least <= value <= most:
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be between {least} and {most} bytes",
             kind="out_of_range",
@@ -168,13 +165,7 @@ def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE
             least=least,
             most=most,
         )
-    return int(number)
-
-
-def _number(value: Any) -> Any:
-    """Return `value` if it is a real number (NumPy scalars included), else None."""
-    # bool is an int in Python, but never meant as bytes or seconds.
-    return None if isinstance(value, bool) or not isinstance(value, Real) else value
+    return int(value)
 
 
 def check_chain(chain: Any) -> None:

@@ -79,7 +79,7 @@ def within_memory(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def whole_bytes(mem_limit: Any) -> int:
     """Return a limit in whole bytes, rounded down. Raises ValueError unless it is a finite number."""
-    if not _is_number(mem_limit) or not -math.inf < mem_limit < math.inf:
+    if not is_number(mem_limit) or not -math.inf < mem_limit < math.inf:
         raise InvalidValueError(
             f"mem_limit is {mem_limit!r}; it has to be a number of bytes", kind="not_bytes", name="mem_limit"
         )
@@ -99,7 +99,7 @@ def bytes_of_limit(mem_limit: Any) -> int:
 
 def check_count(value: Any, name: str) -> None:
     """Raise ValueError unless `value` is a whole number, at least 1."""
-    if not _is_number(value, Integral) or value < 1:
+    if not is_number(value, Integral) or value < 1:
         raise InvalidValueError(
             f"{name} is {value!r}; it has to be a whole number, one or more", kind="not_a_count", name=name
         )
@@ -107,14 +107,14 @@ def check_count(value: Any, name: str) -> None:
 
 def check_work(value: Any) -> None:
     """Raise ValueError unless `value` is a number, at least 0; it may be infinite."""
-    if not _is_number(value) or not value >= 0:
+    if not is_number(value) or not value >= 0:
         raise InvalidValueError(
             f"work is {value!r}; it has to be a number of pairs of slots, zero or more", kind="not_work", name="work"
         )
 
 
-def _is_number(value: Any, kind: type = Real) -> bool:
-    # bool is an int in Python, but never meant as a number here.
+def is_number(value: Any, kind: type = Real) -> bool:
+    """Return whether `value` is a real number, NumPy scalars included; bool is never meant as one."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, NoReturn
 
 from rotor_solver.chain import Chain, Option, check_chain
@@ -93,7 +94,7 @@ class Machine:
         if isinstance(operation, Loss):
             return self._loss()
         stage = operation.stage
-        if not isinstance(stage, int) or not 0 <= stage < len(self.chain):
+        if not isinstance(stage, Integral) or not 0 <= stage < len(self.chain):
             self._refuse(
                 f"is about a stage that is not there: the chain has {len(self.chain)}", "no_such_stage", stage=stage
             )

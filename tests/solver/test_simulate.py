@@ -4,10 +4,25 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from rotor_solver import Chain, Option, Sequence, Stage, min_bytes, moments, recompute_all, simulate, solve, store_all
+from rotor_solver import (
+    Backward,
+    Chain,
+    ForwardEnable,
+    Loss,
+    Option,
+    Sequence,
+    Stage,
+    min_bytes,
+    moments,
+    recompute_all,
+    simulate,
+    solve,
+    store_all,
+)
 from rotor_solver.memory_timeline import plan_memory
 from tests.fields import raises
 from tests.solver.strategies import rich_chains
@@ -39,6 +54,9 @@ def test_storing_everything_checkpoints_and_recomputation() -> None:
     assert result.during[4] == 183 + 20 + 30_000
     # An input inside a saved set is read from there.
     assert run(CHAIN, "Fe_0, CF_1, Fe_2, L, B_2, Fe_1, B_1, B_0").after == (111, 131, 164, 194, 131, 153, 121, 100)
+    stages = np.arange(3)  # their numbers may be NumPy's
+    numbered = Sequence([*map(ForwardEnable, stages), Loss(), *map(Backward, stages[::-1])])
+    assert simulate(CHAIN, numbered) == run(CHAIN, STORED)
 
 
 def test_the_loss_frees_an_output_that_stands_alone_unless_the_caller_holds_it() -> None:
