@@ -93,7 +93,7 @@ MUTATIONS = [
         "drew = False",
         "chain",
     ),
-    mutation("statistics of BatchNorm move twice", "module.track_running_stats = False", "pass", "chain"),
+    mutation("statistics of BatchNorm move twice", "module._buffers.update(_scratch_of(module))", "pass", "chain"),
     mutation(
         "autocast is not restored",
         "stack.enter_context(restored_autocast(self.autocast, cache=graph))",

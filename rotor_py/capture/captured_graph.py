@@ -31,6 +31,7 @@ from rotor_py.capture.graph.graph_nodes import (
 )
 from rotor_py.capture.graph.graph_rewrites import (
     draws_from_own_state,
+    with_exact_regions,
     with_layers_apart,
     with_saving_functions,
     with_whole_transforms,
@@ -57,7 +58,7 @@ class CapturedGraph:
     def __init__(
         self, graph_module: fx.GraphModule, buffers: frozenset[int], granularity: int, marks: FSDPMarks | None = None
     ) -> None:
-        for rewrite in (with_saving_functions, with_whole_transforms, with_layers_apart):
+        for rewrite in (with_exact_regions, with_saving_functions, with_whole_transforms, with_layers_apart):
             rewrite(graph_module.graph)
         graph_module.recompile()
         if several_processes():  # Rule 3 in `patches.py`

@@ -113,9 +113,13 @@ class WrittenStatistics(TorchDispatchMode):
 # compares, and remembers which changed.
 
 
-# In training, their output does not depend on their statistics. So these are not copied: a recomputation turns tracking
-# off instead. A derived class may read its statistics, so types must be equal.
+# In training, their output does not depend on their statistics. So these are not copied: recomputations update others,
+# the same each time. Turning tracking off would change the number of saved tensors, which checkpointed regions count. A
+# derived class may read its statistics, so types must be equal.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+_scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
+"""Per batch norm, the statistics that its recomputations update."""
 
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 """Per stage, the indices of the buffers that its forward changes."""
@@ -184,15 +188,12 @@ class Surroundings:
             # Replace the tensor in the module's table, not its values: autograd may have saved it.
             for (table, name, _), before in self.buffers:
                 undo.append(partial(table.__setitem__, name, table[name]))
-                table[name] = before.clone()
+                copy = before.clone()
+                vars(copy)["lasting"] = table[name]
+                table[name] = copy
             for module in _tracking_batch_norms(function):
-                if not alike:
-                    undo.append(partial(setattr, module, "track_running_stats", True))
-                    module.track_running_stats = False
-                    continue
-                for name, buffer in module.named_buffers(recurse=False):  # it updates copies
-                    undo.append(partial(module._buffers.__setitem__, name, buffer))
-                    module._buffers[name] = buffer.clone()
+                undo += [partial(module._buffers.__setitem__, *each) for each in module._buffers.items()]
+                module._buffers.update(_scratch_of(module))
             stack.enter_context(decisions_repeated(self.decisions))
             yield
             if self.seen is not None:
@@ -317,6 +318,21 @@ def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
         for module in function.modules()
         if type(module) in _PLAIN_BATCH_NORM and module.training and module.track_running_stats
     ]
+
+
+def _scratch_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    known = _scratch.get(module, {})
+    for name, buffer in module.named_buffers(recurse=False):
+        held = known.get(name)
+        if held is None or (held.shape, held.dtype, held.device) != (buffer.shape, buffer.dtype, buffer.device):
+            known[name] = buffer.clone()
+    _scratch[module] = known
+    return known
+
+
+def lasting(tensor: Any) -> Any:
+    """Return the buffer that a recomputation's copy stands for; anything else as it is."""
+    return getattr(tensor, "lasting", tensor)
 
 
 def own_buffers(function: Callable[..., Any]) -> list[Slot]:

@@ -1,19 +1,21 @@
-"""Rewrite a captured graph before it is cut: autograd functions, functorch transforms, recurrent layers."""
+"""Rewrite a captured graph before it is cut: autograd functions, checkpointed regions, transforms, recurrent layers."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from rotor_profiling import torch_compat
 from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, line_of, name_of, tensors_of, written_by
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.stage.forward_state import lasting
 
 # For a call of a model's own `torch.autograd.Function`, Dynamo's operator makes a class, which owns the saved tensors
 # until the next garbage collection. Here autograd owns them, and frees them in the backward.
@@ -58,14 +60,55 @@ class SavingFunction(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
 
 
+# Dynamo's operator for a region of `torch.utils.checkpoint` is for the compiler. Run as it is, it draws other random
+# numbers when it recomputes, and refuses buffers that the region writes, as batch norm's are.
+
+# One function for each kind of region, so that stages with equal regions are equal, and measured once.
+_functions: dict[Hashable, Callable[..., Any]] = {}
+
+
+def with_exact_regions(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and name_of(node) == "tag_activation_checkpoint":
+            body: Any = getattr(graph.owning_module, str(node.args[0].target))
+            with_exact_regions(body.graph)
+            body.recompile()
+            node.target, node.args = _region_of(body, node.target), node.args[1:]
+
+
+def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[..., Any]:
+    context = body.meta.get("_checkpoint_context_fn", noop_context_fn)
+    constants = any(node.op == "get_attr" for node in body.graph.nodes)
+    key = "region", context, id(body) if constants else None, _kind_of(body.graph)
+    if key not in _functions:
+
+        def checkpointed(*values: Any, **how: Any) -> Any:
+            if any(map(torch_compat.is_fake_tensor, values)):
+                return operator(body, *values, **how)  # the compiler traces
+            trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in values]
+            given = [each if needed else None for each, needed in zip(values, trained, strict=True)]
+            # A recomputed stage has copies of buffers. As in plain training, the region's own recomputation writes the
+            # buffers themselves.
+            later = [None if needed else lasting(each) for each, needed in zip(values, trained, strict=True)]
+            others = [later, list(values)]
+
+            def run(*given: Any) -> Any:
+                rest = others.pop() if len(others) > 1 else later
+                return body(*(given[at] if needed else rest[at] for at, needed in enumerate(trained)))
+
+            return checkpoint(run, *given, **{**how, "use_reentrant": False, "context_fn": context})
+
+        checkpointed.__name__ = checkpointed.__qualname__ = f"checkpointed({_names(body.graph.nodes)})"
+        _functions[key] = checkpointed
+    return _functions[key]
+
+
 # In a region of `torch.vmap` and other transforms, operators work on wrapped tensors, which have no memory of their own
 # and do not say whether they carry a gradient. A region as one node takes and returns plain tensors.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
 _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
-# One function for each kind of region, so that stages with equal regions are equal, and measured once.
-_functions: dict[Hashable, Callable[..., Any]] = {}
 
 
 def with_whole_transforms(graph: fx.Graph) -> None:
@@ -112,11 +155,7 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
     for node in region:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    numbers = {copy: number for number, copy in enumerate(copies.values())}
-    key = tuple(
-        (node.op, node.target, *map(str, fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)))
-        for node in graph.nodes
-    )
+    key = _kind_of(graph)
     if key not in _functions:
         module = fx.GraphModule(torch.nn.Module(), graph, "TransformedFunction")
 
@@ -130,10 +169,26 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
                     torch_compat.pop_dynamic_layer_stack()
                 raise
 
-        # The names reveal random operators, and show that two graphs are the same but for sizes.
-        transformed.__name__ = transformed.__qualname__ = f"transformed({', '.join(map(name_of, region))})"
+        transformed.__name__ = transformed.__qualname__ = f"transformed({_names(region)})"
         _functions[key] = transformed
     return _functions[key]
+
+
+def _kind_of(graph: fx.Graph) -> Hashable:
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    return tuple(
+        (
+            node.op,
+            node.op != "placeholder" and node.target,
+            *map(str, fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)),
+        )
+        for node in graph.nodes
+    )
+
+
+def _names(nodes: Iterable[fx.Node]) -> str:
+    # They show what is random or writes statistics, and that two graphs are the same but for sizes.
+    return ", ".join(name_of(node) for node in nodes if node.op.startswith("call"))
 
 
 # The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one after the other, so one operator for each does the same,
