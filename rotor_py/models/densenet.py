@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotor_py.errors import InvalidValueError
 from rotor_py.models.named_chain import NamedChain
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class DenseNetOptions(TypedDict, total=False):
-    bn_size: int
-    drop_rate: float
-    num_classes: int
-    memory_efficient: bool
 
 
 class DenseLayer(nn.Module):
@@ -112,21 +102,21 @@ def _rename_old_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             state_dict[renamed] = state_dict.pop(key)
 
 
-def densenet121(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet121(**options: Any) -> DenseNet:
     """DenseNet-121: 7,978,856 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
     return DenseNet(32, (6, 12, 24, 16), 64, **options)
 
 
-def densenet161(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet161(**options: Any) -> DenseNet:
     """DenseNet-161: 28,681,000 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
     return DenseNet(48, (6, 12, 36, 24), 96, **options)
 
 
-def densenet169(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet169(**options: Any) -> DenseNet:
     """DenseNet-169: 14,149,480 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
     return DenseNet(32, (6, 12, 32, 32), 64, **options)
 
 
-def densenet201(**options: Unpack[DenseNetOptions]) -> DenseNet:
+def densenet201(**options: Any) -> DenseNet:
     """DenseNet-201: 20,013,928 parameters. The keywords are those of `DenseNet`, from `bn_size` on."""
     return DenseNet(32, (6, 12, 48, 32), 64, **options)

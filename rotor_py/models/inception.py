@@ -8,7 +8,7 @@ weights are skipped when a checkpoint of torchvision's model loads. torchvision 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +16,6 @@ from torch import Tensor, nn
 
 from rotor_py.errors import InvalidValueError
 from rotor_py.models.named_chain import NamedChain
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class InceptionOptions(TypedDict, total=False):
-    num_classes: int
-    aux_logits: bool
-    transform_input: bool
-    init_weights: bool
-    dropout: float
 
 
 def convolution(inplanes: int, outplanes: int, kernel_size: int | tuple[int, int], **options: Any) -> nn.Sequential:
@@ -76,9 +65,8 @@ class InceptionB(nn.Module):
 class InceptionC(nn.Module):
     """Branches of 7 x 7 convolutions, factored into 1 x 7 and 7 x 1."""
 
-    def __init__(self, inplanes: int, channels_7x7: int) -> None:
+    def __init__(self, inplanes: int, width: int) -> None:
         super().__init__()
-        width = channels_7x7
         row: dict[str, Any] = {"kernel_size": (1, 7), "padding": (0, 3)}
         column: dict[str, Any] = {"kernel_size": (7, 1), "padding": (3, 0)}
         self.branch1x1 = convolution(inplanes, 192, 1)
@@ -193,10 +181,10 @@ class Inception3(NamedChain):
         self.Mixed_5c = InceptionA(256, pool_features=64)
         self.Mixed_5d = InceptionA(288, pool_features=64)
         self.Mixed_6a = InceptionB(288)
-        self.Mixed_6b = InceptionC(768, channels_7x7=128)
-        self.Mixed_6c = InceptionC(768, channels_7x7=160)
-        self.Mixed_6d = InceptionC(768, channels_7x7=160)
-        self.Mixed_6e = InceptionC(768, channels_7x7=192)
+        self.Mixed_6b = InceptionC(768, width=128)
+        self.Mixed_6c = InceptionC(768, width=160)
+        self.Mixed_6d = InceptionC(768, width=160)
+        self.Mixed_6e = InceptionC(768, width=192)
         self.Mixed_7a = InceptionD(768)
         self.Mixed_7b = InceptionE(1280)
         self.Mixed_7c = InceptionE(2048)
@@ -217,6 +205,6 @@ def _without_auxiliary_classifier(module: nn.Module, state_dict: dict[str, Any],
         del state_dict[key]
 
 
-def inception_v3(**options: Unpack[InceptionOptions]) -> Inception3:
+def inception_v3(**options: Any) -> Inception3:
     """Inception v3: 23,834,568 parameters. The keywords are those of `Inception3`."""
     return Inception3(**options)

@@ -13,27 +13,14 @@ so larger images work too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 from torch import Tensor, nn
 
 from rotor_py.errors import InvalidValueError
 from rotor_py.models.named_chain import NamedChain, check_length
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
 Norm = Callable[[int], nn.Module]
-
-
-class ResNetOptions(TypedDict, total=False):
-    num_classes: int
-    zero_init_residual: bool
-    groups: int
-    width_per_group: int
-    replace_stride_with_dilation: Sequence[bool] | None
-    norm_layer: Norm | None
 
 
 class ResidualBlock(nn.Module):
@@ -185,32 +172,32 @@ class ResNet(NamedChain):
                     nn.init.zeros_(scale)
 
 
-def resnet18(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet18(**options: Any) -> ResNet:
     """ResNet-18: 11,689,512 parameters. The keywords are those of `ResNet`."""
     return ResNet(BasicBlock, (2, 2, 2, 2), **options)
 
 
-def resnet34(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet34(**options: Any) -> ResNet:
     """ResNet-34: 21,797,672 parameters. The keywords are those of `ResNet`."""
     return ResNet(BasicBlock, (3, 4, 6, 3), **options)
 
 
-def resnet50(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet50(**options: Any) -> ResNet:
     """ResNet-50: 25,557,032 parameters. The keywords are those of `ResNet`."""
     return ResNet(Bottleneck, (3, 4, 6, 3), **options)
 
 
-def resnet101(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet101(**options: Any) -> ResNet:
     """ResNet-101: 44,549,160 parameters. The keywords are those of `ResNet`."""
     return ResNet(Bottleneck, (3, 4, 23, 3), **options)
 
 
-def resnet152(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet152(**options: Any) -> ResNet:
     """ResNet-152: 60,192,808 parameters. The keywords are those of `ResNet`."""
     return ResNet(Bottleneck, (3, 8, 36, 3), **options)
 
 
-def resnet200(**options: Unpack[ResNetOptions]) -> ResNet:
+def resnet200(**options: Any) -> ResNet:
     """ResNet-200: 64,673,832 parameters. The keywords are those of `ResNet`.
 
     The depths are those of He et al., "Identity mappings in deep residual networks", the blocks those of the other

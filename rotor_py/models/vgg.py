@@ -7,20 +7,11 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any
 
 from torch import nn
 
 from rotor_py.models.named_chain import NamedChain
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class VGGOptions(TypedDict, total=False):
-    num_classes: int
-    init_weights: bool
-    dropout: float
 
 
 class VGG(NamedChain):
@@ -54,7 +45,7 @@ class VGG(NamedChain):
                     nn.init.zeros_(module.bias)
 
 
-def _vgg(counts: Sequence[int], options: VGGOptions, *, batch_norm: bool = False) -> VGG:
+def _vgg(counts: Sequence[int], options: dict[str, Any], *, batch_norm: bool = False) -> VGG:
     """Five groups of so many 3 x 3 convolutions; each group ends in a pooling by two."""
     layers: list[nn.Module] = []
     channels = 3
@@ -67,41 +58,41 @@ def _vgg(counts: Sequence[int], options: VGGOptions, *, batch_norm: bool = False
     return VGG(nn.Sequential(*layers), **options)
 
 
-def vgg11(**options: Unpack[VGGOptions]) -> VGG:
+def vgg11(**options: Any) -> VGG:
     """VGG-11: 132,863,336 parameters. The keywords are those of `VGG`."""
     return _vgg((1, 1, 2, 2, 2), options)
 
 
-def vgg11_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg11_bn(**options: Any) -> VGG:
     """VGG-11 with batch norm: 132,868,840 parameters. The keywords are those of `VGG`."""
     return _vgg((1, 1, 2, 2, 2), options, batch_norm=True)
 
 
-def vgg13(**options: Unpack[VGGOptions]) -> VGG:
+def vgg13(**options: Any) -> VGG:
     """VGG-13: 133,047,848 parameters. The keywords are those of `VGG`."""
     return _vgg((2, 2, 2, 2, 2), options)
 
 
-def vgg13_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg13_bn(**options: Any) -> VGG:
     """VGG-13 with batch norm: 133,053,736 parameters. The keywords are those of `VGG`."""
     return _vgg((2, 2, 2, 2, 2), options, batch_norm=True)
 
 
-def vgg16(**options: Unpack[VGGOptions]) -> VGG:
+def vgg16(**options: Any) -> VGG:
     """VGG-16: 138,357,544 parameters. The keywords are those of `VGG`."""
     return _vgg((2, 2, 3, 3, 3), options)
 
 
-def vgg16_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg16_bn(**options: Any) -> VGG:
     """VGG-16 with batch norm: 138,365,992 parameters. The keywords are those of `VGG`."""
     return _vgg((2, 2, 3, 3, 3), options, batch_norm=True)
 
 
-def vgg19(**options: Unpack[VGGOptions]) -> VGG:
+def vgg19(**options: Any) -> VGG:
     """VGG-19: 143,667,240 parameters. The keywords are those of `VGG`."""
     return _vgg((2, 2, 4, 4, 4), options)
 
 
-def vgg19_bn(**options: Unpack[VGGOptions]) -> VGG:
+def vgg19_bn(**options: Any) -> VGG:
     """VGG-19 with batch norm: 143,678,248 parameters. The keywords are those of `VGG`."""
     return _vgg((2, 2, 4, 4, 4), options, batch_norm=True)
