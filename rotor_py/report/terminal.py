@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
-from rotor_py.units import format_bytes, format_seconds
+from rotor_py.units import format_bytes
 from rotor_solver import Backward, Loss, Operation
 
 _SPACE = r"(?:(?<!\d) +|(?<=\d) +(?!(?:[kMGT]?B\b|[mµ]?s\b|%)))"
@@ -56,7 +56,7 @@ def stage_table(facts: ReportFacts, *, costs_alone: bool = False) -> Table:
     table.add_column("" if costs_alone else "what happens", overflow="fold")
     for row in stage_rows(facts):
         action = Text() if costs_alone else Text(row.action, style=_STYLES[row.kind])
-        table.add_row(Text(row.name), *map(format_seconds, row.seconds), *map(format_bytes, row.bytes), action)
+        table.add_row(Text(row.name), *(text for _, text in row.numbers), action)
     return table
 
 

@@ -18,7 +18,7 @@ from gpu_parts.setting import Setting
 
 from rotor_py.estimation.caching_allocator import Allocate, Free, Reserved, replay
 from rotor_py.estimation.device_table import find_device
-from rotor_py.report import provenance
+from rotor_py.report import numbers
 from tests.docs.pages import ROOT
 
 PART = 4  # GPT-2, which is captured
@@ -97,8 +97,8 @@ def test_the_page_has_the_table_as_it_is_and_the_range_of_seconds_is_wider_than_
     rows = page.partition("<!-- anchors-cpu -->")[2].partition("<!-- /anchors-cpu -->")[0].splitlines()
     errors = [int(found[1]) for row in rows if (found := re.search(r"\| (\d+)% \|$", row))]
     assert (min(errors), max(errors)) == (7, 17)
-    assert "7 to 17 %" in inspect.getsource(provenance)
-    assert 1 + 1.4 * max(errors) / 100 < provenance._ANCHORED < provenance._GUESSED
+    assert "7 to 17 %" in inspect.getsource(numbers)
+    assert 1 + 1.4 * max(errors) / 100 < numbers._ANCHORED < numbers._GUESSED
 
 
 def test_a_step_of_mpt_computes_what_its_parameters_say() -> None:

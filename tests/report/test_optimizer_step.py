@@ -12,8 +12,7 @@ from rotor_cli.facts import Facts
 from rotor_cli.write_outputs import OPTIMIZER, PREDICTED, WHILE, trace
 from rotor_py import Checkpointable, Report, format_bytes, simulate
 from rotor_py.report.numbers import optimizer_step
-from rotor_py.report.page import page
-from rotor_py.report.report import sweep_of
+from rotor_py.report.report import page, sweep_of
 from rotor_py.report.step_pictures import HEIGHT, TOP, layers_of, memory_picture
 from rotor_solver import moments
 from tests.checkpointable.steps import square, step_peak

@@ -18,8 +18,7 @@ from rotor_profiling.stage.seconds import StageRun
 from rotor_py import Checkpointable, Report, format_bytes, store_all
 from rotor_py.measure.rounds import StageTimes
 from rotor_py.report.numbers import NOISY, WORDS
-from rotor_py.report.page import page
-from rotor_py.report.report import sweep_of
+from rotor_py.report.report import page, sweep_of
 from rotor_py.report.sweep import format_share
 from tests.fields import raises
 from tests.report.conftest import EVIL
@@ -196,7 +195,7 @@ def test_a_notebook_shows_the_page_that_is_written_to_a_file(report, tmp_path, m
         def now(cls, tz: tzinfo | None = None) -> datetime:
             return datetime(2026, 1, 2, tzinfo=tz)
 
-    monkeypatch.setattr("rotor_py.report.page.datetime", Stopped)
+    monkeypatch.setattr("rotor_py.report.report.datetime", Stopped)
     report.to_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     shown = report._repr_html_()

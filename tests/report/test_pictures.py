@@ -13,8 +13,7 @@ from rotor_cli.write_outputs import BACK, OUT, PREDICTED, trace
 from rotor_py import Report, simulate
 from rotor_py.report.curve_pictures import PHONE
 from rotor_py.report.numbers import WORDS, stage_rows
-from rotor_py.report.page import page
-from rotor_py.report.report import sweep_of
+from rotor_py.report.report import page, sweep_of
 from rotor_py.report.step_pictures import HEIGHT, TOP, layers_of, lives, memory_picture, schedule_picture
 from rotor_py.report.terminal import stage_table
 from rotor_solver import moments
