@@ -16,13 +16,13 @@ from rotor_cli.model_file import ModelFile, load
 from rotor_cli.request import Request
 from rotor_cli.target_device import Target, device_of, limit_on
 from rotor_cli.text_report import console
-from rotor_cli.write_outputs import SCHEMA
+from rotor_cli.write_outputs import SCHEMA, picked
 from rotor_profiling import bytes_like, optimizer_cost, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.pipeline_costs import PipelineCosts, pipeline_costs
 from rotor_py.report.progress import Activities, activities
-from rotor_py.report.terminal import Prose
-from rotor_py.units import format_bytes, format_seconds, limit_text
+from rotor_py.report.terminal import Prose, plain_table
+from rotor_py.units import exact_bytes, format_bytes, format_seconds, limit_text
 from rotor_py.validate.verification import default_loss
 from rotor_solver import Chain, InfeasibleError, PipelinePlan, plan_pipeline, watched
 from rotor_solver.pipeline import EqualCuts, equal_cuts
@@ -129,9 +129,8 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         needs = divided if request.schedule == "interleaved" else "it needs at least"
         least, limit = error.min_bytes, error.mem_limit
         message = (
-            f"the model does not fit on {ranks} ranks, wherever it is cut: {needs} {format_bytes(least)} ({least} "
-            f"bytes) on a rank whose limit is {format_bytes(limit)} ({limit} bytes). Try smaller microbatches, more "
-            f"ranks, or a limit of {limit_text(least)}."
+            f"the model does not fit on {ranks} ranks, wherever it is cut: {needs} {exact_bytes(least)} on a rank whose "
+            f"limit is {exact_bytes(limit)}. Try smaller microbatches, more ranks, or a limit of {limit_text(least)}."
         )
         raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
     except ValueError as error:
@@ -141,8 +140,8 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         stepping = sum(costs.fixed[stage] + costs.stepping[stage] for stage in stages)
         if stepping > limit:
             message = (
-                f"the optimizer's step on rank {rank} needs {format_bytes(stepping)} ({stepping} bytes); the limit is "
-                f"{format_bytes(limit)} ({limit} bytes). Try more ranks, or a limit of {limit_text(stepping)}."
+                f"the optimizer's step on rank {rank} needs {exact_bytes(stepping)}; the limit is "
+                f"{exact_bytes(limit)}. Try more ranks, or a limit of {limit_text(stepping)}."
             )
             raise Failure(message, INFEASIBLE, kind="optimizer_too_large", min_bytes=stepping, mem_limit=limit)
     return plan
@@ -174,9 +173,8 @@ def _compared(facts: PipelineFacts) -> Text:
 
 
 def _parts(facts: PipelineFacts) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("rank", "stages", "in flight", "peak", "fixed", "kept", "time", "recomputed"):
-        table.add_column(heading, justify="left" if heading == "stages" else "right", no_wrap=heading != "stages")
+    headings = ("rank", "stages", "in flight", "peak", "fixed", "kept", "time", "recomputed")
+    table = plain_table(*headings, folded=("stages",))
     for part in facts.plan.parts:
         one, first, last = part.microbatch, facts.names[part.begin], facts.names[part.end - 1]
         stored = _stored_seconds(part.chain)
@@ -202,9 +200,7 @@ def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
         "device": facts.device,
         "pipeline": {
             "schedule": plan.schedule.name,
-            "ranks": plan.schedule.ranks,
-            "microbatches": plan.schedule.microbatches,
-            "virtual_stages": plan.schedule.virtual_stages,
+            **picked(plan.schedule, "ranks microbatches virtual_stages"),
             "cuts": list(plan.cuts),
             "microbatch_seconds": plan.slowest_seconds,
             "lower_bound_seconds": plan.lower_bound,
@@ -222,11 +218,8 @@ def pipeline_json(facts: PipelineFacts) -> dict[str, Any]:
                     "names": list(facts.names[part.begin : part.end]),
                     "microbatches_in_flight": part.flying.forwards,
                     "microbatches_waiting_for_weights": part.flying.weights,
-                    "peak_bytes": part.peak_bytes,
-                    "fixed_bytes": part.fixed_bytes,
-                    "kept_bytes": part.microbatch.kept_bytes,
-                    "forward_seconds": part.microbatch.forward_seconds,
-                    "backward_seconds": part.microbatch.backward_seconds,
+                    **picked(part, "peak_bytes fixed_bytes"),
+                    **picked(part.microbatch, "kept_bytes forward_seconds backward_seconds"),
                     "sequence": str(part.sequence),
                 }
                 for part in plan.parts

@@ -1,17 +1,22 @@
-"""The text report: verdict, memory, time, stages, sequence, and use of the plan."""
+"""The text report: verdict, memory, time, stages, sequence, use of the plan, comparison and charts."""
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import os
 import shlex
+from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.facts import Facts
-from rotor_py.report.terminal import Prose, parts
+from rotor_py.report.batch_choice import BatchChoice, format_rate
+from rotor_py.report.sweep import USUAL, Sweep, format_share, saving
+from rotor_py.report.terminal import Prose, parts, plain_table
 from rotor_py.units import format_bytes, format_seconds
 from rotor_py.validate.comparison import ComparedStrategy
 
@@ -104,10 +109,7 @@ def comparison(rows: tuple[ComparedStrategy, ...]) -> Table:
     headings = ["fits", "predicted peak", "time", "overhead"]
     if any(row.verified is not None for row in rows):
         headings = ["fits", "predicted\npeak", "time", "overhead", "measured\npeak", "measured\ntime"]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("strategy", overflow="fold")
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "fits" else "right", no_wrap=True)
+    table = plain_table("strategy", *headings, left=("fits",), folded=("strategy",))
     for row in rows:
         fits = Text("yes", style="green") if row.fits else Text("no", style="red")
         cells = [format_bytes(row.peak_bytes), format_seconds(row.step_seconds), f"{row.overhead - 1:+.1%}"]
@@ -115,3 +117,132 @@ def comparison(rows: tuple[ComparedStrategy, ...]) -> Table:
             cells += [format_bytes(found.measured_peak_bytes), format_seconds(found.measured_step_seconds)]
         table.add_row(row.strategy, fits, *cells, style="" if row.fits else "dim")
     return table
+
+
+# Charts: time against the limit, and throughput against the batch.
+
+
+_HEIGHT, _WIDEST = 14, 100
+
+
+def curve(sweep: Sweep, title: str, width: int, overhead: float | None = None) -> RenderableType:
+    """The sentence about `overhead` more time (10 % by default), the chart and its legend."""
+    points = sweep.points
+    shown: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
+    if len(points) > 1:
+        lines = chart(
+            [(point.mem_limit, point.overhead - 1) for point in points],
+            [(letter, point.mem_limit, point.overhead - 1) for letter, point in sweep.lettered()],
+            width=min(width, _WIDEST),
+            height=_HEIGHT,
+            top=format_share(points[0].overhead - 1),
+            ends=(format_bytes(points[0].mem_limit), format_bytes(points[-1].mem_limit)),
+        )
+        outside = any(arrow in line for line in lines for arrow in ARROWS)
+        arrows = "; arrows: further out than the chart" if outside else ""
+        shown += ["", *_drawn(f"more time, by the limit of the whole step{arrows}", lines)]
+    legend = plain_table("", "at its least", "peak", "overhead", left=("",), folded=("at its least",))
+    for letter, point in sweep.lettered():
+        legend.add_row(letter, point.name, format_bytes(point.mem_limit), f"{point.overhead - 1:+.1%}")
+    return Group(*shown, "", legend)
+
+
+def _drawn(caption: str, lines: list[str]) -> tuple[Text, Text]:
+    return Text(caption, style="dim"), Text("\n".join(lines), no_wrap=True)
+
+
+LINE, FILL = "●", "·"
+LEFTWARDS, RIGHTWARDS, UPWARDS, DOWNWARDS = ARROWS = "←→↑↓"
+_LABEL = 8
+"""Width of the labels on the left, in characters."""
+
+
+def chart(
+    curve: Sequence[tuple[float, float]],
+    marks: Sequence[tuple[str, float, float]],
+    *,
+    width: int,
+    height: int,
+    top: str,
+    ends: tuple[str, str],
+) -> list[str]:
+    """Draw lines of at most `width` characters, for a curve of (x, y), x increasing and y decreasing to the least.
+
+    From each x to the next, the curve is at its y. Draws every mark (letter, x, y): next to a letter that has its
+    position; at the edge, with an arrow, if outside. `top` labels the largest y, `ends` the least and the largest x.
+    The least y is 0.
+    """
+    columns, highest = width - _LABEL - 2, max(y for _, y in curve)
+    left, right = curve[0][0], curve[-1][0]
+    starts = [x for x, _ in curve]
+
+    def row_of(y: float) -> int:
+        return height - 1 - round(y / highest * (height - 1)) if highest else height - 1
+
+    def column_of(x: float) -> int:
+        return round((x - left) / (right - left) * (columns - 1)) if right > left else 0
+
+    cells = [[" "] * columns for _ in range(height)]
+    before = None
+    for column in range(columns):
+        x = right if column == columns - 1 else left + (right - left) * column / (columns - 1)
+        row = row_of(curve[bisect.bisect_right(starts, x) - 1][1])
+        # Dots join steps; otherwise points in neighbouring columns would not look like one curve.
+        for between in range(row if before is None else before + 1, row):
+            cells[between][column] = FILL
+        cells[row][column] = LINE
+        before = row
+    for letter, x, y in marks:
+        inside = min(max(x, left), right), min(max(y, 0), highest)
+        sideways = LEFTWARDS * (x < left), RIGHTWARDS * (x > right)
+        text = sideways[0] + letter + sideways[1] + UPWARDS * (y > highest) + DOWNWARDS * (y < 0)
+        _write(cells, row_of(inside[1]), column_of(inside[0]), text)
+    return _with_axes(cells, (top, "0 %"), ends)
+
+
+def _with_axes(cells: list[list[str]], heights: tuple[str, str], ends: tuple[str, str]) -> list[str]:
+    """The cells as lines, with labels for both ends of both axes."""
+    columns = len(cells[0])
+    labels = [heights[0], *[""] * (len(cells) - 2), heights[1]]
+    return [
+        *(f"{label:>{_LABEL}} │{''.join(row)}".rstrip() for label, row in zip(labels, cells, strict=True)),
+        f"{'':{_LABEL}} └{'─' * columns}",
+        f"{'':{_LABEL}}  {ends[0]}{ends[1]:>{columns - len(ends[0])}}",
+    ]
+
+
+def _write(cells: list[list[str]], row: int, column: int, text: str) -> None:
+    """Write `text` as near to the position as possible without overlap, first to the right in its row."""
+    height, columns = len(cells), len(cells[0])
+    places = itertools.product(range(height), range(columns - len(text) + 1))
+    for found, begin in sorted(places, key=lambda at: (abs(at[0] - row), at[1] < column, abs(at[1] - column))):
+        if all(cell in (" ", LINE, FILL) for cell in cells[found][begin : begin + len(text)]):
+            cells[found][begin : begin + len(text)] = text
+            return
+
+
+_BATCH_HEIGHT = 12
+PLANNED, STORED, CHOSEN = "●", "○", "◆"
+
+
+def batches(choice: BatchChoice, width: int) -> RenderableType:
+    """The points of a choice over the logarithm of the batch."""
+    caption = f"samples a second by the batch: {PLANNED} by the fastest plan, {STORED} storing everything, "
+    return Group(*_drawn(f"{caption}{CHOSEN} this batch", batch_chart(choice, min(width, _WIDEST))))
+
+
+def batch_chart(choice: BatchChoice, width: int) -> list[str]:
+    points, columns = choice.points, width - _LABEL - 2
+    first, last = math.log(points[0].batch), math.log(points[-1].batch)
+    highest = max(max(point.samples_per_second, point.stored_per_second or 0.0) for point in points)
+    cells = [[" "] * columns for _ in range(_BATCH_HEIGHT)]
+    # The last marks cover the first: where storing everything fits, nothing has to be recomputed.
+    marks = [
+        *((point.batch, point.samples_per_second, PLANNED) for point in points),
+        *((point.batch, point.stored_per_second, STORED) for point in points if point.stored_per_second is not None),
+        (choice.batch, choice.samples_per_second, CHOSEN),
+    ]
+    for batch, rate, sign in marks:
+        share = (math.log(batch) - first) / (last - first) if last > first else 0.0
+        cells[_BATCH_HEIGHT - 1 - round(rate / highest * (_BATCH_HEIGHT - 1))][round(share * (columns - 1))] = sign
+    return _with_axes(cells, (format_rate(highest), "0"), (str(points[0].batch), str(points[-1].batch)))

@@ -10,18 +10,17 @@ from typing import Any
 
 import click
 
-from rotor_cli.charts import batches, curve, plot
 from rotor_cli.facts import Facts
 from rotor_cli.request import Request
-from rotor_cli.text_report import comparison, console, render, usage_lines, verified
+from rotor_cli.text_report import batches, comparison, console, curve, render, usage_lines, verified
 from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.numbers import NAME, optimizer_step
-from rotor_py.report.sweep import Point, Sweep, label
+from rotor_py.report.sweep import Sweep, label
 from rotor_py.stage.compression import rounded_stages
-from rotor_py.validate.comparison import ComparedStrategy
 from rotor_py.validate.steps import TimedOperation
 from rotor_py.validate.verification import Verification
 from rotor_solver import Backward, Loss
+from rotor_solver.frontier import draw
 from rotor_solver.moving import timed_moments, transfers
 
 SCHEMA = 1
@@ -37,7 +36,9 @@ def write_outputs(facts: Facts, request: Request) -> None:
         usage = usage_lines(facts, request.plan_file) if facts.limited else ""  # without a limit, nothing is planned
         facts.to_html(request.html_file, remarks, usage=usage)
     if request.plot_file is not None and facts.sweep is not None:
-        plot(facts.sweep, request.plot_file, facts.title)
+        strategies = [(point.name, point.mem_limit, point.overhead - 1) for point in facts.sweep.strategies]
+        limits, overheads = zip(*((point.mem_limit, point.overhead - 1) for point in facts.sweep.points), strict=True)
+        draw(request.plot_file, limits, overheads, points=strategies, title=facts.title)
     if request.json_file is not None:
         data = json.dumps(json_report(facts), indent=1)
         if request.json_file == "-":
@@ -91,14 +92,17 @@ def json_report(facts: Facts) -> dict[str, Any]:
     if facts.verified is not None:
         found = facts.verified
         data["verify"] = {
-            **_verify(found),
+            **picked(found, _VERIFIED),
             **({} if found.rounded is None else {"gradient_error": found.rounded.gradient_error}),
             **({} if found.eager_difference is None else {"eager_difference": found.eager_difference}),
-            "plain_peak_bytes": found.plain_peak_bytes,
-            "plain_step_seconds": found.plain_step_seconds,
+            **picked(found, "plain_peak_bytes plain_step_seconds"),
         }
     if facts.compared:
-        data["compare"] = [_strategy(compared) for compared in facts.compared]
+        data["compare"] = [
+            picked(each, "strategy fits peak_bytes step_seconds overhead")
+            | ({} if each.verified is None else picked(each.verified, _VERIFIED))
+            for each in facts.compared
+        ]
     if facts.batches is not None:
         data["batch"] = _batch(facts.batches)
     if facts.sweep is not None:
@@ -109,10 +113,9 @@ def json_report(facts: Facts) -> dict[str, Any]:
             "store_all_peak_bytes": facts.store_all_bytes,
             "min_bytes": data["min_bytes"],
         }
-        if facts.reserved is not None:
-            peaks["step_peak_bytes"] = facts.reserved.step_bytes
-            peaks["reserved_bytes"] = facts.reserved.reserved_bytes
-            peaks["reserved_expandable_bytes"] = facts.reserved.expandable_bytes
+        if (reserved := facts.reserved) is not None:
+            peaks |= {"step_peak_bytes": reserved.step_bytes, "reserved_bytes": reserved.reserved_bytes}
+            peaks["reserved_expandable_bytes"] = reserved.expandable_bytes
         seconds = {"step_seconds": facts.step_seconds, "store_all_step_seconds": facts.store_all_seconds}
         data["prediction"] = facts.basis.as_data(peaks, seconds)
         # Ranges are separate keys: the plan was solved with the plain numbers.
@@ -123,6 +126,12 @@ def json_report(facts: Facts) -> dict[str, Any]:
     return data
 
 
+def picked(found: object, names: str) -> dict[str, Any]:
+    """The fields of `found` with these names, separated by spaces, as keys of JSON."""
+    return {name: getattr(found, name) for name in names.split()}
+
+
+_VERIFIED = "measured_peak_bytes measured_step_seconds max_grad_difference"
 _STAGE_NUMBERS = (
     "forward_seconds nograd_seconds backward_seconds activation_bytes saved_bytes forward_temp_bytes "
     "nograd_temp_bytes backward_temp_bytes replay_temp_bytes"
@@ -133,45 +142,24 @@ def _stages(facts: Facts) -> list[dict[str, Any]]:
     measured, found = facts.measurement, []
     rows = zip(measured.names, measured.stages, measured.ways_by_stage, facts.actions(), strict=True)
     for name, cost, ways, action in rows:
-        costs = {
-            way.name: {each: getattr(way.cost, each) for each in ("forward_seconds", "backward_seconds", "saved_bytes")}
-            for way in ways
-        }
+        costs = {way.name: picked(way.cost, "forward_seconds backward_seconds saved_bytes") for way in ways}
         # Variants of "in part" recompute less or more.
         in_part = [costs[key] for key in sorted(costs, key=lambda key: key != "in part") if key.startswith("in part")]
-        numbers = {each: getattr(cost, each) for each in _STAGE_NUMBERS.split()}
+        numbers = picked(cost, _STAGE_NUMBERS)
         found.append({"name": name, **numbers, "in_part": next(iter(in_part), None), "ways": costs, "action": action})
     return found
 
 
-def _verify(found: Verification) -> dict[str, Any]:
-    return {
-        "measured_peak_bytes": found.measured_peak_bytes,
-        "measured_step_seconds": found.measured_step_seconds,
-        "max_grad_difference": found.max_grad_difference,
-    }
-
-
-def _strategy(compared: ComparedStrategy) -> dict[str, Any]:
-    keys = ("strategy", "fits", "peak_bytes", "step_seconds", "overhead")
-    measured = {} if compared.verified is None else _verify(compared.verified)
-    return {**{key: getattr(compared, key) for key in keys}, **measured}
-
-
 def _batch(choice: BatchChoice) -> dict[str, Any]:
-    keys = (
-        "aim batch samples_per_second gap optimizer_seconds accumulation_steps effective_batch measured_peak_bytes "
-        "largest largest_stored"
-    )
+    keys = "aim batch samples_per_second gap optimizer_seconds accumulation_steps effective_batch measured_peak_bytes"
     beyond = {"batch": choice.beyond, "needed_bytes": choice.beyond_bytes, "measured": choice.beyond_measured}
     return {
-        **{key: getattr(choice, key) for key in keys.split()},
+        **picked(choice, f"{keys} largest largest_stored"),
         "measured_samples_per_second": {str(batch): rate for batch, rate in choice.measured_per_second},
         "beyond": None if choice.beyond is None else beyond,
         "points": [
             {
-                "batch": point.batch,
-                "samples_per_second": point.samples_per_second,
+                **picked(point, "batch samples_per_second"),
                 "store_all_samples_per_second": point.stored_per_second,
                 "measured": point.measured,
             }
@@ -181,12 +169,10 @@ def _batch(choice: BatchChoice) -> dict[str, Any]:
 
 
 def _sweep(sweep: Sweep) -> dict[str, Any]:
-    def data(point: Point) -> dict[str, Any]:
-        return {"mem_limit": point.mem_limit, "step_seconds": point.step_seconds, "overhead": point.overhead}
-
+    keys = "mem_limit step_seconds overhead"
     return {
-        "points": [{**data(point), "activations_saved": sweep.saved(point)} for point in sweep.points],
-        "strategies": [{"strategy": point.name, **data(point)} for point in sweep.strategies],
+        "points": [{**picked(point, keys), "activations_saved": sweep.saved(point)} for point in sweep.points],
+        "strategies": [{"strategy": point.name, **picked(point, keys)} for point in sweep.strategies],
     }
 
 

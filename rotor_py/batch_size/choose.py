@@ -31,7 +31,7 @@ from rotor_py.errors import InfeasibleError, InvalidValueError, record_fields
 from rotor_py.estimation.device_table import devices_of
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.report.batch_choice import Aim, BatchChoice
-from rotor_py.units import format_bytes, limit_text
+from rotor_py.units import exact_bytes, limit_text
 from rotor_solver.watching import Progress
 
 P = ParamSpec("P")
@@ -229,9 +229,8 @@ def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> Infeasi
     costs = interpolated(batches.costs, batch) or batches.of(batch)
     least = costs.least_bytes
     return InfeasibleError(
-        f"not even a batch of {batch} fits: it needs at least {format_bytes(least)} ({least} bytes), of which "
-        f"{costs.budget.split()}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes). Try a limit of "
-        f"{limit_text(least)}.",
+        f"not even a batch of {batch} fits: it needs at least {exact_bytes(least)}, of which {costs.budget.split()}; "
+        f"the limit is {exact_bytes(mem_limit)}. Try a limit of {limit_text(least)}.",
         min_bytes=least,
         mem_limit=mem_limit,
         kind="no_batch_fits",

@@ -12,7 +12,7 @@ from rotor_py.by_hand.levels import assign_levels, checked_level
 from rotor_py.errors import InvalidValueError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import JOINT
-from rotor_py.units import format_bytes, limit_text
+from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Algorithm, Chain, InfeasibleError, Periodic, Sequence, StoreAll, simulate
 from rotor_solver.segments import fastest_forwards, recompute_segments
 
@@ -70,10 +70,9 @@ class ByHand:
         peak = budget.peak_bytes(sequence)
         if mem_limit is not None and peak > mem_limit:
             raise InfeasibleError(
-                f"a training step with {self} needs {format_bytes(peak)} ({peak} bytes), of which {budget.split()}; "
-                f"the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out of memory. Try "
-                f"{limit_text(peak)}, or leave {self} out for the best plan, which needs "
-                f"{format_bytes(budget.least_bytes())} at least.",
+                f"a training step with {self} needs {exact_bytes(peak)}, of which {budget.split()}; the limit is "
+                f"{exact_bytes(mem_limit)}, so it would run out of memory. Try {limit_text(peak)}, or leave {self} out "
+                f"for the best plan, which needs {format_bytes(budget.least_bytes())} at least.",
                 min_bytes=peak,
                 mem_limit=mem_limit,
                 kind="strategy_over_limit",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from itertools import groupby
 from shutil import get_terminal_size
 
@@ -47,13 +47,21 @@ _STYLES = {
 """Styles by kind of storage; adjacent words say the same."""
 
 
+def plain_table(*headings: str, left: Container[str] = (), folded: Container[str] = ()) -> Table:
+    """A table without lines: columns of numbers to the right, but for those on the `left`, or `folded` if too long."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in headings:
+        if heading in folded:
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, justify="left" if heading in left else "right", no_wrap=True)
+    return table
+
+
 def stage_table(facts: ReportFacts, *, costs_alone: bool = False) -> Table:
     """Cost and action of each stage; with `costs_alone`, without a plan, costs only."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("stage", overflow="fold")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("" if costs_alone else "what happens", overflow="fold")
+    last = "" if costs_alone else "what happens"
+    table = plain_table("stage", *HEADINGS, last, folded=("stage", last))
     for row in stage_rows(facts):
         action = Text() if costs_alone else Text(row.action, style=_STYLES[row.kind])
         table.add_row(Text(row.name), *(text for _, text in row.numbers), action)

@@ -15,7 +15,7 @@ from rotor_py.by_hand.strategy import ByHand
 from rotor_py.checkpointable import Checkpointable
 from rotor_py.errors import InfeasibleError
 from rotor_py.measure.device import limit_bytes
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes, format_bytes
 from rotor_py.validate.steps import TrainingStep, state_restored
 from rotor_solver import Sequence, simulate
 
@@ -96,9 +96,9 @@ def best_level(
     lowest = min(peaks, key=peaks.__getitem__)
     least = peaks[lowest]
     raise InfeasibleError(
-        f"no level fits: the least, level {lowest}, needs {format_bytes(least)} "
-        f"({least} bytes) for a step; the limit is {format_bytes(limit)} ({limit} bytes). The optimal plan needs "
-        f"{format_bytes(planned.budget.least_bytes())} at least: leave the level out.",
+        f"no level fits: the least, level {lowest}, needs {exact_bytes(least)} for a step; the limit is "
+        f"{exact_bytes(limit)}. The optimal plan needs {format_bytes(planned.budget.least_bytes())} at least: leave "
+        "the level out.",
         min_bytes=least,
         mem_limit=limit,
         kind="no_level_fits",

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from rotor_cli.charts import chart, curve
 from rotor_cli.facts import Facts
+from rotor_cli.text_report import chart, curve
 from rotor_py import Checkpointable, least_limit, sweep
 from rotor_py.measure.rounds import StageTimes
 from rotor_py.report.report import sweep_of
