@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from rotor_py.report import Report
     from rotor_py.report.sweep import Sweep
     from rotor_py.units import format_bytes, parse_bytes
-    from rotor_py.validate.best_level import LevelChoice, best_level
-    from rotor_py.validate.comparison import ComparedStrategy, compare, least_limit, sweep
+    from rotor_py.validate.comparison import ComparedStrategy, LevelChoice, best_level, compare, least_limit, sweep
     from rotor_py.validate.verification import Verification, verify
     from rotor_solver import (
         Chain,
@@ -77,8 +76,7 @@ _MODULES = {
         "rotor_py.estimation.estimate": "estimate",
         "rotor_py.execute.tape": "CheckpointOptim",
         "rotor_py.checkpointable": "Checkpointable",
-        "rotor_py.validate.comparison": "ComparedStrategy compare least_limit sweep",
-        "rotor_py.validate.best_level": "LevelChoice best_level",
+        "rotor_py.validate.comparison": "ComparedStrategy LevelChoice best_level compare least_limit sweep",
         "rotor_py.compile.memory_budget": "memory_budget",
         "rotor_py.plan.saved_plan": "Plan",
         "rotor_solver.memory_timeline": "PlanMemory StageMemory",

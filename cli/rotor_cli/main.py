@@ -14,8 +14,7 @@ from typing import Any
 import click
 
 from rotor_cli.failure import DIFFERENT, INTERRUPTED, UNEXPECTED, Failure
-from rotor_cli.request import Request, batch_of
-from rotor_cli.validation import refuse_wrong_use
+from rotor_cli.request import Request, batch_of, refuse_wrong_use
 
 _EPILOG = """\b
 Examples:

@@ -129,8 +129,9 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         needs = divided if request.schedule == "interleaved" else "it needs at least"
         least, limit = error.min_bytes, error.mem_limit
         message = (
-            f"the model does not fit on {ranks} ranks, wherever it is cut: {needs} {exact_bytes(least)} on a rank whose "
-            f"limit is {exact_bytes(limit)}. Try smaller microbatches, more ranks, or a limit of {limit_text(least)}."
+            f"the model does not fit on {ranks} ranks, wherever it is cut: {needs} {exact_bytes(least)} on a rank "
+            f"whose limit is {exact_bytes(limit)}. Try smaller microbatches, more ranks, or a limit of "
+            f"{limit_text(least)}."
         )
         raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
     except ValueError as error:

@@ -1,14 +1,17 @@
-"""The parsed options of the command."""
+"""The parsed options of the command, and the refusal of those that cannot be followed."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from rotor_cli.failure import usage
-from rotor_cli.model_file_errors import defines
+from rotor_cli.failure import about_option, usage
+from rotor_cli.model_file_errors import defines, refuse_file_without, refuse_missing_module, split_target
 
 HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
 """Devices of this machine."""
@@ -146,3 +149,189 @@ class Request:
     @property
     def virtual_stages_or_default(self) -> int:
         return self.virtual_stages or (2 if self.schedule == "interleaved" else 1)
+
+
+# Impossible requests are refused before the model is loaded, so that a typo does not cost minutes. rotor_py is imported
+# per option, since `--help` does not need it.
+
+
+_SOME_DEVICE = 10**12
+"""Bytes of a stand-in device: validates a share before the device is known."""
+_IMAGES = (".svg", ".png")
+_EXCLUDED, _NEEDS = "excluded_together", "needs_option"
+
+_Rules = Iterator[tuple[object, str, str, str]]
+"""Whether a request breaks a rule; then the kind, the option and the sentence of the failure."""
+
+
+def refuse_wrong_use(request: Request) -> None:
+    """Raise Failure for conflicting options, invalid texts, and missing or unwritable files. Loads nothing."""
+    location, name = split_target(request.model)
+    for rules in (_script, _device, _values, _files, _pipeline, _batch, _step):
+        for broken, kind, option, message in rules(request):
+            if broken:
+                raise usage(kind, option, message)
+    if not location.endswith(".py"):
+        refuse_missing_module(location)
+    elif not request.as_script:
+        refuse_file_without(name, location)
+
+
+def _script(request: Request) -> _Rules:
+    if not request.explicit_script:
+        return
+    message = f"{request.model} is no script, and -- is followed by the arguments of one: train.py -- --epochs 3"
+    yield not request.model.endswith(".py"), "not_a_script", request.model, message
+    for option in request.of_model_files:
+        message = f"{option} is for a model file; a script decides that itself: give it what it takes after --"
+        yield True, "not_for_a_script", option, message
+    message = "--verify takes steps of its own, and --run lets the script train; leave one of them out"
+    yield request.run and request.verify, _EXCLUDED, "--verify", message
+    message = "with --run, stdout is the script's; give --json the name of a file"
+    yield request.run and request.json_file == "-", _EXCLUDED, "--json", message
+
+
+def _device(request: Request) -> _Rules:
+    from rotor_py.units import parse_bytes
+
+    if request.mem_limit is not None:
+        with about_option("--mem-limit"):
+            for limit in request.mem_limit.split(",") if request.pipeline else [request.mem_limit]:  # one per rank
+                parse_bytes(limit, device_bytes=_SOME_DEVICE)
+    if request.device_memory is not None:
+        with about_option("--device-memory"):
+            parse_bytes(request.device_memory)
+    several, moves = False, request.offload is not None
+    if request.simulated:
+        from rotor_py.estimation.device_table import find_devices, split_count
+
+        device = request.device or ""
+        message = f"--device {device} is of this machine; --device-memory and --device-file are about one that is not"
+        yield HERE.fullmatch(device), _EXCLUDED, "--device", message
+        with about_option("--device"):
+            if device and request.device_file is None:
+                find_devices(device)
+            several = split_count(device)[1] > 1
+        refused = {
+            "--verify": (request.verify, "trains a step on the device"),
+            "--compile": (request.compile, "compiles the stages for the device, and measures them there"),
+            "--offload": (moves and request.offload != "host", "measures how fast a file is beside the device"),
+            f"--batch {request.batch}": (moves and request.batch_aim, "with --offload trains steps on the device"),
+            "--pipeline": (request.pipeline, "measures a microbatch on the device"),
+        }
+        for option, (given, does) in refused.items():
+            yield given, _EXCLUDED, option, f"{option} {does}, which is not here; leave out --device {device}".rstrip()
+    message = "--precision is for parameters that several devices share; write --device h100:8, or --dtype"
+    yield request.precision is not None and not several, _NEEDS, "--precision", message
+    message = "--shard divides parameters among several devices; write --device h100:8"
+    yield request.shard is not None and not several, _NEEDS, "--shard", message
+    message = (
+        "--autocast is for a device that need not be here: add --device h100. Here, have the model's forward enter "
+        "torch.autocast, or plan the training script itself: rotor-plan train.py --"
+    )
+    yield request.autocast is not None and not request.simulated, _NEEDS, "--autocast", message
+
+
+def _values(request: Request) -> _Rules:
+    if request.offload is not None:
+        from rotor_py.offload import refuse_other_names
+
+        with about_option("--offload"):
+            refuse_other_names(request.offload)
+    if request.device_file is not None:
+        from rotor_py.estimation.device_table import tables_in
+
+        with about_option("--device-file"):
+            tables_in(Path(request.device_file))
+    message = "--mem-limit and --max-overhead both say how to plan; give one of them"
+    yield request.overhead is not None and request.mem_limit is not None, _EXCLUDED, "--max-overhead", message
+
+
+def _files(request: Request) -> _Rules:
+    json_file = None if request.json_file == "-" else request.json_file
+    for path in (json_file, request.plan_file, request.plot_file, request.trace_file, request.html_file):
+        if path is not None:
+            message = "- stands for stdout, which only --json writes to; give the name of a file"
+            yield path == "-", "stdout_is_for_json", "-", message
+            folder = Path(path).resolve().parent
+            message = f"{path} cannot be written: {folder} is not a folder in which files can be made"
+            writable = folder.is_dir() and os.access(folder, os.W_OK) and not Path(path).is_dir()
+            yield not writable, "not_writable", path, message
+    if request.plot_file is not None:
+        from rotor_solver.frontier import require_matplotlib
+
+        yield not request.sweep, _NEEDS, "--plot", "--plot draws what --sweep finds; add --sweep"
+        message = f"--plot {request.plot_file!r} is no image that can be drawn; write a file ending in .svg or .png"
+        yield Path(request.plot_file).suffix.lower() not in _IMAGES, "not_an_image", "--plot", message
+        try:
+            require_matplotlib()
+        except ImportError as error:
+            raise usage("not_installed", "--plot", f"--plot: {error}") from error
+
+
+def _pipeline(request: Request) -> _Rules:
+    if request.pipeline is None:
+        of_pipelines = {
+            "--microbatches": request.microbatches is not None,
+            "--virtual-stages": request.virtual_stages is not None,
+            "--schedule": request.schedule != "1f1b",
+        }
+        for option, given in of_pipelines.items():
+            yield given, _NEEDS, option, f"{option} is about a pipeline; add --pipeline RANKS"
+        return
+    of_one_process = {
+        "--max-overhead": request.max_overhead,
+        "--fresh-grads": request.fresh_grads,
+        "--step-in-backward": request.step_in_backward,
+        "--keep": request.keep,
+        "--offload": request.offload,
+        "--backward-order": request.backward_order != "any",
+        "--verify": request.verify,
+        "--compare": request.compare,
+        "--sweep": request.sweep,
+        "--save": request.plan_file,
+        "--trace": request.trace_file,
+        "--html": request.html_file,
+        "--compile": request.compile,
+        f"--batch {request.batch}": request.batch_aim,
+    }
+    for option, value in of_one_process.items():
+        message = f"--pipeline plans for several processes, and {option} is about one; leave one of them out"
+        yield value, _EXCLUDED, option, message
+    from rotor_solver import Schedule
+
+    with about_option("--pipeline"):
+        Schedule(request.schedule, request.pipeline, request.microbatches_or_default, request.virtual_stages_or_default)
+
+
+def _batch(request: Request) -> _Rules:
+    aim, effective, multiple = request.batch_aim, request.grad_accumulation, request.batch_multiple
+    if aim is None:
+        for option, given in (("--batch-multiple", multiple != 1), ("--grad-accumulation", effective is not None)):
+            message = f"{option} is about a batch that is chosen; add --batch max or --batch best"
+            yield given, _NEEDS, option, message
+        return
+    message = f"--batch {aim} looks for a batch inside a limit; give --mem-limit instead of --max-overhead"
+    yield request.max_overhead is not None, _EXCLUDED, "--max-overhead", message
+    for option, given in (("--compile", request.compile), ("--step-in-backward", request.step_in_backward)):
+        message = (
+            f"--batch {aim} looks at plain steps; leave out {option}, and plan with it for the batch that it finds"
+        )
+        yield given, _EXCLUDED, option, message
+    if effective is not None:
+        message = "--grad-accumulation adds gradients up over several batches, and --fresh-grads frees them in between"
+        yield request.fresh_grads, _EXCLUDED, "--fresh-grads", f"{message}; leave one of them out"
+        message = f"no multiple of {multiple} divides {effective}; give --grad-accumulation a multiple of {multiple}"
+        yield effective % multiple, "not_divisible", "--grad-accumulation", message
+
+
+def _step(request: Request) -> _Rules:
+    several, moves = request.forwards_in_flight > 1, request.offload is not None
+    message = "--step-in-backward steps parameters in the first backward; leave out --forwards-in-flight"
+    yield request.step_in_backward and several, _EXCLUDED, "--step-in-backward", message
+    message = "--backward-order is about several forwards in flight; add --forwards-in-flight 2"
+    yield request.backward_order != "any" and not several, _NEEDS, "--backward-order", message
+    message = "--offload moves what the stages of one forward save; leave out --forwards-in-flight"
+    yield moves and several, _EXCLUDED, "--forwards-in-flight", message
+    message = "--offload moves what stages save, which Inductor decides with --compile; leave one of them out"
+    yield moves and request.compile, _EXCLUDED, "--compile", message

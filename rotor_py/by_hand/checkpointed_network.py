@@ -32,10 +32,7 @@ class Checkpoint:
     """
 
     def __init__(self, segment: Segment, input: Any) -> None:
-        if not callable(segment):
-            raise InvalidValueError(
-                f"the segment is {segment!r}; it has to be a module or a function", kind="not_a_segment", name="segment"
-            )
+        refuse_uncallable(segment, "the segment", name="segment")
         self.segment = segment
         self.input = leaves_of(input)
         self._versions = [tensor._version for tensor in tensors_in(self.input)]
@@ -84,15 +81,12 @@ class CheckpointedNetwork(nn.Module):
                 "a CheckpointedNetwork needs at least one segment, and got none", kind="no_segments", name="segments"
             )
         for number, segment in enumerate(found):
-            if not callable(segment):
-                raise InvalidValueError(
-                    f"segment {number} is {segment!r}; it has to be a module or a function",
-                    kind="not_a_segment",
-                    segment=number,
-                )
+            refuse_uncallable(segment, f"segment {number}", segment=number)
         self.segments = nn.ModuleList(each if isinstance(each, nn.Module) else _FunctionSegment(each) for each in found)
-        self._kept = 0
-        self._full = 0
+        self.memory_bytes = 0
+        """Bytes of the segments' inputs stored by the last training forward; 0 before the first one."""
+        self.full_memory_bytes = 0
+        """Bytes of the network's input and the outputs of all modules in the segments, if all were stored."""
 
     def forward(self, x: Any) -> Any:
         """Return the last segment's output for `x`, a tensor or a nested structure of tensors.
@@ -116,23 +110,19 @@ class CheckpointedNetwork(nn.Module):
                 hooks.enter_context(module.register_forward_hook(lambda _, inputs, output: made.add(output)))
             output = Tape(runners, instructions).forward(x)
         made |= kept
-        self._kept, self._full = kept.nbytes, made.nbytes
+        self.memory_bytes, self.full_memory_bytes = kept.nbytes, made.nbytes
         return output
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the segments' inputs stored by the last training forward; 0 before the first one."""
-        return self._kept
-
-    @property
-    def full_memory_bytes(self) -> int:
-        """Bytes of the network's input and the outputs of all modules in the segments, if all were stored."""
-        return self._full
 
     @property
     def memory_savings(self) -> float:
         """Share of `full_memory_bytes` that is not stored: in [0, 1)."""
-        return 1 - self._kept / self._full if self._full else 0.0
+        return 1 - self.memory_bytes / self.full_memory_bytes if self.full_memory_bytes else 0.0
+
+
+def refuse_uncallable(segment: object, called: str, **fields: int | str) -> None:
+    if not callable(segment):
+        message = f"{called} is {segment!r}; it has to be a module or a function"
+        raise InvalidValueError(message, kind="not_a_segment", **fields)
 
 
 class _StorageSizes(dict[int, tuple[object, int]]):

@@ -147,32 +147,12 @@ class Kept:
     title: str
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """A copy in the `lane` out (0) or back (1), from row `first` to row `last`, both fractional."""
-
-    lane: int
-    first: float
-    last: float
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """One operation; `kind` as in `sweep.kind`. The loss is right of the last stage."""
-
-    column: int
-    row: int
-    kind: str
-    text: str
-    title: str
-
-
 def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamespace:
     """Operations of the plan and lifetimes of saved tensors, in cells of `cell` by `ROW` pixels, for the template.
 
-    `numbers` are the labelled stages; the last is the loss. Copies, if any, have two lanes of `LANE` pixels at the
-    right. `kinds` describes the kinds of storage in use.
+    `numbers` are the labelled stages; the last is the loss. `ran` are the operations, with a `kind` as in `sweep.kind`.
+    `copied` are the copies out (`lane` 0) and back (1), in lanes of `LANE` pixels at the right, at fractional rows.
+    `kinds` describes the kinds of storage in use.
     """
     found = timed_moments(facts.chain, facts.shown, facts.budget.link)
     names, beside = facts.measurement.names, facts.budget.beside_chain(facts.sequence)
@@ -184,7 +164,8 @@ def schedule_picture(facts: ReportFacts, room: float = math.inf) -> SimpleNamesp
     ran = []
     for row, moment in enumerate(found):
         column = length if isinstance(moment.operation, Loss) else moment.operation.stage
-        ran.append(Ran(column, row, kind(moment), str(moment.operation), sentence(moment, names, beside)))
+        text, title = str(moment.operation), sentence(moment, names, beside)
+        ran.append(SimpleNamespace(column=column, row=row, kind=kind(moment), text=text, title=title))
     moves = facts.shown.moves
     kept = tuple(life for stage, name in enumerate(names) for life in lives(facts.chain, found, stage, name, moves))
     return SimpleNamespace(
@@ -219,7 +200,7 @@ def lives(chain: Chain, found: Sequence[Moment], stage: int, name: str, moves: M
         yield Kept(stage, now, first, len(found) - 1, True, f"{name}: {WORDS[now]}")
 
 
-def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[Copied]:
+def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[SimpleNamespace]:
     begins, names = [moment.begin for moment in found], facts.measurement.names
 
     def row(seconds: float) -> float:
@@ -232,4 +213,4 @@ def copies(facts: ReportFacts, found: Sequence[Moment]) -> Iterator[Copied]:
         way = "out" if each.out else "back"
         cost = f"{format_bytes(each.moved)} in {format_seconds(each.end - each.begin)}"
         title = f"copy {way} of {names[each.stage]}: {cost}"
-        yield Copied(0 if each.out else 1, row(each.begin), row(each.end), title)
+        yield SimpleNamespace(lane=0 if each.out else 1, first=row(each.begin), last=row(each.end), title=title)
