@@ -119,10 +119,10 @@ class CheckpointedNetwork(nn.Module):
         return 1 - self.memory_bytes / self.full_memory_bytes if self.full_memory_bytes else 0.0
 
 
-def refuse_uncallable(segment: object, called: str, **fields: int | str) -> None:
-    if not callable(segment):
-        message = f"{called} is {segment!r}; it has to be a module or a function"
-        raise InvalidValueError(message, kind="not_a_segment", **fields)
+def refuse_uncallable(given: object, called: str, name: str | None = None, **numbers: int) -> None:
+    if not callable(given):
+        message = f"{called} is {given!r}; it has to be a module or a function"
+        raise InvalidValueError(message, kind="not_a_segment", stage=None, name=name, **numbers)
 
 
 class _StorageSizes(dict[int, tuple[object, int]]):
