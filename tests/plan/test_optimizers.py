@@ -276,7 +276,10 @@ def test_training_that_calls_another_method_than_the_model_is_told_of_once(decla
     model = Flow()
     optimizer, other = torch.optim.SGD(model.parameters(), 0.1), network()
     planned = Checkpointable(model, mem_limit="1GB", optimizer=optimizer if declared else None)
+    square(planned(batch())).backward()
+    optimizer.step()
     for _ in range(2):
+        optimizer.zero_grad(set_to_none=False)
         square(other(batch())).backward()
         torch.optim.SGD(other.parameters(), 0.1).step()
         optimizer.step()  # without gradients there is nothing to tell

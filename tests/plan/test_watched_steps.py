@@ -408,6 +408,20 @@ def test_kept_gradients_are_planned_for_before_a_step_goes_over(caplog) -> None:
     assert same_gradients(planned, plain)
 
 
+def test_sparse_gradients_add_up_as_in_plain_training_and_are_told_of(caplog) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(100, 64, sparse=True), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    words = torch.randint(100, (400,))
+    planned = Checkpointable(copy.deepcopy(plain), words, loss=torch.mean, watch=True)
+    planned.mem_limit = planned.budget.peak_bytes(planned.compute_sequence())
+    for _ in range(3):
+        for model in (plain, planned):
+            model(words).mean().backward()
+    assert torch.equal(plain[0].weight.grad.to_dense(), planned.get_parameter("0.weight").grad.to_dense())
+    assert same_gradients(plain[1:], planned[1:])
+    assert logged(caplog, "over_limit")
+
+
 def test_kept_gradients_that_no_plan_has_room_for_are_warned_of(caplog) -> None:
     planned = planned_for(share=0.0, loss=loss)
     sequence = planned.sequence

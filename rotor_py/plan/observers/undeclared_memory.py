@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotor_profiling import UnknownOptimizerError, optimizer_cost
 from rotor_profiling.optimizer import with_inner
+from rotor_profiling.storage import dense_parts, has_values
 from rotor_py.errors import fields_of, record_fields
 from rotor_py.plan.observers.watched_steps import WatchedSteps
 from rotor_py.plan.step_plans import StepPlans
@@ -72,7 +73,13 @@ def _passes_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> bool | 
     if before is None:
         return None
     known[optimizer] = now
-    return now == before and any(parameter.grad is not None for parameter in _trained_by(optimizer, model))
+    return now == before and any(_has_gradient(parameter) for parameter in _trained_by(optimizer, model))
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    """Whether its gradient is more than the zeros that `zero_grad(set_to_none=False)` leaves."""
+    parts = [] if parameter.grad is None else dense_parts(parameter.grad)
+    return any(not has_values(each) or bool(each.any()) for each in parts)
 
 
 def _trained_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> list[torch.Tensor]:

@@ -260,7 +260,9 @@ class WatchedSteps:
             return None
         if device.type == "cpu":
             there = gradients_of(self._model.core.parameters())
-            present_bytes, gradients = self._present_bytes(plan, value, there, device), _weakly(there)
+            present_bytes = self._present_bytes(plan, value, there, device)
+            # A sparse gradient that adds up is replaced, too: both exist meanwhile.
+            gradients = _weakly(each for each in there if each.layout == torch.strided)
         limit = self._model.limit_bytes(device)
         watch = watch_step(device, present_bytes, limit)
         return None if watch is None else WatchedStep(watch, self._model, plan, limit, gradients)
