@@ -5,28 +5,32 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_GROUP = Path("/sys/fs/cgroup")
+
 
 def host_memory_bytes() -> int:
     # A container may have less than the machine, but the system call only knows the machine.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(memory, _group_limit() or memory)
+    return min([memory, *_numbers("memory.max", "memory/memory.limit_in_bytes")])
 
 
 def available_host_bytes() -> int:
     # MemAvailable, not MemFree: the page cache can be reclaimed. Systems other than Linux have neither.
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([host_memory_bytes(), *free])
+    free = [1024 * each for each in _cells(Path("/proc/meminfo"), "MemAvailable:")]
+    # A container's own use is not the machine's; what it has cached can be reclaimed, too.
+    limits = _numbers("memory.max", "memory/memory.limit_in_bytes")
+    used = _numbers("memory.current", "memory/memory.usage_in_bytes")
+    cached = [*_cells(_GROUP / "memory.stat", "inactive_file"), *_cells(_GROUP / "memory/memory.stat", "inactive_file")]
+    free += [limit - held + sum(cached) for limit, held in zip(limits, used, strict=False)]
+    return max(0, min([host_memory_bytes(), *free]))
 
 
-def _group_limit() -> int | None:
-    # Control groups of version 2, then of version 1. Without a limit, version 2 says "max", which is no number.
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            return int(Path(path).read_text())
-        except (OSError, ValueError):
-            continue
-    return None
+def _numbers(*files: str) -> list[int]:
+    """Return the numbers of control groups of version 2 or 1. Without a limit, version 2 says "max", no number."""
+    texts = [path.read_text().strip() for each in files if (path := _GROUP / each).is_file()]
+    return [int(text) for text in texts if text.isdecimal()]
+
+
+def _cells(path: Path, name: str) -> list[int]:
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [int(cells[1]) for cells in map(str.split, lines) if cells[:1] == [name]]

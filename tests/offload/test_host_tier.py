@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rotor_py import host_memory
 from rotor_py.errors import OffloadError
 from rotor_py.offload.host_tier import HostTier, MovedToHost, PinnedBuffers
 from tests.fields import raises
@@ -273,3 +274,24 @@ def test_what_cannot_be_pinned_is_said_with_both_numbers(monkeypatch: pytest.Mon
     monkeypatch.undo()
     monkeypatch.setattr(PinnedBuffers, "_pinned", lambda _, size: torch.zeros(size, dtype=torch.uint8))
     step(buffers, [3 * MIB])
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat"),
+    [
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ],
+)
+def test_memory_that_a_container_has_used_is_not_available(
+    tmp_path, monkeypatch, limit: str, used: str, stat: str
+) -> None:
+    monkeypatch.setattr(host_memory, "_GROUP", tmp_path)
+    machine = host_memory.host_memory_bytes()
+    (tmp_path / "memory").mkdir()
+    for name, text in ((limit, "5000000"), (used, "4000000"), (stat, "anon 3500000\ninactive_file 500000\n")):
+        (tmp_path / name).write_text(text)
+    assert host_memory.host_memory_bytes() == 5_000_000
+    assert host_memory.available_host_bytes() == 1_500_000
+    (tmp_path / limit).write_text("max")
+    assert host_memory.host_memory_bytes() == machine
