@@ -156,16 +156,13 @@ def largest_anywhere(numbers: Sequence[int], group: dist.ProcessGroup | None, de
     """The maximum of each number over `group`; raises ValueError in all its processes if they have unequally many."""
     if group is None or alone_in_a_prediction():
         return list(numbers)
-    counts = torch.tensor([len(numbers), -len(numbers)], device=device)
-    dist.all_reduce(counts, dist.ReduceOp.MAX, group=group)
-    most, least = int(counts[0]), -int(counts[1])
+    every: list[list[int]] = gather_objects(list(numbers), group, device)
+    least, *_, most = sorted(map(len, every))
     if most != least:
         raise InvalidValueError(
             f"one process has {least}, and another {most}", kind="processes_differ", least=least, most=most
         )
-    found = torch.tensor(numbers, dtype=torch.int64, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return [int(number) for number in found.tolist()]
+    return [max(each) for each in zip(*every, strict=True)]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:

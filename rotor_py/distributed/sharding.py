@@ -248,13 +248,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def keeps_gradients(model: nn.Module) -> bool:
-    return is_sharded(model) and any(group.keeps_gradients for group in groups_of(model))
+    return any(group.keeps_gradients for group in groups_of(model))
 
 
 def gathers_in_another_dtype(model: nn.Module) -> bool:
     """Whether parameters are gathered in another dtype: `MixedPrecisionPolicy(param_dtype=…)`."""
-    groups = groups_of(model) if is_sharded(model) else []
-    return any(each.dtype != each.sharded.dtype for group in groups for each in group.parameters)
+    return any(each.dtype != each.sharded.dtype for group in groups_of(model) for each in group.parameters)
 
 
 def as_entered(model: nn.Module, arguments: Any) -> Any:
@@ -302,17 +301,9 @@ def gathered_again(function: Any) -> Iterator[None]:
     PyTorch frees the parameters that a forward gathers, but not if the forward runs inside a backward. Without this,
     the parameters of all recomputed stages would accumulate.
     """
-    if not isinstance(function, nn.Module):
+    with gathered_to_read() as need:
+        need(groups_of(function) if isinstance(function, nn.Module) else ())
         yield
-        return
-    hooked = groups_of(function)
-    for group in hooked:
-        group.gather()
-    try:
-        yield
-    finally:
-        for group in hooked:
-            group.let_go()
 
 
 @contextmanager

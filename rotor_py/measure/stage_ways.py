@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count
+from itertools import takewhile
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from rotor_profiling import StageBytes, StageCost, isolated, leaves_of
 from rotor_profiling.stage.cost import clearly_less
 from rotor_profiling.storage import allocated
 from rotor_profiling.timing import several_processes
-from rotor_py.distributed.processes import anywhere, largest_anywhere
+from rotor_py.distributed.processes import anywhere, gather_objects
 from rotor_py.measure.measurement import Way
 from rotor_py.stage.compression import word_of
 from rotor_py.stage.protocol import ELSEWHERE, base_of, both
@@ -23,14 +22,9 @@ from rotor_py.stage.runner import StageRunner, run_offloadable
 
 def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, device: torch.device) -> tuple[str, ...]:
     """Return the leading names that all processes share, which must all call this: sizes of their shards differ."""
-    for position in count():
-        name = names[position] if position < len(names) else ""
-        code = crc32(name.encode())
-        most, least_negated = largest_anywhere([code, -code], group, device)
-        # A process without a name differs from the others' codes: all stop at the same index.
-        if not name or most != -least_negated:
-            break
-    return tuple(names[:position])
+    every = [names] if group is None else gather_objects(names, group, device)
+    shared = takewhile(lambda each: len(set(each)) == 1, zip(*every, strict=False))
+    return tuple(name for name, *_ in shared)
 
 
 def saving_ones(
