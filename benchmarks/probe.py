@@ -36,7 +36,7 @@ from rotor_profiling import timing
 from rotor_py import Checkpointable, models
 from rotor_py.capture.captured_layer import CapturedLayer
 from rotor_py.measure.device import limit_bytes
-from rotor_py.offload.open_tier import measured_link
+from rotor_py.offload.open_tier import link_of
 from rotor_solver import simulate, store_all
 
 CUDA = torch.cuda.is_available()
@@ -268,7 +268,7 @@ def calls(prober: Prober) -> None:
 @question(10)
 def link(prober: Prober) -> None:
     """How fast is the link to the host, by itself, and both ways at once?"""
-    found = measured_link("host", DEVICE)
+    found = link_of("host", DEVICE)
     here, more_here = (torch.empty(2**28, dtype=torch.uint8, pin_memory=True) for _ in range(2))
     there, more_there = (torch.empty(2**28, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     out, back = torch.cuda.Stream(), torch.cuda.Stream()

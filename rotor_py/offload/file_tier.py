@@ -26,7 +26,7 @@ import torch
 
 from rotor_py.errors import OffloadError
 from rotor_py.offload.offload_saved import Moved, Tier
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes
 
 _CHUNK = 8 * 2**20
 """Bytes of one system call; a copy can stop between calls. A guess: a few milliseconds on NVMe; larger stops later."""
@@ -330,7 +330,7 @@ class NamelessFile:
             elif size - self.size > shutil.disk_usage(self.folder).free:  # macOS has no posix_fallocate
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise self._failed(f"a file of {format_bytes(size)} ({size} bytes) cannot be made", error) from error
+            raise self._failed(f"a file of {exact_bytes(size)} cannot be made", error) from error
         self.size = size
 
     def write(self, data: Any, start: int) -> None:
@@ -346,13 +346,11 @@ class NamelessFile:
             try:
                 copied = call(data[done : done + _CHUNK], start + done)
             except OSError as error:
-                size = f"{format_bytes(len(data))} ({len(data)} bytes)"
-                raise self._failed(f"{size} cannot be {done_to}", error) from error
+                raise self._failed(f"{exact_bytes(len(data))} cannot be {done_to}", error) from error
             if not copied:
                 raise OffloadError(
-                    f"the file of moved activations in {self.folder} was cut short: it ends at byte {start + done}, "
-                    f"and {len(data)} bytes were written from byte {start} on; run the step again, and keep other "
-                    "programs from the files of this process",
+                    f"the file of moved activations in {self.folder} ends at byte {start + done}, and {len(data)} "
+                    f"bytes were written from byte {start} on: another program has cut it; run the step again",
                     kind="file_cut_short",
                     name=str(self.folder),
                 )
@@ -361,8 +359,7 @@ class NamelessFile:
     def refuse_stopped(self) -> None:
         if self.stopped:
             raise OffloadError(
-                f"the file of moved activations in {self.folder} was closed, and what was in it is lost; run the "
-                "forward again",
+                f"the file of moved activations in {self.folder} is closed and its content lost; run the forward again",
                 kind="file_closed",
                 name=str(self.folder),
             )
@@ -372,8 +369,8 @@ class NamelessFile:
         space = os.fstatvfs(self.descriptor)
         free = space.f_bavail * space.f_frsize
         return OffloadError(
-            f"{what} in {self.folder}, where {format_bytes(free)} ({free} bytes) are free: {error.strerror}; free room "
-            "there, name another folder in offload=, or leave offload= out",
+            f"{what} in {self.folder}, where {exact_bytes(free)} are free: {error.strerror}; free room there, name "
+            "another folder in offload=, or leave offload= out",
             kind="no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "file_failed",
             name=str(self.folder),
             free=free,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from rotor_py.errors import OffloadError
 from rotor_py.host_memory import available_host_bytes
 from rotor_py.offload.offload_saved import Moved, Tier
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes
 
 _LEAST = 2**20
 """Bytes of the smallest buffer. A guess; smaller wastes time on pinning, larger wastes memory."""
@@ -55,9 +54,8 @@ class HostTier(Tier):
         available = available_host_bytes() + self.buffers.pinned_bytes
         if nbytes > available:
             raise OffloadError(
-                f"a step moves {format_bytes(nbytes)} ({nbytes} bytes) to the host, where {format_bytes(available)} "
-                f"({available} bytes) are available; free memory there, raise the limit of the device so that "
-                "less moves, or leave offload= out",
+                f"a step moves {exact_bytes(nbytes)} to the host, where {exact_bytes(available)} are available; free "
+                "memory there, raise the limit of the device so that less moves, or leave offload= out",
                 kind="host_full",
                 nbytes=nbytes,
                 available=available,
@@ -167,9 +165,6 @@ class PinnedBuffer:
         return self.memory.numel()
 
 
-_size: Callable[[PinnedBuffer], int] = attrgetter("nbytes")
-
-
 class PinnedBuffers:
     """A pool of pinned buffers, reused because pinning takes as long as many copies.
 
@@ -192,8 +187,8 @@ class PinnedBuffers:
         size = max(_LEAST, 1 << (nbytes - 1).bit_length())
         with self._lock:
             most_asked = max(self._most_asked, self._asked + size)
-            place = bisect_left(self._free, size, key=_size)
-            if place < len(self._free) and _size(self._free[place]) <= _WASTE * size:
+            place = bisect_left(self._free, size, key=attrgetter("nbytes"))
+            if place < len(self._free) and self._free[place].nbytes <= _WASTE * size:
                 buffer = self._free.pop(place)
             else:
                 self._let_go(_WASTE * most_asked - size)
@@ -209,7 +204,7 @@ class PinnedBuffers:
             self._asked -= buffer.asked
             self.taken_bytes -= buffer.nbytes
             buffer.used = used
-            insort(self._free, buffer, key=_size)
+            insort(self._free, buffer, key=attrgetter("nbytes"))
 
     def clear(self) -> None:
         with self._lock:
@@ -230,9 +225,8 @@ class PinnedBuffers:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise OffloadError(
-                f"the host cannot pin {format_bytes(size)} ({size} bytes) beside the {format_bytes(self.taken_bytes)} "
-                f"({self.taken_bytes} bytes) that moved activations take already; raise the memory limit, or use "
-                "offload='file:/path' for a model on the CPU",
+                f"the host cannot pin {exact_bytes(size)} beside the {exact_bytes(self.taken_bytes)} that moved "
+                "activations take already; raise the memory limit, or leave offload= out",
                 kind="cannot_pin",
                 nbytes=size,
             ) from error

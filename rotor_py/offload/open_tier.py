@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -28,35 +28,21 @@ _MOST_PIECES = 64
 """Most copies of a measurement; arbitrary. A slow disk is measured for 0.2 s, a fast one with 256 MiB."""
 
 
-class Offload:
-    """The tier of one model, opened at first use."""
-
-    def __init__(self, name: str) -> None:
-        self.name = checked_name(name)
-
-    @cached_property
-    def tier(self) -> Tier:
-        return _opened(self.name)
-
-
 def link_of(name: str, device: torch.device) -> Link:
     """Bandwidth from memory of `device` to a tier and back; of a simulated device, from the device table."""
     found = prediction()
-    return measured_link(name, device) if found is None else _planned_with(found.host_bandwidth)
+    rate = math.floor(_SHARE * (measured_bandwidth(name, device) if found is None else found.host_bandwidth))
+    return Link(rate, rate)
 
 
 @cache
-def measured_link(name: str, device: torch.device) -> Link:
+def measured_bandwidth(name: str, device: torch.device) -> float:
     """Measure once per process, so that plans for other batches or copies of a model agree."""
-    tier = _opened(name)
+    tier = opened(name)
     try:
-        return _planned_with(measure_bandwidth(tier, device))
+        return measure_bandwidth(tier, device)
     finally:
         tier.close()
-
-
-def _planned_with(rate: float) -> Link:
-    return Link(math.floor(_SHARE * rate), math.floor(_SHARE * rate))
 
 
 def measure_bandwidth(tier: Tier, device: torch.device) -> float:
@@ -89,13 +75,13 @@ def checked_name(name: str) -> str:
     if name != "host":
         name = f"{FILE}{Path(name.removeprefix(FILE)).expanduser().absolute()}"
     try:
-        _opened(name).close()
+        opened(name).close()
     except OffloadError as error:
         raise InvalidValueError(f"offload={name!r}: {error}", kind=kind_of(error), name="offload") from None
     return name
 
 
-def _opened(name: str) -> Tier:
+def opened(name: str) -> Tier:
     if (found := prediction()) is not None:
         if name != "host":
             raise OffloadError(

@@ -180,12 +180,12 @@ class Planner:
         file.refuse_other_steps(self.model.stepping())
         if (asked := file.costs.measurement.fewer_bits) not in (None, self.settings.keep):
             raise PlanMismatchError("keep=", repr(asked), repr(self.settings.keep))
-        budget, offload = file.costs.budget, self.model.offload
+        budget, offload = file.costs.budget, self.settings.offload
         if file.sequence.moves is None and offload is not None:
             _log.warning(
                 "the plan from the file moves nothing, so offload=%r has nothing to do",
-                offload.name,
-                extra=record_fields("moves_nothing", name=offload.name),
+                offload,
+                extra=record_fields("moves_nothing", name=offload),
             )
         if file.sequence.moves is not None and offload is None:
             raise InvalidValueError(
@@ -379,9 +379,9 @@ class Planner:
 
     def _follow(self, sequence: Sequence, plan: StepPlan, value: Any, number: int, *, goes_on: bool) -> Any:
         """Run the model forward by this sequence for the stages of `plan`, as the `number`-th forward in flight."""
-        settings, offload = self.settings, self.model.offload
+        settings = self.settings
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
-        tier = None if sequence.moves is None or offload is None else offload.tier
+        tier = None if sequence.moves is None or settings.offload is None else self.model.tier
         how = Following(
             sequence,
             settings.preserve_rng_state,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,8 @@ from rotor_py.measure.fixed_memory import (
     trained_bytes,
 )
 from rotor_py.measure.measurement import Measurement
-from rotor_py.offload.open_tier import Offload, link_of
+from rotor_py.offload.offload_saved import Tier
+from rotor_py.offload.open_tier import link_of, opened
 from rotor_py.plan.settings import SHARDED, Settings, one_process_only
 from rotor_py.plan.step_spec import ModelState, TensorSpec
 from rotor_solver import InfeasibleError, Sequence
@@ -60,7 +62,6 @@ class TrainedModel:
         self.whole = whole
         self.core = core
         self.settings = settings
-        self.offload = None if settings.offload is None else Offload(settings.offload)  # the offload tier of the plans
         # whether a step has shown that the caller holds outputs beside a loss
         self.holds_outputs = False
         # the parameters that are stepped in the backward, and the optimizer's parameters at that time
@@ -79,6 +80,12 @@ class TrainedModel:
         """The processes that train this model together, as far as known."""
         given = self.settings.process_group
         return given if given is not None else processes(self.whole)
+
+    @cached_property
+    def tier(self) -> Tier:
+        """The tier to offload to, opened at first use."""
+        assert self.settings.offload is not None
+        return opened(self.settings.offload)
 
     @property
     def alone(self) -> bool:
@@ -166,8 +173,7 @@ class TrainedModel:
                 buckets=around(self.whole) is not None,
                 stepped=stepped,
             )
-        if self.offload is not None:
-            name = self.offload.name
+        if (name := self.settings.offload) is not None:
             kind, other = ("cuda", "file:/path") if name == "host" else ("cpu", "host")
             if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
                 raise UnsupportedModelError(
@@ -182,12 +188,12 @@ class TrainedModel:
 
     def reserve(self, budget: Budget, sequence: Sequence, group: ProcessGroup | None = None) -> None:
         """Reserve room in the offload tier for a step by `sequence`, which all processes of `group` follow."""
-        if self.offload is None or sequence.moves is None:
+        if self.settings.offload is None or sequence.moves is None:
             return
         refused = ""
         try:
             if nbytes := budget.moved_bytes(sequence):
-                self.offload.tier.reserve(nbytes)
+                self.tier.reserve(nbytes)
         except OffloadError as error:
             if group is None:
                 raise

@@ -58,7 +58,7 @@ def batch(rank: int) -> torch.Tensor:
 
 def planned(rank: int, folder: str) -> Checkpointable:
     """A plan within a limit where computing again alone would be slow. The disks of ranks are not equally fast."""
-    tiers.measured_link.cache_clear()
+    tiers.measured_bandwidth.cache_clear()
     tiers.measure_bandwidth = lambda *_: 1e13 / (1 + rank)  # type: ignore[attr-defined] # its name there
     probe = Checkpointable(made(), batch(0), 10**9, loss=loss_of, cache=False).report()
     least = probe.budget.least_bytes()
@@ -80,7 +80,7 @@ def same_as_plain(rank: int, folder: str) -> tuple[str, Any]:
     found = numbers(model, rank)
     assert network.budget is not None
     assert network.sequence is not None
-    tier: Any = network._planner.model.offload.tier
+    tier: Any = network._planner.model.tier
     before, value = tier.moved_bytes, batch(rank)
     model.zero_grad(set_to_none=False)
     present = [*model.parameters(), value, *(each.grad for each in model.parameters())]

@@ -59,7 +59,7 @@ def planned(model: nn.Module, limit: int, folder: Path | None, **options: Any) -
 
 def tier_of(model: Checkpointable) -> Any:
     """Where what moves waits, which counts its bytes; no user sees it."""
-    return model._planner.model.offload.tier
+    return model._planner.model.tier
 
 
 def trained(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
