@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.distributed import ProcessGroup
 
 from rotor_profiling import tensors_in
-from rotor_profiling.isolate import accelerators
+from rotor_profiling.isolate import main_device
 from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.variants import CompileBudget, MeasuredGraph, compiled_variants
 from rotor_py.compile.compiled_stage import StageCompiler
@@ -40,18 +40,9 @@ def rotor(
     """Compile a graph so that its training steps stay inside a memory limit: a backend of TorchDynamo.
 
     Each graph is planned separately, at its first call. If Dynamo breaks the model into several graphs, use
-    `Checkpointable`, which accounts for all of them. Options are as there:
-
-        mem_limit: the peak of a training step, as bytes (an int) or as a text such as "4GB" or "80%" of the device;
-            None is what the device can give this process.
-        mem_slots: how finely the solver divides memory, 500 by default.
-        fresh_grads: gradients are freed between steps, so that their memory is there for activations; False by default.
-        forwards_in_flight: how many forwards of the graph come before the backward of the first, 1 by default. More are
-            noticed when they come, and planned for from the next step on.
-        granularity: the most stages into which a graph is cut, 100 by default.
-        preserve_rng_state: whether what is computed again draws the same random numbers, True by default.
-        compile: have Inductor compile the stages, where that makes the plan faster: True, a mode of `torch.compile`, or
-            a dict of Inductor's options; False by default.
+    `Checkpointable`, which accounts for all of them. `options` are the arguments of that name there, with the same
+    defaults: `mem_limit`, `mem_slots`, `fresh_grads`, `forwards_in_flight`, `granularity`, `preserve_rng_state` and
+    `compile`.
 
     Raises ValueError for an unknown option, an invalid mode or limit, and `forwards_in_flight` < 1. The first
     call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
@@ -107,8 +98,14 @@ class GraphPlanner:
         if not graph.trains:
             return graph.run_unplanned(arguments)
         value, values = graph.enter(arguments)
-        plan, model = self._make_ready(value, arguments)
-        flying = self._forwards.in_flight()
+        if self.plan is None or not reaches(self._reach, value):
+            with planning:
+                self._plan(value, arguments)
+        plan, model, flying = self.plan, self.model, self._forwards.in_flight()
+        assert plan is not None
+        assert model is not None
+        if not flying:
+            make_room_for_forwards(plan, model)
         assert plan.cut is not None
         assert plan.sequence is not None
         sequence = self._forwards.sequence_beside(flying, plan, model) if flying else plan.sequence
@@ -117,21 +114,10 @@ class GraphPlanner:
         self._forwards.forward_returned(plan, sequence, model, made)
         return graph.leave(made, values)
 
-    def _make_ready(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[StepPlan, PlannedGraph]:
-        """Return a plan for this input, with room for the most forwards in flight seen so far."""
-        if self.plan is None or self.model is None or not reaches(self._reach, value):
-            with planning:
-                self._plan(value, arguments)
-        assert self.plan is not None
-        assert self.model is not None
-        if not self._forwards.in_flight():
-            make_room_for_forwards(self.plan, self.model)
-        return self.plan, self.model
-
     def _plan(self, value: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
         graph, settings = self.graph, self.settings
         tensors = tensors_in(arguments)
-        device = next(iter(accelerators(t.device for t in tensors)), torch.device("cpu"))
+        device = main_device(tensors)
         # The caller of the graph holds its inputs throughout, so no plan can free them.
         cut = replace(cut_layers(graph.layers, value, device), input_owned=True)
         stages = StageMeasurer(
@@ -150,10 +136,8 @@ class GraphPlanner:
         model = PlannedGraph(whole, whole, settings)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
         budget = model.budget(plain.measurement, (sample, value), device)
-        variants = []
-        if self._compiler is not None:
-            room = CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)
-            variants = compiled_variants(plain, self._compiler, room=room)
+        room = CompileBudget(budget, model.limit_bytes(device), settings.fresh_grads)
+        variants = [] if self._compiler is None else compiled_variants(plain, self._compiler, room=room)
         ways = tuple(MeasuredCut(each.cut, each.measurement) for each in (*variants, plain))
         plan = StepPlan(LayerSource(whole), plain.measurement, budget, spec=None, cut=cut, ways=ways)
         if self.plan is not None:

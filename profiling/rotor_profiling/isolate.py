@@ -200,3 +200,8 @@ def _tensor(state: bytes) -> torch.Tensor:
 def accelerators(devices: Iterable[torch.device]) -> tuple[torch.device, ...]:
     """Return the devices other than the CPU, each once, in an order that is the same in every process."""
     return tuple(sorted({device for device in devices if device.type != "cpu"}, key=str))
+
+
+def main_device(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the first accelerator that `tensors` are on, else the CPU."""
+    return next(iter(accelerators(tensor.device for tensor in tensors)), torch.device("cpu"))

@@ -33,38 +33,37 @@ _THRESHOLDS = 6
 class Stages:
     """A joint graph as a chain of stages, for the solver.
 
-    The forward is cut where little is live. A stage is the code between two cuts. Its input are the values live at the
-    first. Its options are sets of values that it may keep for its backward: all that it reads, or fewer, from which
-    operators recompute the rest. A smaller set is a minimum cut, as in `capture/graph/selective_recompute.py`: the
-    fewest bytes from which operators that are fast for their result's size recompute the rest. Each of a few thresholds
-    of "fast" gives one. A value is a node of the forward that allocates memory.
+    The forward is cut where little is live. A stage is the code between two cuts; its input are the values live at the
+    first. Its options are sets of values that it may keep for its backward: all that it reads, or a minimum cut, as in
+    `capture/graph/selective_recompute.py`: the fewest bytes from which fast operators recompute the rest, for a few
+    thresholds of seconds per byte. A value is a node of the forward that allocates memory.
     """
 
     joint: JointGraph
     costs: dict[fx.Node, Cost]
 
     @cached_property
-    def values(self) -> list[fx.Node]:
+    def values(self) -> dict[fx.Node, None]:
+        """The values of the forward, in order."""
         joint = self.joint
         tuples = {node.all_input_nodes[0] for node in joint.forward if node.target is operator.getitem}
         inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
-        return [node for node in inside if joint.bytes_of(node) and node not in tuples]
+        return {node: None for node in inside if joint.bytes_of(node) and node not in tuples}
 
     @cached_property
     def read_backward(self) -> set[fx.Node]:
-        root, values = self.joint.root, set(self.values)
-        read = {root[each] for node in self.joint.backward for each in node.all_input_nodes if each in root}
-        return (read | {root[node] for node in self.joint.gradients if node in root}) & values
+        root = self.joint.root
+        read = [each for node in self.joint.backward for each in node.all_input_nodes]
+        return {root[each] for each in (*read, *self.joint.gradients) if each in root} & self.values.keys()
 
     @cached_property
     def reads(self) -> dict[fx.Node, set[fx.Node]]:
         """Per node of the forward, the values that it reads, through views, tuples and numbers."""
-        joint, values = self.joint, set(self.values)
         found: dict[fx.Node, set[fx.Node]] = {}
-        for node in joint.forward:
+        for node in self.joint.forward:
             found[node] = set()
             for each in node.all_input_nodes:
-                found[node] |= {each} if each in values else found.get(each, set())
+                found[node] |= {each} if each in self.values else found.get(each, set())
         return found
 
     @cached_property
@@ -81,13 +80,12 @@ class Stages:
     @cached_property
     def cuts(self) -> list[int]:
         """Positions in the forward where a stage begins; the first is 0."""
-        joint, values = self.joint, set(self.values)
-        ending = Counter[int]()
+        joint, ending = self.joint, Counter[int]()
         for value in self.values:
             ending[self.last_read[value]] += joint.bytes_of(value)
         live, made, lives, mades = 0, 0, [0], [0]
         for position, node in enumerate(joint.forward):
-            size = joint.bytes_of(node) if node in values else 0
+            size = joint.bytes_of(node) if node in self.values else 0
             live, made = live + size - ending[position], made + size
             lives.append(live)
             mades.append(made)
@@ -123,7 +121,7 @@ class Stages:
             over = sum(self.positions[value] < start <= self.last_read[value] for start in self.cuts)
             if over >= _SPREAD and joint.bytes_of(value) <= small:
                 found.add(value)
-        return found & set(self.values)
+        return found & self.values.keys()
 
     @cached_property
     def inputs(self) -> list[list[fx.Node]]:
@@ -134,8 +132,8 @@ class Stages:
 
     @cached_property
     def inside(self) -> list[list[fx.Node]]:
-        values = set(self.values) - self.shared
-        return [[node for node in members if node in values] for members in self.members]
+        own = self.values.keys() - self.shared
+        return [[node for node in members if node in own] for members in self.members]
 
     @cached_property
     def options(self) -> list[list[tuple[int, frozenset[fx.Node]]]]:
@@ -300,11 +298,10 @@ def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partiti
             kept.update(stages.inputs[operation.stage])
     writer = BackwardWriter(stages.joint, kept)
     ahead = deque(operations[loss + 1 :])
-    root, values = stages.joint.root, set(stages.values)
     for node in stages.joint.backward:
         for each in node.all_input_nodes:
-            value = root.get(each, each)
-            if value in values and value not in kept and value not in writer.there:
+            value = stages.joint.root.get(each, each)
+            if value in stages.values and value not in kept and value not in writer.there:
                 _run_until(stages, writer, ahead, stages.stage_of[value])
         writer.write(node)
     return writer.partition()
@@ -357,7 +354,7 @@ class Candidate:
 
 def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = None) -> list[Candidate]:
     """Return partitions that no other beats in memory and time, least memory first; fused if the `usual` is given."""
-    stages = Stages(joint, costs.usual)
+    stages = Stages(joint, costs.operators)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     partitions = _mixed(stages, most)
     for keep_outputs, chain in chains(stages).items():

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from rotor_profiling import tensors_in
-from rotor_profiling.isolate import accelerators, buffer_slots, isolated
+from rotor_profiling.isolate import buffer_slots, isolated, main_device
 from rotor_profiling.stage.stage_signature import HasKind, stage_signature
 from rotor_profiling.torch_compat import disable_current_modes, tree_flatten, tree_leaves, tree_unflatten
 from rotor_py.compile.stage_code import WAYS, Config, StageCode, compile_code, owned_slots
@@ -20,7 +20,7 @@ from rotor_py.stage.forward_state import autocast_now, recall_effects, recall_mo
 from rotor_py.stage.protocol import Run, StageOffers, offers_of
 
 if TYPE_CHECKING:
-    from rotor_profiling.torch_compat import CustomPartitionerFn
+    from rotor_profiling.torch_compat import CustomPartitionerFn, TreeSpec
 
 _log = logging.getLogger("rotor_py")
 _DEVICES = (torch.device("cpu"), torch.device("cuda"))
@@ -43,13 +43,10 @@ def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one:
 def _results(
     stage: nn.Module, value: Any, needs_gradient: Sequence[bool], code: StageCode
 ) -> list[torch.Tensor | None]:
-    leaves, spec = tree_flatten(value)
-    flags = iter(needs_gradient)
+    entered, spec = _as_leaves(value, needs_gradient)
     # Copies of leaves: the stage may write into its input.
-    entered = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
     copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in entered]
-    device = next(iter(accelerators(tensor.device for tensor in tensors_in(value))), torch.device("cpu"))
-    with isolated(stage, device) as parameters, torch.enable_grad():
+    with isolated(stage, main_device(tensors_in(value))) as parameters, torch.enable_grad():
         made = tensors_in(code.run(stage, tree_unflatten(copies, spec)))
         ends = [tensor for tensor in made if tensor.requires_grad]
         # Drawn after the run: code that draws other random numbers then gets other gradients as well.
@@ -58,6 +55,14 @@ def _results(
         gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
         buffers = [tensor for _, _, tensor in buffer_slots(stage)]
         return [*(tensor.detach() for tensor in made), *buffers, *gradients]
+
+
+def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], TreeSpec]:
+    """Flatten `value`, with its tensors detached; `needs_gradient` has one entry for each of them."""
+    leaves, spec = tree_flatten(value)
+    flags = iter(needs_gradient)
+    found = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return found, spec
 
 
 class StageCompiler:
@@ -85,12 +90,7 @@ class StageCompiler:
         Partitions by the `partitioner`, else by AOTAutograd's default. Returns None, after one line in the log, if
         stages of its kind cannot be compiled. Raises InfeasibleError if the partitioner finds no partition that fits.
         """
-        leaves, spec = tree_flatten(value)
-        flags = iter(needs_gradient)
-        like = [
-            leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
-        ]
-        kind = _kind(stage, tree_unflatten(like, spec)), partitioner
+        kind = _kind(stage, tree_unflatten(*_as_leaves(value, needs_gradient))), partitioner
         if kind in self._codes or not self._has_tools:
             return self._codes.get(kind)
         began, code = time.perf_counter(), None
@@ -124,14 +124,6 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
     return stage_signature(stage, value), offers_of(stage).wiring, shared, id(stage) if calls else None, autocast
-
-
-def partitioned_freely(stage: nn.Module) -> nn.Module:
-    return stage.with_ways(()) if isinstance(stage, CompiledStage) and stage.room is not None else stage
-
-
-def is_compiled(stage: object) -> bool:
-    return isinstance(stage, CompiledStage)
 
 
 class CompiledStage(nn.Module, StageOffers, HasKind):

@@ -17,13 +17,14 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rotor_profiling import torch_compat
+from rotor_profiling.isolate import main_device
 from rotor_profiling.storage import allocated, tensors_in
 from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
 
-# AOTAutograd gives a partitioner one graph for both directions. Its values are immutable, so a value can be recomputed
-# from other values at any time. Three kinds of nodes never are: random ones would draw anew, collectives and effects
-# would happen twice, and readers of a buffer that the forward overwrites would read the new content.
+# AOTAutograd gives a partitioner one graph for both directions, of immutable values that can be recomputed at any time.
+# Three kinds of nodes never are: random ones would draw anew, collectives and effects would happen twice, and readers
+# of a buffer that the forward overwrites would read the new content.
 
 
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
@@ -46,8 +47,7 @@ class JointGraph:
     @cached_property
     def device(self) -> torch.device:
         """The device whose memory counts: an accelerator if the graph uses one."""
-        tensors = tensors_in([node.meta.get("val") for node in self.inputs])
-        return next((each.device for each in tensors if each.device.type != "cpu"), torch.device("cpu"))
+        return main_device(tensors_in([node.meta.get("val") for node in self.inputs]))
 
     @cached_property
     def outputs(self) -> list[fx.Node]:
@@ -67,7 +67,8 @@ class JointGraph:
         """Nodes of the forward, in order: ancestors of the outputs, and nodes not known to belong to the backward."""
         before = self._before_gradients
         # With their sources: a pass may have replaced a node of the forward by an equal one of the backward.
-        own = (n for n in before if not (partitioners._has_tag_is_backward(n) or _must_run_backward(n)))
+        tags = partitioners._has_tag_is_backward, partitioners._has_tag_must_be_in_backward
+        own = (node for node in before if not any(tagged(node) for tagged in tags))
         needed = ancestors([*self.outputs, *own])
         return [node for node in before if node in needed]
 
@@ -79,7 +80,8 @@ class JointGraph:
         for node in self._before_gradients:
             functional = node.target is operator.getitem or self._is_function(node)
             inputs = (each for each in node.all_input_nodes if each.op != "get_attr")
-            if node not in forward and functional and not _must_run_backward(node) and ready.issuperset(inputs):
+            elsewhere = node in forward or partitioners._has_tag_must_be_in_backward(node)
+            if functional and not elsewhere and ready.issuperset(inputs):
                 found.append(node)
                 ready.add(node)
         return found
@@ -213,11 +215,6 @@ def is_number(node: fx.Node) -> bool:
 def known(size: Any) -> int:
     """Return a size as a number: for a symbol, the size of the inputs compiled for."""
     return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
-
-
-def _must_run_backward(node: fx.Node) -> bool:
-    found: bool = partitioners._has_tag_must_be_in_backward(node)
-    return found
 
 
 def _storages(value: Any) -> dict[int, int]:

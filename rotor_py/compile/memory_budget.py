@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from rotor_profiling import storage_bytes, tensors_in, torch_compat
-from rotor_profiling.isolate import accelerators
+from rotor_profiling.isolate import main_device
 from rotor_profiling.step import watch_step
 from rotor_profiling.torch_compat import CompileContext, TracingContext, compile_context, functorch_config, tracing
 from rotor_py.compile.partitioner import BudgetPartitioner, saving_inputs
 from rotor_py.errors import DescribedWarning, InvalidValueError, record_fields
 from rotor_py.measure.device import limit_bytes
-from rotor_py.units import format_bytes, limit_text, parse_bytes
+from rotor_py.units import exact_bytes, limit_text, parse_bytes
 
 _log = logging.getLogger("rotor_py")
 _FUSION = 4
@@ -98,12 +98,9 @@ class GraphWatch:
         self.peak = self._held_bytes + max(forward.rise, forward.kept + gradients + backward.rise)
 
 
-# Keep Inductor's code within a memory budget: measure its first training step, and recompile once if necessary.
-#
-# A partition's peak is exact where operators run one by one. Inductor fuses them, and has buffers of its own, so its
-# code's peak is known only after a run. If the first step exceeds the budget, the graph is recompiled before the next
-# one: with smaller fusions, since wide ones hold the values of several layers at once, and from a partition that leaves
-# room for the missing bytes. The code with the least peak is kept.
+# Inductor fuses operators and has buffers of its own, so its code's peak is known only after a run. If the first step
+# exceeds the budget, the graph is recompiled before the next one, with smaller fusions, since wide ones hold the values
+# of several layers at once, and from a partition that leaves room for the missing bytes. The lesser peak is kept.
 
 
 class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
@@ -153,13 +150,13 @@ class WatchedGraph:
 
     def __call__(self, *arguments: Any) -> Any:
         if self._watch is not None and self._watch.peak is not None:
-            self._account_for(self._watch.peak, _device(arguments))
+            self._account_for(self._watch.peak, main_device(tensors_in(arguments)))
         if self._compile is None or not torch.is_grad_enabled():
             return self._call(*arguments)
         if self._watch is not None and self._watch.in_flight:
             self._watch.give_up()  # it would measure both steps
             return self._call(*arguments)
-        self._watch = GraphWatch(_device(arguments), storage_bytes(tensors_in(arguments)))
+        self._watch = GraphWatch(main_device(tensors_in(arguments)), storage_bytes(tensors_in(arguments)))
         try:
             made = self._call(*arguments)
         except BaseException:
@@ -172,8 +169,8 @@ class WatchedGraph:
         limit = limit_bytes(self._partitioner.limit, device)
         self._watch = None
         said = (
-            f"Inductor's code of a graph takes {format_bytes(peak)} ({peak} bytes) in a training step, and its memory "
-            f"budget is {format_bytes(limit)} ({limit} bytes)"
+            f"Inductor's code of a graph takes {exact_bytes(peak)} in a training step, and its memory budget is "
+            f"{exact_bytes(limit)}"
         )
         if peak > limit and self._first is None:
             _log.info(
@@ -199,10 +196,6 @@ class WatchedGraph:
                 extra=record_fields("graph_over_budget", peak_bytes=peak, mem_limit=limit),
             )
         self._compile = self._first = None  # they hold code and graphs
-
-
-def _device(arguments: Any) -> torch.device:
-    return next(iter(accelerators(tensor.device for tensor in tensors_in(arguments))), torch.device("cpu"))
 
 
 class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
@@ -248,9 +241,8 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         if kind is None and not self.compiled:
             warnings.warn(
                 DescribedWarning(
-                    f"torch.compile was not called inside memory_budget({self.limit!r}), so the budget applies to "
-                    "nothing; call torch.compile(model) inside the block. What was compiled before keeps its own "
-                    "budget.",
+                    f"memory_budget({self.limit!r}) applies to nothing: call torch.compile(model) inside the block; "
+                    "models compiled before keep their own budget",
                     kind="budget_unused",
                 ),
                 stacklevel=2,
@@ -298,8 +290,8 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         if isinstance(found, AotAutograd):
             return AotAutograd(**{**found.kwargs, "partition_fn": partition})
         raise InvalidValueError(
-            f"backend {backend!r} does not partition graphs by AOTAutograd, so a memory budget cannot be kept; use "
-            "inductor, aot_eager or a backend made by torch._dynamo.backends.common.aot_autograd, or leave the block",
+            f"backend {backend!r} cannot keep a memory budget: it does not partition graphs by AOTAutograd; use "
+            "inductor, aot_eager or a backend made by torch._dynamo.backends.common.aot_autograd",
             kind="unsupported_backend",
             name=str(backend),
         )

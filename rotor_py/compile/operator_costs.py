@@ -31,62 +31,38 @@ from rotor_py.errors import record_fields
 #
 # It puts channels last, and copies inputs of another layout, such as weights. The library's own copies differ, too:
 # deep in a U-Net, scratch memory is three times as large as for the layout of the graph, and early in it, a tenth.
-#
-# The backward of a depthwise convolution is an exception (seen in torch 2.13). If the backward recomputes no
-# convolution of the forward, Inductor passes it an image with rows before channels, the gradient in the graph's layout,
-# and the weight unchanged. That takes longer, and for a ConvNeXt a fiftieth of the scratch memory. If it recomputes
-# one, all images have channels last.
-
-
-Layout = Callable[[torch.Tensor], torch.Tensor]
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Per number of dimensions, the layout with channels last."""
 
 
-def layouts_of(node: fx.Node, *, convolves_again: bool) -> tuple[Layout, ...]:
-    """Return the layouts of a CPU convolution's first arguments; of its backward: gradient, image and weight."""
+def laid_out(node: fx.Node) -> int:
+    """Return how many first arguments of a CPU convolution have channels last; of its backward, the gradient too."""
     value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
-        return ()
-    if node.target is _FORWARD:
-        return _channels_last, _channels_last
-    weight, groups = node.args[2], node.args[9]
-    assert isinstance(weight, fx.Node)
-    shape = weight.meta["val"].shape
-    if len(shape) == 4 and shape[1] == 1 and groups == shape[0] and groups != 1 and not convolves_again:  # depthwise
-        return torch.Tensor.contiguous, _rows_before_channels, torch.Tensor.detach
-    return _channels_last, _channels_last, _channels_last
+        return 0
+    return 2 if node.target is _FORWARD else 3
 
 
-def copied_bytes(node: fx.Node, layouts: tuple[Layout, ...]) -> int:
+def copied_bytes(node: fx.Node, last: int) -> int:
+    """Return the bytes of the copies of inputs among the `last` first arguments of a node."""
     wanted: Any = node.args[-1] if node.args else None
     # Without a gradient of the image, the weight is not read.
-    read = layouts[:-1] if node.target is _BACKWARD and not wanted[0] else layouts
+    read = node.args[: last - 1 if node.target is _BACKWARD and not wanted[0] else last]
     copied = 0
-    for value, layout in zip(node.args, read, strict=False):
+    for value in read:
         # Inductor's own code makes other values in that layout.
-        if layout is _channels_last and isinstance(value, fx.Node) and value.op == "placeholder":
+        if isinstance(value, fx.Node) and value.op == "placeholder":
             tensor = value.meta["val"]
-            last = _LAST.get(tensor.dim())
-            if last is not None and not tensor.is_contiguous(memory_format=last):
+            layout = _LAST.get(tensor.dim())
+            if layout is not None and not tensor.is_contiguous(memory_format=layout):
                 copied += known(tensor.numel()) * tensor.element_size()
     return copied
 
 
-def _channels_last(value: torch.Tensor) -> torch.Tensor:
-    return value.to(memory_format=_LAST.get(value.dim(), torch.preserve_format))
-
-
-def _rows_before_channels(value: torch.Tensor) -> torch.Tensor:
-    return value.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-# Costs of single operators: each kind is run by itself, on tensors of its sizes.
-#
-# Seconds decide which values to recompute. Scratch memory, which no graph shows, counts towards the peak: convolutions,
-# attention and reductions allocate more than they return.
+# Costs of single operators: each kind is run by itself, on tensors of its sizes. Seconds decide which values to
+# recompute. Scratch memory, which no graph shows, counts towards the peak.
 
 
 _log = logging.getLogger("rotor_py")
@@ -117,21 +93,21 @@ _Runs = dict[Hashable, Callable[[], Callable[[], Any]]]
 """By kind of operator, a function that makes its arguments and returns its call."""
 
 
-def operator_costs(joint: JointGraph, *, inductor: bool = False, convolves_again: bool = False) -> dict[fx.Node, Cost]:
+def operator_costs(joint: JointGraph, *, inductor: bool = False) -> dict[fx.Node, Cost]:
     """Return the cost of every node, convolutions on the CPU in the graph's layouts, or in those of `inductor`."""
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
     copied: dict[fx.Node, int] = {}
-    missing: dict[Hashable, tuple[fx.Node, tuple[Layout, ...]]] = {}
+    missing: dict[Hashable, tuple[fx.Node, int]] = {}
     for node in (*joint.forward, *joint.backward):
         if node.target is operator.getitem or is_number(node) or _is_view(joint, node):
             found[node] = Cost()
             continue
-        layouts = layouts_of(node, convolves_again=convolves_again) if inductor else ()
-        copied[node] = copied_bytes(node, layouts)
-        kinds[node] = _kind(node), layouts
+        last = laid_out(node) if inductor else 0
+        copied[node] = copied_bytes(node, last)
+        kinds[node] = _kind(node), last
         if kinds[node] not in _known:
-            missing.setdefault(kinds[node], (node, layouts))
+            missing.setdefault(kinds[node], (node, last))
     _measure(joint, missing)
     for node, kind in kinds.items():
         found[node] = replace(_known[kind], scratch=_known[kind].scratch + copied[node])
@@ -155,7 +131,7 @@ def _kind(node: fx.Node) -> Hashable:
     return str(node.target), arguments
 
 
-def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, tuple[Layout, ...]]]) -> None:
+def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, int]]) -> None:
     device = joint.device
     with ExitStack() as stack:
         # While a graph is compiled, tensors are fake and operators are traced.
@@ -163,8 +139,8 @@ def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, tuple[Lay
             stack.enter_context(mode())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         runs: _Runs = {
-            kind: partial(_prepared, node, layouts)
-            for kind, (node, layouts) in missing.items()
+            kind: partial(_prepared, node, last)
+            for kind, (node, last) in missing.items()
             # Others may be no functions of their arguments.
             if isinstance(node.target, torch_compat.OpOverload) and node.target.namespace in ("aten", "prims")
         }
@@ -177,7 +153,7 @@ def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, tuple[Lay
                 _known[kind] = Cost(touched / _BYTES_PER_SECOND)
 
 
-def _prepared(node: fx.Node, layouts: tuple[Layout, ...]) -> Callable[[], Any]:
+def _prepared(node: fx.Node, last: int) -> Callable[[], Any]:
     def made(value: Any) -> Any:
         value = value.meta.get("val") if isinstance(value, fx.Node) else value
         if isinstance(value, torch.Tensor):
@@ -185,9 +161,9 @@ def _prepared(node: fx.Node, layouts: tuple[Layout, ...]) -> Callable[[], Any]:
         return known(value) if isinstance(value, torch.SymInt) else value
 
     args, kwargs = tree_map(made, (node.args, node.kwargs), is_leaf=lambda each: isinstance(each, fx.Node))
-    first = [layout(each) for layout, each in zip(layouts, args, strict=False)]
+    first = [each.to(memory_format=_LAST.get(each.dim(), torch.preserve_format)) for each in args[:last]]
     target: Any = node.target
-    return partial(target, *first, *args[len(first) :], **kwargs)
+    return partial(target, *first, *args[last:], **kwargs)
 
 
 def _tensor_like(value: torch.Tensor) -> torch.Tensor:
@@ -241,12 +217,9 @@ def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
     return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}
 
 
-# Costs of operators fused by Inductor: recomputing is cheap in a kernel that reads the value anyway.
-#
-# Run one by one, a cheap operator takes as long as its inputs and output take through memory. Fused, its value stays in
-# a register. So by single operators' times, a partition would keep values that are faster to recompute.
-#
-# Keeping a value costs more than before: one kernel writes it, and another one reads it.
+# Costs of operators fused by Inductor. Run one by one, a cheap operator takes as long as its inputs and output take
+# through memory. Fused, its value stays in a register, so by single operators' times a partition would keep values that
+# are faster to recompute. Keeping a value costs one kernel that writes it and another that reads it.
 
 
 _SHARE = 0.15

@@ -185,11 +185,8 @@ def extract(
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
 
 
-# Find the values of a compiled graph that never reach memory: one kernel makes and reads them.
-#
 # Inductor fuses consecutive operators, up to the next one that it does not compile itself: a matrix product, a
-# convolution, attention. Values between fused operators stay in registers. Instead, their sources stay in memory until
-# they have been read.
+# convolution, attention. Values between fused operators stay in registers, and their sources in memory until read.
 
 
 def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
@@ -362,14 +359,10 @@ def _live_bytes(
 
 @dataclass(frozen=True, slots=True)
 class GraphCosts:
-    """Operators' costs: `usual` ones, and those for a backward that recomputes a convolution.
-
-    Inductor then uses another layout for the images of all convolutions.
-    """
+    """Costs of the operators of a joint graph."""
 
     joint: JointGraph
-    usual: dict[fx.Node, Cost]
-    convolving_again: dict[fx.Node, Cost]
+    operators: dict[fx.Node, Cost]
     estimated: bool = False
     """Whether peaks are estimates for fused code."""
     loss: int = 0
@@ -378,22 +371,12 @@ class GraphCosts:
     @classmethod
     def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
         if not fused:
-            alone = operator_costs(joint)
-            return cls(joint, alone, alone, loss=loss)
+            return cls(joint, operator_costs(joint), loss=loss)
         from rotor_profiling.torch_compat import inductor_config as config
 
         mkldnn = torch.backends.mkldnn  # with it, Inductor chooses image layouts itself, on the CPU
         inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
-        found = (operator_costs(joint, inductor=inductor, convolves_again=again) for again in (False, True))
-        usual, convolving_again = (fused_costs(joint, each) for each in found)
-        return cls(joint, usual, convolving_again, estimated, loss)
-
-    @property
-    def faster_again(self) -> bool:
-        """Whether some operator is faster if the backward recomputes a convolution."""
-        return any(self.convolving_again[node].seconds < cost.seconds for node, cost in self.usual.items())
+        return cls(joint, fused_costs(joint, operator_costs(joint, inductor=inductor)), estimated, loss)
 
     def weigh(self, partition: Partition) -> Weight:
-        again = any(node.target is torch.ops.aten.convolution.default for node in partition.replayed)
-        costs = self.convolving_again if again else self.usual
-        return weigh(self.joint, costs, partition, fused=self.estimated, loss=self.loss)
+        return weigh(self.joint, self.operators, partition, fused=self.estimated, loss=self.loss)

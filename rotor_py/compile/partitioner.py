@@ -26,7 +26,7 @@ from rotor_py.compile.joint_graph import JointGraph, guard_sizes
 from rotor_py.compile.partition import GraphCosts, Partition, Weight, extract
 from rotor_py.errors import InfeasibleError, record_fields
 from rotor_py.measure.device import limit_bytes
-from rotor_py.units import format_bytes, limit_text
+from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Chain
 
 _log = logging.getLogger("rotor_py")
@@ -110,7 +110,7 @@ class BudgetPartitioner(_Partitioner):
         room = limit - self.reserve
         costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated, loss=self.loss)
         usual = by_torch(joint, costs, [1])[0] if self.fused else None
-        if usual is not None and usual.weight.peak <= room and not costs.faster_again:
+        if usual is not None and usual.weight.peak <= room:
             found, best = [usual], usual  # none is known to be faster
         else:
             found = candidates(joint, costs, usual)
@@ -118,9 +118,8 @@ class BudgetPartitioner(_Partitioner):
             least = found[0].weight.peak
             if not fitting and not self.reserve and least > (_UNCERTAIN if self.estimated else 1) * room:
                 raise InfeasibleError(
-                    f"a training step of this graph needs at least {format_bytes(least)} ({least} bytes), and its "
-                    f"memory budget is {format_bytes(limit)} ({limit} bytes); take a smaller batch, or a budget of "
-                    f"{limit_text(least)} or more",
+                    f"the memory budget is {exact_bytes(limit)}, and a training step of this graph needs at least "
+                    f"{exact_bytes(least)}; take a budget of {limit_text(least)} or more, or a smaller batch",
                     min_bytes=least,
                     mem_limit=limit,
                 )
@@ -191,10 +190,9 @@ class SharePartitioner(_Partitioner):
         return f"rotor_py.compile.stage_code {self.share} {code_digest()}"
 
 
-# In a graph with convolutions, Inductor uses channels-last layouts for images and for weights. It does so for saved
-# values as well, inputs included, and would save a copy of every weight. No partition of the graph shows that; of a
-# U-Net, it was 8 MB of 27 MB. But outputs visible to the user keep their layout. So saved inputs are declared visible,
-# and the backward converts each when it reads it, which takes no longer.
+# In a graph with convolutions, Inductor lays out images and weights with channels last, saved inputs too, and so would
+# save a copy of every weight, unseen in the graph: 8 of 27 MB of a U-Net. Outputs visible to the user keep their
+# layout. So saved inputs are declared visible, and the backward converts each when it reads it, at no more time.
 
 
 _PASSES = "post_grad_custom_post_pass"

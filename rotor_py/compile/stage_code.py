@@ -22,33 +22,25 @@ if TYPE_CHECKING:
 
 # Note [The numbers of compiled stages]
 #
-# Inductor fuses operators, and fused operators round differently from eager ones. A planned step promises the numbers
-# of the same step with everything stored, so all runs of a stage have to round alike: the first forward, the recomputed
-# forward, and the backward of either. Hence
+# Inductor's fused operators round differently from eager ones. A planned step promises the numbers of the same step
+# with everything stored, so all runs of a stage have to round alike: first forward, recomputation, and backward. Hence
 #
-#  1. A stage is compiled or plain for a whole plan, as its cut says (`Cut`). Unlike partial storage, this is no option
-#     of a single run.
-#  2. A kind of stage has the forward and the backward of AOTAutograd's partitioner, which stores only values expensive
-#     to make. A run without a graph is the same forward, on inputs that need no gradient. With a budget, less is stored
-#     (`partitioner.py`). That is other code, which may round differently: a value that was written to memory in
-#     bfloat16 is recomputed in a register in float32. So it is a storage mode only if outputs, buffers and gradients on
-#     the measured input have the same bits (`same_bits`). For other batches, that is likely and no more. Hence within a
-#     plan, all runs of a stage use one code, that of its run with a graph (`ways_are_code`): recomputation repeats the
-#     first run for any batch. A graph compiled as a whole (`capture/variants.py`) has another partition for each
-#     limit. That is other code, but never mixed within a plan. It recomputes the same operators on the same values, and
-#     on the CPU Inductor lets the compiler contract no products and sums: mostly, all bits are the same. Sums may be in
-#     another order, so this is no promise.
-#  3. A run's dependencies other than its inputs are restored as for any stage (`stage/forward_state.py`). Generated
-#     kernels draw their seed from PyTorch's generator, so the same random state gives the same numbers, and the seed
-#     reaches the backward as a saved tensor. Buffers are inputs of the code, which writes into them: a later run is
-#     given copies.
+#  1. A stage is compiled or plain for a whole plan, as its cut says (`Cut`), not for a single run.
+#  2. A kind of stage has the forward and backward of AOTAutograd's partitioner; a run without a graph is the same
+#     forward. Code that stores less (`partitioner.py`) may round differently: a value written to memory in bfloat16 is
+#     recomputed in a register in float32. It is a storage mode only if outputs, buffers and gradients on the measured
+#     input have the same bits (`same_bits`), which for other batches is likely and no more. So within a plan, all runs
+#     of a stage use one code, that of its run with a graph (`ways_are_code`). A graph compiled as a whole
+#     (`capture/variants.py`) has another partition for each limit, never mixed within a plan: mostly with the same
+#     bits, without promise, since sums may be in another order.
+#  3. Dependencies other than inputs are restored as for any stage (`stage/forward_state.py`). Generated kernels draw
+#     their seed from PyTorch's generator, and pass it to the backward as a saved tensor. Buffers are inputs of the
+#     code, which writes into them: a later run is given copies.
 #  4. The backward donates none of its memory (`donated_buffer`): a retained graph goes backward twice.
-#  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that a stage and its
-#     neighbours fit together, compiled or not. Inputs are saved as given, too, and not as copies in another layout
-#     (`saving_inputs`).
+#  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that compiled and plain
+#     stages fit together. Inputs are saved as given, not as copies in another layout (`saving_inputs`).
 #
-# The numbers therefore depend on which stages are compiled, which may differ between plans. They do not depend on which
-# values are stored.
+# The numbers therefore depend on which stages are compiled, which may differ between plans, not on what is stored.
 
 
 Config = tuple[tuple[str, Any], ...]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rotor_py.compile.compiled_stage import is_compiled
+from rotor_py.compile.compiled_stage import CompiledStage
 from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, sending_from, size_of
 from rotor_py.errors import InvalidStateError, PlanMismatchError, record_fields
 from rotor_py.measure.budget import Budget
@@ -110,7 +110,7 @@ def choose_variant(
     ways = list(plan.ways)
     if several is not None and ways:
         # Those that all processes have, in one order: each measures which are faster or fit. All have the same keys.
-        by_kind = {tuple((name, is_compiled(stage)) for name, stage in way.cut.stages): way for way in ways}
+        by_kind = {tuple((name, isinstance(each, CompiledStage)) for name, each in way.cut.stages): way for way in ways}
         first, *others = gather_objects(list(by_kind), several, device)
         ways = [by_kind[kind] for kind in first if all(kind in other for other in others)]
     if not ways:

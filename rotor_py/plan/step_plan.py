@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rotor_profiling import OptimizerCost
-from rotor_py.compile.compiled_stage import is_compiled, partitioned_freely
+from rotor_py.compile.compiled_stage import CompiledStage
 from rotor_py.execute.oom_retry_tape import undo_bytes
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.cut import Cut
@@ -104,7 +104,7 @@ class StepPlan:
     @property
     def compiled(self) -> list[str]:
         if self.cut is not None:
-            return [name for name, function in self.cut.stages if is_compiled(function)]
+            return [name for name, function in self.cut.stages if isinstance(function, CompiledStage)]
         return [] if self.file is None or self.file.compiled is None else self.file.compiled.stages
 
     @property
@@ -201,7 +201,10 @@ class StepPlan:
     def without_budget(self) -> Iterator[None]:
         """Inside the context, compiled stages save what the compiler saves without a limit."""
         assert self.cut is not None
-        stages = tuple((name, partitioned_freely(stage)) for name, stage in self.cut.stages)
+        stages = tuple(
+            (name, stage.with_ways(()) if isinstance(stage, CompiledStage) and stage.room is not None else stage)
+            for name, stage in self.cut.stages
+        )
         self.source.follow(replace(self.cut, stages=stages))
         try:
             yield
