@@ -63,9 +63,9 @@ class ModelsSignature:
 class Checkpointable(PlannedModel):
     """A model whose training step stays inside `mem_limit`, at the least extra time.
 
-    It shares the parameters, buffers, children and hooks of `model`, with the model's state dicts, names and
-    attributes. A forward follows a plan, which the first call makes if needed; without gradients, the model runs as it
-    is, and in eval mode, too, unless `mem_limit` was given and the process is alone.
+    It shares the parameters, buffers, children and hooks of `model`, with its state dicts, names and attributes. A
+    forward follows a plan, which the first call makes if needed. Without gradients, the model runs as it is; in eval
+    mode, too, unless `mem_limit` is given and the process is alone.
 
     Args:
         model: any model. A nesting of `nn.Sequential` is a chain of its layers; of any other, TorchDynamo captures the
@@ -75,56 +75,53 @@ class Checkpointable(PlannedModel):
         mem_limit: the peak of a whole training step on the device: bytes, or a text such as "4GB", "512MiB", "80%".
             None is 90 % of what the device can give this process.
         mem_slots: how finely the solver divides memory.
-        verbosity: from 1 on, plans and the progress of measuring are logged to `rotor_py` as warnings, which are shown
-            where logging is not set up. Else what is measured is logged as information.
-        preserve_rng_state: whether what is computed again draws the same random numbers.
+        verbosity: from 1 on, log plans and the progress of measuring to `rotor_py` as warnings, which show where
+            logging is not set up. Else measurements are logged as information.
+        preserve_rng_state: whether recomputation draws the same random numbers.
         loss_tmp_memory_usage: bytes that the loss needs beyond its gradient, where `loss` is not given.
         loss: the loss as a function of the output, to be measured.
-        optimizer: the optimizer, whose state counts. If none is given, because a trainer makes it for example, it is
-            noticed when it takes its first step, and counts from then on.
-        fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that their
-            memory is there for activations. If they are kept, to accumulate, leave it False.
-        forwards_in_flight: how many forwards come before the backward of the first: 2 for a sum of two losses, siamese
-            networks, or a discriminator on real and fake. The plan then leaves room for what the others hold, whichever
-            backward comes first. More than that are noticed when they come, and planned for from the next step on.
-        backward_order: the order in which the backwards of forwards in flight come: "any", or "reverse", the last
-            forward first, as in `(loss1 + loss2).backward()`, for which there are faster plans. None: any, until three
-            steps have been in reverse. If a backward then comes in another order, a warning is logged where that takes
-            the step over the limit, and from the next step on the plan is for any order.
-        progress: called with (stages done, all stages, name of the next) while measuring. Without it, a bar is shown on
-            a terminal if measuring takes longer than a moment. True: lines of the log, too. False: no bar.
+        optimizer: optimizer whose state counts toward the limit. Detected at its first step if omitted.
+        fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that activations
+            can use their memory. Leave it False to accumulate gradients.
+        forwards_in_flight: how many forwards precede the backward of the first: 2 for a sum of two losses, siamese
+            networks, or a discriminator on real and fake. The plan leaves room for what the others hold. More are
+            noticed when they come, and planned for from the next step on.
+        backward_order: order of the backwards of forwards in flight: "any", or "reverse", the last forward first, as in
+            `(loss1 + loss2).backward()`, for which there are faster plans. None: any, until three steps were in
+            reverse; a backward in another order then brings back plans for any, with a warning if the step exceeds the
+            limit.
+        progress: called with (stages done, all stages, name of the next) while measuring. None: a bar on a terminal if
+            measuring takes longer than a moment. True: lines of the log, too. False: no bar.
         cache: whether measurements are kept on disk, in `~/.cache/rotor_plan`, for the next run.
-        plan: a file written by `rotor-plan --save` or `save_plan`, to be used instead of measuring. What was
-            measured for it is in the file, so that `report()` and `memory()` say what they said there. Stages that
-            were compiled are compiled again, in the first step; options of `compile` have to be given again.
+        plan: a file written by `rotor-plan --save` or `save_plan`, used instead of measuring, with its measurements for
+            `report()` and `memory()`. Compiled stages are compiled again, in the first step; give their options of
+            `compile` again.
         granularity: the most stages into which a captured graph is cut.
-        process_group: the processes that train this model together and have to follow one plan. With
-            DistributedDataParallel, around this or inside it, it is known.
+        process_group: the processes that train this model together by one plan. Known with DistributedDataParallel,
+            around this or inside it.
         watch: which steps are watched, from the forward to the end of the backward. What such a step takes beyond the
-            limit, in a loss that was not given for example, is planned for, and told of in one line of the log. None:
-            every step on CUDA, where counters are read; on the CPU, where PyTorch's profiler runs meanwhile, the first
-            one by each plan, later ones that differ from it, and those after 10, 100 and 1,000 steps. True: every step;
-            False: none, and neither an order of backwards nor training that follows no plan is noticed.
+            limit, in an undeclared loss for example, is planned for and logged. None: on CUDA every step, by counters;
+            on the CPU, by PyTorch's profiler, the first one by each plan, later ones that differ from it, and those
+            after 10, 100 and 1,000 steps. True: every step. False: none, nor is an order of backwards noticed, nor
+            training that follows no plan.
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is recomputed from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.
-        on_oom: what follows an out-of-memory error of the device in a stage. "raise" lets it pass. "replan" undoes what
-            was under way and runs it again by a plan that needs less, up to three times in a step, with the numbers of
-            plain training.
+        on_oom: after an out-of-memory error of the device in a stage, "raise" lets it pass; "replan" runs the stage
+            again by a plan that needs less, up to three times in a step, with the numbers of plain training.
         compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
-            Each kind of stage is compiled once and measured beside the plain one, and the plan takes what is better for
-            its limit. A step then has the numbers of compiled training, whatever is recomputed.
+            Each kind of stage is compiled once and measured beside the plain one; the plan takes the better for its
+            limit. A step has the numbers of compiled training, whatever is recomputed.
 
-        step_in_backward: the optimizer, to step each parameter in the backward as soon as its gradient is whole, and to
-            free the gradient: so gradients take memory stage by stage only. The training loop stays as it is, and the
-            numbers are those of a plain step. `optimizer.step()` then finds nothing left to do, and says that the step
-            is over. For SGD, Adam, AdamW and others of torch.optim that step each parameter by itself. Nothing can add
-            up gradients, clip them by their norm or unscale them (GradScaler): whoever reads one is told.
+        step_in_backward: optimizer that steps each parameter in the backward as soon as its gradient is whole, and
+            frees the gradient. The training loop stays as it is, with the numbers of a plain step; `optimizer.step()`
+            only ends the step. For SGD, Adam, AdamW and others of torch.optim that step each parameter by itself.
+            Gradients cannot be accumulated, clipped by their norm or unscaled (GradScaler): reading one is an error.
         offload: where activations may wait for their backward: "host" (pinned memory, for a CUDA device) or
-            "file:/path" (a file in that folder, for a model on the CPU). What moves there, and when, is decided by the
-            solver, by the bandwidth that is measured. The file has no name, and is gone when the model is.
-        keep: "bf16", "fp8" or "int8": the plan may keep what a stage saves for its backward in fewer bits, where that
-            is better for the limit. The forward stays exact, and gradients differ. None: everything is exact.
+            "file:/path" (an unnamed file in that folder, for a model on the CPU). The solver decides what moves and
+            when, by the measured bandwidth.
+        keep: "bf16", "fp8" or "int8": the plan may store what a stage saves for its backward in fewer bits, where that
+            is better for the limit. The forward stays exact, gradients differ. None: everything is exact.
 
     With `level` or `every_n_layers` nothing is solved: the strategy has no limit unless `mem_limit` is given, and is
     then refused if it needs more.
@@ -241,7 +238,7 @@ class Checkpointable(PlannedModel):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the stages from the next step on, with the arguments of `torch.compile`.
 
-        Raises ValueError for a backend other than Inductor, and for a mode that records CUDA graphs.
+        Raises ValueError for a backend other than Inductor, a mode beside options, and for recorded CUDA graphs.
         """
         inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for an unknown argument
         if kwargs.get("backend", "inductor") != "inductor" or kwargs.get("disable"):
@@ -250,19 +247,24 @@ class Checkpointable(PlannedModel):
                 kind="excluded_together",
                 name="backend",
             )
+        mode, options = kwargs.get("mode"), kwargs.get("options")
+        if mode is not None and options is not None:
+            raise InvalidValueError(
+                "mode and options exclude each other; leave one of them out", kind="excluded_together", name="options"
+            )
         if kwargs.get("dynamic"):
             _log.warning(
                 "dynamic=True has no part in a planned step: stages are compiled for one shape at a time",
                 extra=record_fields("compile_ignored", name="dynamic"),
             )
-        self._planner.compile_with(kwargs.get("mode") or kwargs.get("options") or True)
+        self._planner.compile_with(mode or options or True)
 
     def refuse_what_cannot_fit(self, custom_input: Any) -> None:
         """Raise InfeasibleError, within seconds and before anything runs, if no step can be inside the limit.
 
-        A step is refused if its parameters, gradients, optimizer state and batch exceed the limit, whatever is
-        recomputed. The error carries their bytes, and as `min_bytes` a lower bound that leaves out what stages keep.
-        The first training step makes this check itself; so does a `Checkpointable` made with an input and a limit.
+        Compares parameters, gradients, optimizer state and batch with the limit. The error carries their bytes, and as
+        `min_bytes` a lower bound without activations. The first training step makes this check itself; so does a
+        `Checkpointable` made with an input and a limit.
         """
         with planning, in_training(self):
             self._planner.refuse_what_cannot_fit(*arguments_of(custom_input, self.model))

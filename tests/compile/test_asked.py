@@ -69,6 +69,8 @@ def test_modes_and_options_are_those_of_torch_compile_but_another_backend(caplog
     found.compile(mode="max-autotune-no-cudagraphs", dynamic=True)
     assert found._planner.settings.inductor == tuned
     assert logged(caplog, "compile_ignored", name="dynamic")
+    with raises(ValueError, "excluded_together", name="options"):
+        found.compile(mode="default", options={"epilogue_fusion": False})
     with raises(ValueError, "excluded_together", name="backend"):
         found.compile(backend="aot_eager")
     with pytest.raises(TypeError):
