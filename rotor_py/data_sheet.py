@@ -96,9 +96,8 @@ class Device:
     def __post_init__(self) -> None:
         if self.usable_bytes <= 0:
             raise InvalidValueError(
-                f"a device of {exact_bytes(self.memory_bytes)} has no room for tensors: "
-                f"{exact_bytes(self.context_bytes)} of it are the driver's context; give all memory of the device, "
-                "such as 24GB",
+                f"a device of {exact_bytes(self.memory_bytes)} has no room for tensors: the driver's context takes "
+                f"{exact_bytes(self.context_bytes)}; give all memory of the device, such as 24GB",
                 kind="no_room",
                 memory_bytes=self.memory_bytes,
                 context_bytes=self.context_bytes,

@@ -18,7 +18,7 @@ from rotor_profiling import tensors_in
 from rotor_profiling.value_tree import tree_map_only
 from rotor_py.data_sheet import UNANCHORED
 from rotor_py.estimation.calibration import as_toml, calibrate
-from rotor_py.estimation.device_table import devices_from_file, find_devices
+from rotor_py.estimation.device_table import find_devices
 from rotor_py.estimation.simulated_target import SimulatedDevices
 from rotor_py.measure.device import limit_bytes, total_bytes
 from rotor_py.plan.step_spec import arguments_of
@@ -97,7 +97,7 @@ def target_of(request: Request) -> Target:
     if not request.simulated:
         return Target(device_of(text))
     with about_option("--device" if file is None else "--device-file"):
-        devices = find_devices(text or _DEFAULT_DEVICE) if file is None else devices_from_file(file, text)
+        devices = find_devices(text or (_DEFAULT_DEVICE if file is None else ""), file)
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
     autocast = None if request.autocast is None else dtype_called(request.autocast, "--autocast")
     if autocast not in (None, torch.bfloat16, torch.float16):

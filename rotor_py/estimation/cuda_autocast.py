@@ -172,10 +172,7 @@ def _in_the_widest(operator: _Call) -> _Call:
 
 def _refused(operator: _Call) -> _Call:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        message = (
-            f"{operator} raises an error under autocast on CUDA: it is unsafe in low precision. Use "
-            "binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss"
-        )
+        message = f"{operator} is unsafe under autocast: use binary_cross_entropy_with_logits, or nn.BCEWithLogitsLoss"
         raise InvalidStateError(message, kind="unsafe_autocast", name=str(operator))
 
     return kernel

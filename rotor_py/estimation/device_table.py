@@ -60,10 +60,13 @@ def find_device(name: str) -> Device:
     raise InvalidValueError(message, kind="unknown_device", name=name)
 
 
-def find_devices(text: str) -> Devices:
-    """Devices by text: "h100" or "h100:8". Raises ValueError for an unknown name or count."""
+def find_devices(text: str, file: str | Path | None = None) -> Devices:
+    """Devices of the table, or of a file in its form, by text: "h100" or "h100:8"; "" is the only one of a file.
+
+    Raises ValueError for an unknown name or count, and the errors of `device_from_file`.
+    """
     name, count = split_count(text)
-    return Devices(find_device(name), count)
+    return Devices(find_device(name) if file is None else device_from_file(file, name or None), count)
 
 
 def devices_of(device: str | Device | Devices) -> Devices:
@@ -86,12 +89,6 @@ def device_from_file(path: str | Path, name: str | None = None) -> Device:
         message = f"{path} has no device {name!r}, only {', '.join(devices)}"
         raise InvalidValueError(message, kind="unknown_device", name=name)
     return devices[name.lower()]
-
-
-def devices_from_file(path: str | Path, text: str | None = None) -> Devices:
-    """Devices by text from the file at `path`: "mine" or "mine:8". Raises the errors of `device_from_file`."""
-    name, count = (None, 1) if text is None else split_count(text)
-    return Devices(device_from_file(path, name), count)
 
 
 @cache

@@ -188,10 +188,7 @@ def world_of(size: int) -> Iterator[DeviceMesh]:
         message = "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
         raise UnsupportedModelError(message, kind="no_distributed")
     if dist.is_initialized():
-        message = (
-            "a step of several devices cannot be predicted in a process that has a process group already; predict it "
-            "before init_process_group, or in a process of its own"
-        )
+        message = "a step of several devices is predicted before init_process_group, or in a process of its own"
         raise UnsupportedModelError(message, kind="has_process_group")
     # The store registers the backend when it is imported.
     dist.init_process_group("fake", rank=0, world_size=size, store=torch_compat.FakeStore())
@@ -217,9 +214,7 @@ class SimulatedDevices:
         self.devices = devices
         for name, value in (("shard", shard), ("precision", precision)):
             if devices.count == 1 and value is not None:
-                message = (
-                    f"{name} is for parameters that several devices share, and device names one; write device='h100:8'"
-                )
+                message = f"{name} is for parameters that several devices share; write device='h100:8'"
                 raise InvalidValueError(message, kind="one_device", name=name)
         if precision is not None and callable(shard):
             message = "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself"

@@ -23,10 +23,21 @@ except ModuleNotFoundError as error:
 _log = logging.getLogger("rotor_py")
 
 
-class MemoryLimit:
-    """State of `limit_memory`; `end()` undoes it."""
+class limit_memory:  # noqa: N801  (called like a function, for its effect)
+    """Plan the next model given to `accelerator.prepare`, until `end()` or `accelerator.end_training()`.
 
-    def __init__(self, accelerator: Accelerator, mem_limit: float | str | None, settings: dict[str, Any]) -> None:
+    Plans the first model with trainable parameters. A second one logs a warning, since the limit is for one; frozen
+    ones stay plain. The limit applies to each process. A `Checkpointable` keeps its own limit.
+
+    Args:
+        accelerator: before the model is prepared.
+        mem_limit: the peak of a whole training step, as for `Checkpointable`.
+        settings: other arguments of `Checkpointable`: mainly `loss`, if the model does not compute it.
+
+    Raises ValueError and TypeError as `Checkpointable` does.
+    """
+
+    def __init__(self, accelerator: Accelerator, mem_limit: float | str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self._accelerator = accelerator
         self._end_training = accelerator.end_training
@@ -45,8 +56,8 @@ class MemoryLimit:
                 self.planned = self._models.plan(model)
             elif self.planned.model is not model:
                 _log.warning(
-                    "the limit is for %s, which was prepared first; %s is trained without a plan, and "
-                    "its memory is not part of the limit; for a plan, wrap it: Checkpointable(model, mem_limit=...)",
+                    "the limit is for %s alone, prepared first; %s is trained beside it without a plan; for one, wrap "
+                    "it: Checkpointable(model, mem_limit=...)",
                     type(self.planned.model).__name__,
                     type(model).__name__,
                     extra=record_fields("second_model"),
@@ -62,19 +73,3 @@ class MemoryLimit:
         self._models.take_away()
         for name in ("prepare", "prepare_model", "end_training"):
             self._accelerator.__dict__.pop(name, None)
-
-
-def limit_memory(accelerator: Accelerator, mem_limit: float | str | None = None, **settings: Any) -> MemoryLimit:
-    """Plan the next model given to `accelerator.prepare`, until `accelerator.end_training()`.
-
-    Plans the first model with trainable parameters. A second one logs a warning, since the limit is for one; frozen
-    ones stay plain. The limit applies to each process. A `Checkpointable` keeps its own limit.
-
-    Args:
-        accelerator: before the model is prepared.
-        mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: mainly `loss`, if the model does not compute it.
-
-    Raises ValueError and TypeError as `Checkpointable` does.
-    """
-    return MemoryLimit(accelerator, mem_limit, settings)

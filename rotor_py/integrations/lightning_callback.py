@@ -18,6 +18,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 
+_NAME_IT = "name the one that it calls: MemoryLimit(..., network='model'), or network='' for self(...)"
+
+
 class MemoryLimit(Callback):
     """Plan the network of a LightningModule during `fit`; restore it afterwards, also after an error.
 
@@ -52,9 +55,8 @@ class MemoryLimit(Callback):
         """Raise UnsupportedModelError if the first step has not called the planned network: it would save nothing."""
         if not self._models.called:
             raise UnsupportedModelError(
-                f"training_step of {type(pl_module).__name__} does not call its {self._planned_name or 'forward'}, "
-                "which is what should follow the plan; name what it calls, as in MemoryLimit(..., network='model'), or "
-                "network='' where it calls self(...)",
+                f"training_step of {type(pl_module).__name__} does not call its {self._planned_name or 'forward'}, the "
+                f"planned network; {_NAME_IT}",
                 kind="network_not_called",
                 name=self._planned_name or "forward",
             )
@@ -73,8 +75,7 @@ def largest_child(module: nn.Module) -> str:
     if largest is None or 2 * sizes[largest] <= sum(p.numel() for p in module.parameters()):
         found = ", ".join(f"{name} ({size:,})" for name, size in sizes.items() if size) or "none"
         raise UnsupportedModelError(
-            f"no child of {type(module).__name__} has more than half of its parameters ({found}); name the one that "
-            "training_step calls, as in MemoryLimit(..., network='model'), or network='' where it calls self(...)",
+            f"no child of {type(module).__name__} has more than half of its parameters ({found}); {_NAME_IT}",
             kind="which_network",
             name="network",
         )

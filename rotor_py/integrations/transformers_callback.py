@@ -42,8 +42,8 @@ class MemoryLimit(TrainerCallback):
         """Plan the prepared model, not the one that `model_init` made before."""
         if args.n_gpu > 1:
             raise UnsupportedModelError(
-                f"one process trains the model on {args.n_gpu} devices (nn.DataParallel), and a plan is for one; start "
-                "a process for each device (torchrun), or show it one of them (CUDA_VISIBLE_DEVICES=0)",
+                f"a plan is for one device, and nn.DataParallel trains the model on {args.n_gpu}; start a process for "
+                "each (torchrun), or show one of them (CUDA_VISIBLE_DEVICES=0)",
                 kind="several_devices",
                 devices=args.n_gpu,
             )
