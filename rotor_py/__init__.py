@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotor_py.batch_size.choose import PlannedBatch, best_batch, largest_batch
-    from rotor_py.by_hand.checkpointed_network import Checkpoint, CheckpointedNetwork
-    from rotor_py.by_hand.checkpointer import ActivationCheckpointer, CheckpointConfig
+    from rotor_py.by_hand.checkpointer import (
+        ActivationCheckpointer,
+        Checkpoint,
+        CheckpointConfig,
+        CheckpointedNetwork,
+    )
     from rotor_py.by_hand.levels import ActivationCheckpointing, AssignedLevel, assign_levels
     from rotor_py.by_hand.strategy import ByLevel
     from rotor_py.checkpointable import Checkpointable
@@ -61,7 +65,7 @@ _MODULES = {
     name: module
     for module, names in {
         "rotor_py.batch_size.choose": "PlannedBatch best_batch largest_batch",
-        "rotor_py.by_hand.checkpointer": "ActivationCheckpointer CheckpointConfig",
+        "rotor_py.by_hand.checkpointer": "ActivationCheckpointer Checkpoint CheckpointConfig CheckpointedNetwork",
         "rotor_py.by_hand.levels": "ActivationCheckpointing AssignedLevel assign_levels",
         "rotor_py.by_hand.strategy": "ByLevel",
         "rotor_solver": (
@@ -69,7 +73,6 @@ _MODULES = {
             "Sequence Simulation Sqrt Stage StoreAll frontier limit_for min_bytes recompute_all simulate "
             "solve store_all"
         ),
-        "rotor_py.by_hand.checkpointed_network": "Checkpoint CheckpointedNetwork",
         "rotor_py.errors": (
             "CheckpointLimitError InfeasibleError MissingCheckpointError PlanMismatchError UnsupportedModelError"
         ),

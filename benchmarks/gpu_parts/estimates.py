@@ -66,7 +66,7 @@ def _numbers(report: Report) -> dict[str, Any]:
     assert report.reserved is not None
     return {
         "table_device": report.device,
-        "efficiencies": report.basis.anchor,
+        "efficiencies": report.basis.device.efficiencies.origin,
         "limit_bytes": report.mem_limit,
         "predicted_peak_bytes": report.peak_bytes,
         "predicted_step_bytes": report.reserved.step_bytes,

@@ -139,7 +139,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 @_number(
     "--grad-accumulation", metavar="SAMPLES", help="Of --batch max or best: several batches make this effective batch."
 )
-@click.option("--input", "shape", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
+@click.option("--input", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
 @click.option(
     "--config", metavar="JSON", help="For a model class of transformers: its configuration, as JSON or a file of it."
 )

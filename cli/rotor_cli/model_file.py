@@ -58,7 +58,7 @@ def load(request: Request, target: Target) -> ModelFile:
     location, name = split_target(request.model)
     dtype = None if request.dtype is None else dtype_called(request.dtype, "--dtype")
     named_optimizer = None if request.optimizer is None else optimizer_called(request.optimizer)
-    shape = None if request.shape is None else tensor_factory(request.shape)
+    shape = None if request.input is None else tensor_factory(request.input)
     settings = configuration(request.config)
     with target.making():
         module, file = _import(location)

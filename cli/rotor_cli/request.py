@@ -35,7 +35,7 @@ class Request:
     max_overhead: str | None
     device: str | None
     batch: int | Literal["max", "best"] | None
-    shape: str | None
+    input: str | None
     config: str | None
     slots: int
     fresh_grads: bool
@@ -87,22 +87,9 @@ class Request:
     @property
     def of_model_files(self) -> list[str]:
         """Given options that apply to model files only; a script decides them itself."""
-        given = {
-            "--device": self.device,
-            "--device-memory": self.device_memory,
-            "--device-file": self.device_file,
-            "--dtype": self.dtype,
-            "--precision": self.precision,
-            "--shard": self.shard,
-            "--autocast": self.autocast,
-            "--optimizer": self.optimizer,
-            "--batch": self.batch,
-            "--input": self.shape,
-            "--config": self.config,
-            "--pipeline": self.pipeline,
-            "--step-in-backward": self.step_in_backward or None,
-        }
-        return [name for name, value in given.items() if value is not None]
+        names = "device device_memory device_file dtype precision shard autocast optimizer batch input config pipeline"
+        given = [name for name in (*names.split(), "step_in_backward") if getattr(self, name) not in (None, False)]
+        return ["--" + name.replace("_", "-") for name in given]
 
     @property
     def overhead(self) -> float | None:

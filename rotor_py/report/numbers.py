@@ -83,11 +83,6 @@ class Basis:
     def range(self, seconds: float) -> str:
         return " to ".join(map(format_seconds, self.seconds(seconds)))
 
-    @property
-    def anchor(self) -> str:
-        """The measurement that the seconds were fitted to, in words."""
-        return self.device.efficiencies.origin
-
     def sentences(self) -> tuple[str, ...]:
         """One sentence each for exact, predicted and assumed numbers."""
         device, several, amd = self.device, self.devices.count > 1, self.device.vendor == "amd"
@@ -102,7 +97,10 @@ class Basis:
                 f"they were planned with operators of the CPU, and {'MIOpen' if amd else 'cuDNN'} keeps other bytes "
                 "for their backward, and takes another time."
             )
-        assumed = [f"the parts of the data sheet's rates that kernels reach ({self.anchor})", self._kernels]
+        assumed = [
+            f"the parts of the data sheet's rates that kernels reach ({device.efficiencies.origin})",
+            self._kernels,
+        ]
         if device.rates_of is not None:
             assumed[0] = (
                 f"the rates, the bandwidths and the kernels of {device.rates_of}, since only the memory of this device "
@@ -389,7 +387,8 @@ class ReportFacts:
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]
         if basis is None:
             return found
-        return [*found, ("efficiencies" if basis.device.efficiencies.anchor is None else "fitted to", basis.anchor)]
+        source = basis.device.efficiencies
+        return [*found, ("efficiencies" if source.anchor is None else "fitted to", source.origin)]
 
     def which_forward(self) -> str | None:
         """Which forward in flight is shown, in one sentence; None if all follow one sequence."""
