@@ -222,15 +222,12 @@ def main(traceback: bool, **options: Any) -> None:
 
             run(request)
             return
+        from rotor_cli.plan_command import plan, plan_script
         from rotor_cli.write_outputs import write_outputs
 
         if request.as_script:
-            from rotor_cli.script_command import plan_script
-
             facts = plan_script(request, lambda facts: write_outputs(facts, request))
         else:
-            from rotor_cli.plan_command import plan
-
             facts = plan(request)
             write_outputs(facts, request)
     except Failure:

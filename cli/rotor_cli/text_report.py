@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotor_cli.facts import Facts
-from rotor_py.report.batch_choice import BatchChoice, format_rate
-from rotor_py.report.sweep import USUAL, Sweep, format_share, saving
+from rotor_py.report.sweep import USUAL, BatchChoice, Sweep, format_rate, format_share, saving
 from rotor_py.report.terminal import Prose, parts, plain_table
 from rotor_py.units import format_bytes, format_seconds
 from rotor_py.validate.comparison import ComparedStrategy

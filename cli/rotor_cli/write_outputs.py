@@ -13,9 +13,8 @@ import click
 from rotor_cli.facts import Facts
 from rotor_cli.request import Request
 from rotor_cli.text_report import batches, comparison, console, curve, render, usage_lines, verified
-from rotor_py.report.batch_choice import BatchChoice
 from rotor_py.report.numbers import NAME, optimizer_step
-from rotor_py.report.sweep import Sweep, label
+from rotor_py.report.sweep import BatchChoice, Sweep, label
 from rotor_py.stage.compression import rounded_stages
 from rotor_py.validate.steps import TimedOperation
 from rotor_py.validate.verification import Verification

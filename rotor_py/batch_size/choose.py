@@ -30,7 +30,7 @@ from rotor_py.data_sheet import Device, Devices
 from rotor_py.errors import InfeasibleError, InvalidValueError, record_fields
 from rotor_py.estimation.device_table import devices_of
 from rotor_py.estimation.simulated_target import SimulatedDevices
-from rotor_py.report.batch_choice import Aim, BatchChoice
+from rotor_py.report.sweep import Aim, BatchChoice
 from rotor_py.units import exact_bytes, limit_text
 from rotor_solver.watching import Progress
 

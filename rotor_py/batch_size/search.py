@@ -23,7 +23,7 @@ from rotor_py.errors import PlanMismatchError
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import costliest
-from rotor_py.report.batch_choice import BatchPoint
+from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
 from rotor_solver.moving import Link
 

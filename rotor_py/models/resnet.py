@@ -155,8 +155,7 @@ class ResNet(NamedChain):
                 downsample = nn.Sequential(nn.Conv2d(channels, width, 1, stride=stride, bias=False), norm(width))
             blocks = [block(channels, planes, stride, downsample, groups, width_per_group, dilation, norm)]
             dilation *= 2 if dilated else 1
-            for _ in range(1, count):
-                blocks.append(block(width, planes, 1, None, groups, width_per_group, dilation, norm))
+            blocks += [block(width, planes, 1, None, groups, width_per_group, dilation, norm) for _ in range(1, count)]
             self.add_module(f"layer{group + 1}", nn.Sequential(*blocks))
             channels = width
 

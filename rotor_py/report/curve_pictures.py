@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from types import SimpleNamespace
 
-from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
 from rotor_py.report.numbers import ReportFacts
-from rotor_py.report.sweep import Point, Sweep, format_share
+from rotor_py.report.sweep import BatchChoice, BatchPoint, Point, Sweep, format_rate, format_share
 from rotor_py.units import format_bytes, format_seconds
 
 SCREEN, PHONE = 804, 354

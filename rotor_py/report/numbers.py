@@ -13,8 +13,7 @@ from rotor_py.data_sheet import Device, Devices, Reservation, workspace_bytes
 from rotor_py.measure.budget import Budget, peak_of
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import Measurement
-from rotor_py.report.batch_choice import BatchChoice
-from rotor_py.report.sweep import Sweep, format_share
+from rotor_py.report.sweep import BatchChoice, Sweep, format_share
 from rotor_py.stage.compression import Packed, rounded_stages, word_of
 from rotor_py.stage.protocol import parted
 from rotor_py.units import format_bytes, format_seconds

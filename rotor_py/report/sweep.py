@@ -1,10 +1,11 @@
-"""Time against memory over all limits, as data and in words."""
+"""Time against memory over all limits, and throughput over all batches, as data and in words."""
 
 from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Literal
 
 from rotor_py.units import format_bytes, format_seconds, limit_text
 from rotor_solver import Backward, ForwardEnable, Loss, Moment, Operation, Sequence
@@ -103,3 +104,141 @@ def saving(sweep: Sweep, overhead: float = USUAL) -> str:
 def format_share(share: float) -> str:
     """`7.5 %` below a tenth, else `12 %`."""
     return f"{100 * share:.{1 if abs(share) < 0.1 else 0}f} %"
+
+
+# The chosen batch, and throughput (samples a second) over all batches.
+
+
+_CLOSE = 0.01
+"""Gaps below this share are not reported. A guess: too high hides a small gain."""
+Aim = Literal["max", "best"]
+""""max": the largest batch that fits. "best": the batch with the highest throughput."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPoint:
+    """Predicted throughput of a batch within the limit: of the fastest plan, and with everything stored.
+
+    Both include the optimizer step. `stored_per_second` is None if storing everything does not fit.
+    """
+
+    batch: int
+    samples_per_second: float
+    stored_per_second: float | None
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchChoice:
+    """The batch chosen for `mem_limit` bytes, its cost, and the alternatives.
+
+    `step_seconds` covers forward, loss and backward of one batch; `optimizer_seconds` covers the optimizer step and
+    clearing gradients; `overhead` is the ratio of `step_seconds` to storing everything. All are predicted from measured
+    stages.
+    """
+
+    aim: Aim
+    batch: int
+    mem_limit: int
+    step_seconds: float
+    optimizer_seconds: float
+    overhead: float
+    samples_per_second: float
+    largest: int
+    """Largest batch that fits, with recomputation."""
+    largest_stored: int | None
+    """Largest batch that fits with everything stored; None if none does."""
+    points: tuple[BatchPoint, ...]
+    gap: float | None = None
+    """Share of throughput that another batch would gain, by costs interpolated between measured batches. None for
+    "max".
+    """
+    beyond: int | None = None
+    """Next batch after `largest`, which does not fit; None if none was tried."""
+    beyond_bytes: int = 0
+    """Lower bound of the bytes that `beyond` needs, measured or predicted."""
+    beyond_measured: bool = False
+    effective_batch: int | None = None
+    """Samples in an optimizer step, if given."""
+    measured_peak_bytes: int | None = None
+    """Peak of a real step of the batch; None if no step was taken."""
+    measured_per_second: tuple[tuple[int, float], ...] = ()
+    """Batches and their throughput in real steps, which took turns, optimizer step included."""
+
+    predicted: bool = False
+    """Whether the device is simulated, so that nothing is measured."""
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Batches in an optimizer step."""
+        return 1 if self.effective_batch is None else self.effective_batch // self.batch
+
+    def __str__(self) -> str:
+        return " ".join(self.sentences())
+
+    def sentences(self) -> tuple[str, ...]:
+        """The answer, remarks and the batches tried, in words."""
+        found = [self._answer(), self._others()]
+        if self.effective_batch is not None:
+            batches = "one batch" if self.accumulation_steps == 1 else f"{self.accumulation_steps} batches"
+            found.append(f"Step the optimizer after {batches} of {self.batch}: {self.effective_batch} samples.")
+        return (*found, self._tried())
+
+    def point(self, batch: int) -> BatchPoint:
+        return next(point for point in self.points if point.batch == batch)
+
+    def _answer(self) -> str:
+        inside = f"inside {format_bytes(self.mem_limit)}"
+        rate = f"{format_rate(self.samples_per_second)} samples a second"
+        price = f"at {self.overhead - 1:+.1%} time compared with storing everything"
+        price = "with nothing recomputed" if self.overhead == 1.0 else price
+        if self.aim == "best":
+            real = dict(self.measured_per_second).get(self.batch)
+            rate = f"{rate} predicted" + (f", {format_rate(real)} in real steps" if real is not None else "")
+            return f"A batch of {self.batch} has the most samples a second {inside}: {rate}, {price}."
+        rate += " predicted" if self.predicted else ""
+        return f"A batch of {self.batch} is the largest {inside}: {rate}, {price}."
+
+    def _others(self) -> str:
+        found = []
+        if self.aim == "best":
+            assert self.gap is not None
+            if self.gap > _CLOSE:
+                found.append(f"Between measured batches, one might have {self.gap:.1%} more: times vary here.")
+            if self.largest != self.batch:
+                rate = format_rate(self.point(self.largest).samples_per_second)
+                found.append(f"The largest that fits is {self.largest}, with {rate} samples a second.")
+        if self.beyond is not None:
+            known = "measured" if self.beyond_measured else "predicted"
+            # Print the difference: at three digits, the size itself would look like the limit.
+            more = format_bytes(self.beyond_bytes - self.mem_limit)
+            found.append(f"One of {self.beyond} would need {more} more than there is ({known}).")
+        else:
+            found.append(f"Larger batches than {self.largest} were not asked about.")
+        if self.largest_stored is None:
+            found.append("Without recomputation, no batch fits.")
+        elif self.largest_stored == self.batch:
+            found.append("It is also the largest without recomputation.")
+        else:
+            stored = self.point(self.largest_stored).stored_per_second
+            assert stored is not None
+            rate = format_rate(stored)
+            found.append(f"Without recomputation the largest is {self.largest_stored}, with {rate} samples a second.")
+        return " ".join(found)
+
+    def _tried(self) -> str:
+        if self.predicted:
+            return "No step was taken, and no batch was measured: the device is not here, so all of this is predicted."
+        if self.measured_peak_bytes is None:
+            return "No step was taken: this machine has no room for it now."
+        tried = f"A real step of {self.batch} had a peak of {format_bytes(self.measured_peak_bytes)}."
+        if not self.measured_per_second:
+            return tried
+        rates = ", ".join(f"{format_rate(rate)} with {batch}" for batch, rate in self.measured_per_second)
+        return f"{tried} Samples a second in real steps, taken in turns: {rates}."
+
+
+def format_rate(per_second: float) -> str:
+    """Format to three significant digits, without an exponent: 1,250, 83.2, 0.052."""
+    digits = max(0, 2 - len(str(int(per_second))) + 1) if per_second >= 1 else 3
+    return f"{float(f'{per_second:.3g}'):,.{digits}f}"

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from rotor_cli.text_report import CHOSEN, PLANNED, STORED, batch_chart
-from rotor_py.report.batch_choice import BatchChoice, BatchPoint
+from rotor_py.report.sweep import BatchChoice, BatchPoint
 from tests.cli.conftest import SMALL
 from tests.fields import ends
 

@@ -12,7 +12,7 @@ from click.testing import Result
 from torch import nn
 
 from rotor_cli.model_file_errors import defines
-from rotor_cli.script_command import main_module, run_script
+from rotor_cli.plan_command import main_module, run_script
 from rotor_py import parse_bytes
 from tests.fields import check, ends
 

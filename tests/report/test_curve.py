@@ -10,10 +10,9 @@ import pytest
 
 from rotor_py import Report
 from rotor_py.report import curve_pictures
-from rotor_py.report.batch_choice import BatchChoice, BatchPoint, format_rate
 from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, TOP, WIDTH, batch_picture, curve_picture
 from rotor_py.report.report import page, sweep_of
-from rotor_py.report.sweep import Point, Sweep, saving
+from rotor_py.report.sweep import BatchChoice, BatchPoint, Point, Sweep, format_rate, saving
 from rotor_solver import Sequence
 
 NONE = Sequence([])
