@@ -8,6 +8,7 @@ same numbers and makes every layer a stage. Checkpoints of torchvision's models 
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,19 +64,22 @@ class DenseNet(NamedChain):
             )
             raise InvalidValueError(message, kind="excluded", name="memory_efficient")
         channels = num_init_features
-        self.features = nn.Sequential()
-        self.features.add_module("conv0", nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False))
-        self.features.add_module("norm0", nn.BatchNorm2d(channels))
-        self.features.add_module("relu0", nn.ReLU(inplace=True))
-        self.features.add_module("pool0", nn.MaxPool2d(3, stride=2, padding=1))
+        stem = OrderedDict(
+            conv0=nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False),
+            norm0=nn.BatchNorm2d(channels),
+            relu0=nn.ReLU(inplace=True),
+            pool0=nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        self.features = nn.Sequential(stem)
         for number, count in enumerate(block_config, start=1):
             if number > 1:
-                transition = nn.Sequential()
-                transition.add_module("norm", nn.BatchNorm2d(channels))
-                transition.add_module("relu", nn.ReLU(inplace=True))
-                transition.add_module("conv", nn.Conv2d(channels, channels // 2, 1, bias=False))
-                transition.add_module("pool", nn.AvgPool2d(2))
-                self.features.add_module(f"transition{number - 1}", transition)
+                transition = OrderedDict(
+                    norm=nn.BatchNorm2d(channels),
+                    relu=nn.ReLU(inplace=True),
+                    conv=nn.Conv2d(channels, channels // 2, 1, bias=False),
+                    pool=nn.AvgPool2d(2),
+                )
+                self.features.add_module(f"transition{number - 1}", nn.Sequential(transition))
                 channels //= 2
             block = nn.Sequential()
             for position in range(1, count + 1):

@@ -117,13 +117,7 @@ def _origin(device: str, made: datetime) -> str:
 def page(
     facts: ReportFacts, sweep: Sweep, remarks: tuple[str, ...] = (), usage: str = "", made: datetime | None = None
 ) -> str:
-    """The page as text.
-
-    Args:
-        remarks: lines under the verdict.
-        usage: Python that follows the plan.
-        made: date of the page, now by default.
-    """
+    """The page as text; arguments are those of `Report.to_html`."""
     # Import on use: most training never makes a page.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
