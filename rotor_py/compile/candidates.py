@@ -269,7 +269,7 @@ def _backward_temps(
     found = []
     for kept in stages.parts:
         partition = in_time(joint, kept)
-        curve = weigh(joint, stages.costs, partition).curve
+        curve = weigh(GraphCosts(joint, stages.costs), partition).curve
         most = [0] * len(stages.members)
         number = 0
         for run, live in zip(reversed(partition.backward), reversed(curve), strict=True):
@@ -360,7 +360,7 @@ def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = N
     for keep_outputs, chain in chains(stages).items():
         found = frontier(chain, slots=_SLOTS).sequences
         partitions += [follow(stages, found[each], keep_outputs=keep_outputs) for each in _spread(len(found), most)]
-    weighed = [Candidate(partition, costs.weigh(partition)) for partition in partitions]
+    weighed = [Candidate(partition, weigh(costs, partition)) for partition in partitions]
     if usual is not None:
         weighed = [Candidate(each.partition, each.weight.taking_longer(_OURS_LONGER)) for each in weighed]
         weighed += [*by_torch(joint, costs, _THEIRS), usual]
@@ -373,7 +373,7 @@ def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = N
 
 def by_torch(joint: JointGraph, costs: GraphCosts, budgets: abc.Sequence[float]) -> list[Candidate]:
     """Return the partitions of PyTorch's partitioner for Inductor with its own budgets, shares of what 1 saves."""
-    return [Candidate(each, costs.weigh(each)) for each in torch_partitions(joint, budgets)]
+    return [Candidate(each, weigh(costs, each)) for each in torch_partitions(joint, budgets)]
 
 
 def torch_partitions(joint: JointGraph, budgets: abc.Sequence[float]) -> list[Partition]:

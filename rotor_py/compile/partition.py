@@ -273,30 +273,51 @@ class Weight:
         return replace(self, seconds=factor * self.seconds, replayed_seconds=factor * self.replayed_seconds)
 
 
-def weigh(
-    joint: JointGraph, costs: dict[fx.Node, Cost], partition: Partition, *, fused: bool = False, loss: int = 0
-) -> Weight:
-    """Simulate `partition`; `loss` are the bytes of its loss beyond its outputs and their gradients."""
+@dataclass(frozen=True, slots=True)
+class GraphCosts:
+    """Costs of the operators of a joint graph."""
+
+    joint: JointGraph
+    operators: dict[fx.Node, Cost]
+    estimated: bool = False
+    """Whether peaks are estimates for fused code."""
+    loss: int = 0
+    """Bytes in use between forward and backward, beyond the outputs and their gradients."""
+
+    @classmethod
+    def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
+        if not fused:
+            return cls(joint, operator_costs(joint), loss=loss)
+        from rotor_profiling.torch_compat import inductor_config as config
+
+        mkldnn = torch.backends.mkldnn  # with it, Inductor chooses image layouts itself, on the CPU
+        inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
+        return cls(joint, fused_costs(joint, operator_costs(joint, inductor=inductor)), estimated, loss)
+
+
+def weigh(costs: GraphCosts, partition: Partition) -> Weight:
+    """Simulate `partition`."""
+    joint, operators = costs.joint, costs.operators
     steps: dict[fx.Node, Run] = {}
     for node in partition.forward:
         steps[node] = Run(node, {each: steps.get(each, each) for each in node.all_input_nodes})
     caller = _blocks(joint, joint.primals)
     ends = [steps.get(node, node) for node in (*joint.outputs, *partition.saved)]
-    forward = _live_bytes(joint, costs, list(steps.values()), ends, dict(caller), {}, fused=fused)
+    forward = _live_bytes(costs, list(steps.values()), ends, dict(caller), {})
 
     # Autograd's engine, or the caller of backward, holds gradients of outputs until the backward returns.
     held = _blocks(joint, [*joint.outputs, *joint.tangents]) | caller
     kept = {storage: block for storage, block in _blocks(joint, partition.saved).items() if storage not in held}
     last = {run.node: run for run in partition.backward}
     ends = [last.get(node, node) for node in joint.gradients]
-    curve = _live_bytes(joint, costs, list(partition.backward), ends, held, kept, fused=fused)
+    curve = _live_bytes(costs, list(partition.backward), ends, held, kept)
     ran = (*partition.forward, *(run.node for run in partition.backward))
     roots = {joint.root.get(node, node) for node in partition.saved}
     return Weight(
-        max(*forward, curve[0] + loss, *curve),
+        max(*forward, curve[0] + costs.loss, *curve),
         sum(block.size for block in kept.values()),
-        sum(costs[node].seconds for node in ran) + sum(costs[node].keeping for node in roots if node in costs),
-        sum(costs[node].seconds for node in partition.replayed),
+        sum(operators[n].seconds for n in ran) + sum(operators[n].keeping for n in roots if n in operators),
+        sum(operators[node].seconds for node in partition.replayed),
         tuple(curve[1:]),
     )
 
@@ -306,17 +327,10 @@ def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
 
 
 def _live_bytes(
-    joint: JointGraph,
-    costs: dict[fx.Node, Cost],
-    runs: list[Run],
-    ends: list[Run | fx.Node],
-    held: _Memory,
-    incoming: _Memory,
-    *,
-    fused: bool,
+    costs: GraphCosts, runs: list[Run], ends: list[Run | fx.Node], held: _Memory, incoming: _Memory
 ) -> list[int]:
     """Return live bytes before and during `runs`: `held` and `ends` stay, `incoming` is freed after its last read."""
-    made: dict[Run, _Memory] = {}
+    joint, fused, made = costs.joint, costs.estimated, dict[Run, _Memory]()
 
     def memory(value: Run | fx.Node) -> _Memory:
         if isinstance(value, Run):
@@ -352,31 +366,6 @@ def _live_bytes(
             free = Counter(block.size for block in ended.difference(new[position]))
             sizes = Counter(block.size for block in new[position])
             over = sum(size * min(count, free[size]) for size, count in sizes.items())
-        curve.append(live + costs[run.node].scratch - over)
+        curve.append(live + costs.operators[run.node].scratch - over)
         live -= sum(block.size for block in ended)
     return curve
-
-
-@dataclass(frozen=True, slots=True)
-class GraphCosts:
-    """Costs of the operators of a joint graph."""
-
-    joint: JointGraph
-    operators: dict[fx.Node, Cost]
-    estimated: bool = False
-    """Whether peaks are estimates for fused code."""
-    loss: int = 0
-    """Bytes in use between forward and backward, beyond the outputs and their gradients."""
-
-    @classmethod
-    def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:
-        if not fused:
-            return cls(joint, operator_costs(joint), loss=loss)
-        from rotor_profiling.torch_compat import inductor_config as config
-
-        mkldnn = torch.backends.mkldnn  # with it, Inductor chooses image layouts itself, on the CPU
-        inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
-        return cls(joint, fused_costs(joint, operator_costs(joint, inductor=inductor)), estimated, loss)
-
-    def weigh(self, partition: Partition) -> Weight:
-        return weigh(self.joint, self.operators, partition, fused=self.estimated, loss=self.loss)
