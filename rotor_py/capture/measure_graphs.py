@@ -23,6 +23,8 @@ from rotor_profiling import (
     RandomState,
     buffers_kept,
     has_loss,
+    isolated,
+    leaves_of,
     loss_layouts,
     measure_loss,
     storage_bytes,
@@ -35,13 +37,13 @@ from rotor_profiling.torch_compat import tree_map_only
 from rotor_profiling.value_tree import with_own_containers
 from rotor_py.capture.captured_forward import CapturedForward
 from rotor_py.capture.captured_graph import CapturedGraph, written_input
-from rotor_py.capture.graph.graph_nodes import line_of
+from rotor_py.capture.graph.graph_nodes import line_of, name_of
 from rotor_py.capture.variants import CompileBudgetOf, MeasuredGraph, MeasuredGraphs, compiled_variants, whole_step
 from rotor_py.compile.compiled_stage import StageCompiler
 from rotor_py.distributed.processes import largest_anywhere
 from rotor_py.distributed.sharding import as_left, sharding_of
 from rotor_py.errors import UnsupportedModelError
-from rotor_py.measure.cut import cut_layers
+from rotor_py.measure.cut import Cut, cut_layers
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 
@@ -173,7 +175,11 @@ def measure_graphs(
             context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, options.loss_temp_bytes)
             outputs = graph.leave(made, values)
             around = tuple(map(weakref.ref, tensors_in([arguments, outputs])))
-            found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around))
+            earlier = storages(
+                tensor for each in found.graphs for ref in each.returned if (tensor := ref()) is not None
+            )
+            extra = _beside_stages(graph, cut, value, arguments, earlier, device) if found.graphs else (0, 0)
+            found.graphs.append(MeasuredGraph(graph, cut, stages, context, loss, value, returned, around, *extra))
         return outputs
 
     # Measuring runs stages several times, each drawing random numbers.
@@ -224,6 +230,29 @@ def measure_graphs(
                 found.settle(variant)
             state.restore()
     return found
+
+
+def _beside_stages(
+    graph: CapturedGraph,
+    cut: Cut,
+    value: Any,
+    arguments: Sequence[Any],
+    earlier: dict[int, int],
+    device: torch.device,
+) -> tuple[int, int]:
+    """Return bytes that earlier graphs made and its stages save, and those of the results of its context."""
+    made, saved = storage_bytes(tensors_in(value), owned_elsewhere=storages(tensors_in(arguments))), set[int]()
+    if any(name_of(node).startswith("checkpointed(") for node in graph.graph_module.graph.nodes):
+        return sum(earlier.values()), made  # such regions save their inputs without calling hooks
+
+    def note(tensor: torch.Tensor) -> Any:  # there is no backward: nothing has to be kept
+        saved.update(storages([tensor]))
+
+    with saved_tensors_hooks(note, note):
+        for _, function in cut.stages:
+            with isolated(function, device), torch.enable_grad():
+                value = leaves_of(function(leaves_of(value)))
+    return sum(size for address, size in earlier.items() if address in saved), made
 
 
 def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weights: list[int]) -> list[int]:

@@ -51,6 +51,9 @@ class MeasuredGraph:
     returned: tuple[weakref.ref[torch.Tensor], ...]
     # Inputs and outputs of the graph. Weak, too.
     around: tuple[weakref.ref[torch.Tensor], ...] = ()
+    # Of a graph after others: bytes that those made and it saves for its backward, and of results of its context.
+    saved_inputs: int = 0
+    context_bytes: int = 0
 
     @property
     def measurement(self) -> Measurement:
@@ -132,19 +135,28 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     # Graphs go backward one after the other: a gradient that several of them add to waits from one to the next.
     kept += found.shared_gradient_bytes
     kept += sum(_stored(other)[1] for other in before)
+    returned = storages(tensors_in(found.output))
+    given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)
+    inside = bool(after) and returned.keys().isdisjoint(given)
+    # The main graph's output is gone when later graphs go backward, unless it is returned: a step may show that the
+    # caller holds it. For the solver, it is there in the loss.
+    gone = main.stages[-1].output_released_bytes if inside and not _FRAMES_HOLD else 0
+    gone = max(0, gone - sum(other.saved_inputs for other in after))
     # The graphs go backward one by one, each beside what those before it keep.
     behind = most = output = made = 0
     for other in after:
         measured = other.measurement
         last = found.outputs_held and other is after[-1]
         whole, saved = _stored(other, output_held=last)
-        seconds += whole.makespan
+        seconds, behind = seconds + whole.makespan, behind + other.context_bytes
         # For the solver, gradients made before the main graph's backward and an output of the model are there from the
         # start. They are not there yet.
         made += sum(measured.gradient_bytes)
         output = measured.stages[-1].activation_bytes
         counted = output if last else 0
-        most = max(most, behind + whole.peak - made - counted)
+        backward = len(whole.during) // 2  # everything is stored: forwards, the loss, and backwards
+        peak = max(*whole.during[:backward], max(whole.during[backward:]) - gone)
+        most = max(most, behind + peak - made - counted)
         behind += saved - counted
     kept += made
     if found.loss is not None:
@@ -152,14 +164,12 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
         most = max(most, behind + found.loss.temp_bytes + output - made)
     # That includes the gradient of the main graph's output, which the solver counts with the loss as well.
     temp += max(0, most - output_bytes) if after else most
-    returned = storages(tensors_in(found.output))
-    given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)
     return replace(
         main,
         loss=LossCost(seconds, temp, kept),
         other_outputs=found.returned_bytes,
         outputs_held=found.outputs_held,
-        output_held=not after or (found.outputs_held and not returned.keys().isdisjoint(given)),
+        output_held=not after or (found.outputs_held and not inside),
     )
 
 
