@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import math
 import os
 import shlex
@@ -68,7 +69,7 @@ def usage_lines(facts: Facts, saved_plan: str | None) -> str:
     if saved_plan:  # options that a plan file omits: tier, low-precision format, optimizer
         again = ("step_in_backward=", "keep=", *(("offload=",) if facts.sequence.moves is not None else ()))
         others = tuple(each for each in others if each.startswith(again))
-        argument = f'plan="{saved_plan}"'
+        argument = f"plan={json.dumps(saved_plan, ensure_ascii=False)}"
     argument = ", ".join([argument, *others])
     step = "loss(model(batch)).backward()"
     if (chosen := facts.batches) is not None:
