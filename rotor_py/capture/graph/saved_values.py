@@ -163,9 +163,7 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
                 break
             read = {each: list(_tensors(values[each])) for each in node.all_input_nodes}
             before = [tensor._version for tensors in read.values() for tensor in tensors]
-            with (
-                FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS) if kind_of(node) else nullcontext() as count
-            ):
+            with _counter() if kind_of(node) else nullcontext() as count:
                 values[node] = _value_of(body, node, values, given, mode, sizes)
             if count is not None:
                 found.flops[node] = count.get_total_flops()
@@ -188,6 +186,17 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
                     values.pop(each, None)
     memories.end()
     return found
+
+
+class _NoModules(nullcontext[None]):
+    parents = ("Global",)
+
+
+def _counter() -> FlopCounterMode:
+    counter = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
+    # Its own tracker hooks all modules of the process: also those that another thread trains.
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    return counter
 
 
 @dataclass
