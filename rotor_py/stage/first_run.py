@@ -53,7 +53,7 @@ _SETTINGS = kernel_settings()
 _GLOBAL_HOOKS: list[dict[int, Any]] = [
     table for name, table in vars(module_hooks).items() if name.startswith("_global_") and isinstance(table, dict)
 ]
-_TABLES = [name for name, table in vars(nn.Module()).items() if isinstance(table, dict)]
+_TABLES = [name for name, table in vars(nn.Module()).items() if isinstance(table, dict) and "state_dict" not in name]
 _PARAMETERS = "_parameters"
 
 
@@ -79,10 +79,11 @@ class World:
 
     def enter(self, undo: Undoing) -> None:
         """Put everything but context variables back, until that is undone."""
-        for each, before in zip(_SETTINGS, self.settings, strict=True):
-            if (now := each.get()) != before:
-                undo.append(partial(each.set, now))
-                each.set(before)
+        if tuple([each.get() for each in _SETTINGS]) != self.settings:
+            for each, before in zip(_SETTINGS, self.settings, strict=True):
+                if (now := each.get()) != before:  # older settings change newer ones
+                    undo.append(partial(each.set, now))
+                    each.set(before)
         _swap_modes(undo, function_mode_stack, self.function_modes, pop_function_mode, push_function_mode, _is_own)
         _swap_modes(
             undo, dispatch_mode_stack, self.dispatch_modes, pop_dispatch_mode, push_dispatch_mode, _only_observes
@@ -165,13 +166,18 @@ class Seen:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._name = name
-        self._modules = list(module.modules())
+        self._modules = _modules_of(module)
         self._modes = [each.training for each in self._modules]
-        tables = [(key, vars(each)[key]) for each in self._modules for key in _TABLES if key in vars(each)]
-        self._tables: list[tuple[str, Table, Table | None]] = [(key, each, dict(each) or None) for key, each in tables]
-        self.hooked = any(before for key, _, before in self._tables if key.endswith("hooks"))
+        # Most tables are empty, and every first run of every stage comes here.
+        self._tables: list[tuple[str, Table, Table | None]] = [
+            (key, table, dict(table) if table else None)
+            for own in map(vars, self._modules)
+            for key in _TABLES
+            if (table := own.get(key)) is not None
+        ]
+        self.hooked = any([before is not None and "hooks" in key for key, _, before in self._tables])
         """whether any module has a hook"""
-        parameters = [each for key, table, _ in self._tables if key == _PARAMETERS for each in table.values()]
+        parameters = [each for key, _, own in self._tables if own and key == _PARAMETERS for each in own.values()]
         self.trained = frozenset(id(each) for each in parameters if each is not None and each.requires_grad)
         """`id` of each parameter that was trained"""
         self._classes: list[tuple[type, object]] = []
@@ -221,6 +227,18 @@ class Seen:
             return name
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"  # of a captured stage
         return f"a {kind} of shape {tuple(tensor.shape)}"
+
+
+def _modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return all modules, each once, in any order: `modules()` makes names, too."""
+    found = {module: None}
+    pending = [module]
+    while pending:
+        for each in pending.pop()._modules.values():
+            if each is not None and each not in found:
+                found[each] = None
+                pending.append(each)
+    return list(found)
 
 
 def _code_of(module: nn.Module) -> tuple[type, object]:
