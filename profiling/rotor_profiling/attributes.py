@@ -36,6 +36,7 @@ _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 Contents = list[tuple[Any, Any]]
 """Containers, each with a shallow copy."""
+Table = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +92,14 @@ class Attributes:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._before = [(module, _before(module)) for module in _plain_modules(function)]
+        self._before = [(module, *_before(module)) for module in modules_of(function, but=HasKind)]
 
     def changes(self) -> list[Change]:
         """Return the changes since the snapshot.
 
         Raises RuntimeError if a tensor was written into for the first time, so that there is no copy.
         """
-        return [each for module, before in self._before for each in _changes(module, before)]
+        return [each for before in self._before for each in _changes(*before)]
 
     def after_run(self) -> Callable[[], list[Change]]:
         """Return a function that finds later changes, to undo them for a recomputation; keeps no needless copy.
@@ -107,10 +108,10 @@ class Attributes:
         """
         written = {(change.module, change.name) for change in self.changes() if change.values is not None}
         before = [
-            (module, {name: each if (module, name) in written else _uncopied(each) for name, each in entries.items()})
-            for module, entries in self._before
+            (module, values, [each if (module, each.name) in written else _uncopied(each) for each in inside])
+            for module, values, inside in self._before
         ]
-        return lambda: [change for module, entries in before for change, _ in _differences(module, entries)]
+        return lambda: [change for each in before for change, _ in _differences(*each)]
 
     def put_back(self, *, caches: bool = True) -> None:
         """Restore all attributes.
@@ -134,12 +135,12 @@ def attributes_kept(function: Callable[..., Any], *, caches: bool = True) -> Ite
 
 def sets_attributes(function: Callable[..., Any]) -> bool:
     """Whether a run of `function` has changed an attribute from one value to another."""
-    return any(_changing.get(module) for module in _plain_modules(function))
+    return any(_changing.get(module) for module in modules_of(function, but=HasKind))
 
 
 def kept_bytes(function: Callable[..., Any]) -> int:
     """Return the bytes of tensor attributes held for a recomputation of `function`, as far as known."""
-    modules = _plain_modules(function)
+    modules = modules_of(function, but=HasKind)
     # Recurrent layers have lists of their parameters.
     tables = [table for module in modules for table in (module._parameters, module._buffers)]
     owned = storages(each for table in tables for each in table.values() if each is not None)
@@ -161,36 +162,41 @@ def with_gradients(changes: Iterable[Change]) -> list[str]:
     ]
 
 
-def _plain_modules(function: Callable[..., Any]) -> list[nn.Module]:
-    if not isinstance(function, nn.Module):
-        return []
-    found, pending = [], [function]
+def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list[nn.Module]:
+    """Return all modules of `function`, each once and in order, except those of a class, and what is in these.
+
+    Like `modules()`, which makes a name for each, too: every run of every stage comes here.
+    """
+    found: dict[nn.Module, None] = {}
+    pending: list[Any] = [function] if isinstance(function, nn.Module) else []
     while pending:
         module = pending.pop()
-        if not isinstance(module, HasKind):
-            found.append(module)
-            pending += [each for each in module._modules.values() if each is not None]
-    return found
+        if module is not None and module not in found and not isinstance(module, but):
+            found[module] = None
+            if module._modules:
+                pending += reversed(module._modules.values())
+    return list(found)
 
 
-def _before(module: nn.Module) -> dict[str, Change]:
-    found, written = {}, _written.get(module)
-    for name, value in vars(module).items():
+def _before(module: nn.Module) -> tuple[Table, list[Change]]:
+    """The attributes, and those of them that may change inside."""
+    values = dict(vars(module))
+    inside, written = [], _written.get(module)
+    for name, value in values.items():
         if name in _TABLES:
             continue
-        found[name] = Change(
-            module, name, value, None, list(contents_of(value, set())) if type(value) in CONTAINERS else []
-        )
-        if isinstance(value, torch.Tensor) and not value.requires_grad:
+        if type(value) in CONTAINERS:
+            inside.append(Change(module, name, value, None, list(contents_of(value, set()))))
+        elif isinstance(value, torch.Tensor) and not value.requires_grad:
             kept = value.clone() if written is None or name in written else None
-            found[name] = Change(module, name, value, kept, [], value._version)
-    return found
+            inside.append(Change(module, name, value, kept, [], value._version))
+    return values, inside
 
 
-def _changes(module: nn.Module, entries: dict[str, Change]) -> Iterator[Change]:
+def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[Change]:
     """The changes that a run made, which are remembered as such."""
     changing, written = _changing.setdefault(module, set()), _written.setdefault(module, set())
-    for change, wrote in _differences(module, entries):
+    for change, wrote in _differences(module, values, inside):
         if change.value is not None and change.value is not _MISSING:
             changing.add(change.name)
         if wrote:
@@ -206,16 +212,21 @@ def _changes(module: nn.Module, entries: dict[str, Change]) -> Iterator[Change]:
         yield change
 
 
-def _differences(module: nn.Module, entries: dict[str, Change]) -> Iterator[tuple[Change, bool]]:
-    """What is otherwise than in `entries`, and whether a tensor was written into."""
+def _differences(module: nn.Module, values: Table, inside: list[Change]) -> Iterator[tuple[Change, bool]]:
+    """What is otherwise than it was, and whether a tensor was written into."""
     now = vars(module)
-    for name in [name for name in now if name not in _TABLES and name not in entries]:
-        yield Change(module, name, _MISSING, None, []), False
-    for name, before in entries.items():
+    if now.keys() == values.keys() and all(map(operator.is_, now.values(), values.values())):  # as most are
+        changed = set()
+    else:
+        names = (now.keys() | values.keys()) - _TABLES
+        changed = {name for name in names if now.get(name, _MISSING) is not values.get(name, _MISSING)}
+    for before in inside:
         wrote = before.version is not None and before.value._version != before.version
-        if now.get(name, _MISSING) is before.value and not wrote and all(starmap(as_it_was, before.contents)):
-            continue
-        yield (before if wrote else _uncopied(before)), wrote
+        if before.name in changed or wrote or not all(starmap(as_it_was, before.contents)):
+            changed.discard(before.name)
+            yield (before if wrote else _uncopied(before)), wrote
+    for name in changed:
+        yield Change(module, name, values.get(name, _MISSING), None, []), False
 
 
 def _uncopied(change: Change) -> Change:

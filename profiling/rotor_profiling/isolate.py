@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotor_profiling.attributes import Attributes
+from rotor_profiling.attributes import Attributes, modules_of
 from rotor_profiling.storage import equal
 from rotor_profiling.torch_compat import parametrize, unset_fake_temporarily
 
@@ -33,9 +33,7 @@ def buffer_slots(function: Callable[..., Any]) -> list[Slot]:
 
 
 def _slots(function: Callable[..., Any], table: str) -> list[Slot]:
-    if not isinstance(function, nn.Module):
-        return []
-    tables = [getattr(module, table) for module in function.modules()]
+    tables = [vars(module)[table] for module in modules_of(function)]
     return [(entries, name, tensor) for entries in tables for name, tensor in entries.items() if tensor is not None]
 
 
@@ -145,7 +143,7 @@ class Buffers:
     """Snapshot of the buffers of `module`, with copies of all values."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
+        self._tables = [(each._buffers, dict(each._buffers)) for each in modules_of(module)]
         self._copies = {id(tensor): (tensor, tensor.clone()) for _, _, tensor in buffer_slots(module)}
 
     def put_back(self) -> None:

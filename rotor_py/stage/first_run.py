@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rotor_profiling.attributes import modules_of
 from rotor_profiling.isolate import Undoing
 from rotor_profiling.torch_compat import (
     dispatch_mode_stack,
@@ -162,39 +163,29 @@ def _fill(table: dict[Any, Any], entries: dict[Any, Any]) -> None:
 class Seen:
     """What the first run of the stage `module` found in its modules (Rules 2 and 3). Made before that run."""
 
-    __slots__ = ("_classes", "_marks", "_modes", "_modules", "_name", "_tables", "hooked", "trained")
+    __slots__ = ("_code", "_marks", "_modes", "_modules", "_name", "_tables", "hooked", "trained")
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._name = name
-        self._modules = _modules_of(module)
+        self._modules = modules_of(module)
         self._modes = [each.training for each in self._modules]
-        # Most tables are empty, and every first run of every stage comes here.
-        self._tables: list[tuple[str, Table, Table | None]] = [
-            (key, table, dict(table) if table else None)
-            for own in map(vars, self._modules)
-            for key in _TABLES
-            if (table := own.get(key)) is not None
+        self._tables: list[tuple[Table, dict[str, Table]]] = [
+            (own, {key: dict(table) for key in _TABLES if (table := own.get(key))}) for own in map(vars, self._modules)
         ]
-        self.hooked = any([before is not None and "hooks" in key for key, _, before in self._tables])
+        """of each module, its attributes now, and the tables that had entries"""
+        self.hooked = any("hooks" in key for _, before in self._tables for key in before)
         """whether any module has a hook"""
-        parameters = [each for key, _, own in self._tables if own and key == _PARAMETERS for each in own.values()]
-        self.trained = frozenset(id(each) for each in parameters if each is not None and each.requires_grad)
+        self.trained = frozenset(id(each) for each in self._tensors(_PARAMETERS) if each.requires_grad)
         """`id` of each parameter that was trained"""
-        self._classes: list[tuple[type, object]] = []
+        self._code: list[tuple[type, object]] = []
         self._marks: list[tuple[torch.Tensor, Any]] = []
 
     def note(self, copied: Iterable[torch.Tensor] = ()) -> None:
         """Remember values as a run has left them, but those of buffers that are `copied`."""
         left_out = {id(each) for each in copied}
-        tensors = [
-            each
-            for key, _, before in self._tables
-            if before is not None and key in (_PARAMETERS, "_buffers")
-            for each in before.values()
-            if each is not None and id(each) not in left_out
-        ]
-        self._marks = [(each, _mark(each)) for each in tensors]
-        self._classes = [_code_of(each) for each in self._modules]
+        tensors = [*self._tensors(_PARAMETERS), *self._tensors("_buffers")]
+        self._marks = [(each, _mark(each)) for each in tensors if id(each) not in left_out]
+        self._code = [(kind, kind.forward) for kind in map(type, self._modules)]
 
     def noted_again(self) -> None:
         """Remember the values of the same tensors as a recomputation has left them."""
@@ -202,23 +193,28 @@ class Seen:
 
     def refuse_changes(self) -> None:
         """Raise StageChangedError if a value is another one, or a module runs other code."""
-        for module, then in zip(self._modules, self._classes, strict=True):
-            if _code_of(module) != then:
+        for module, (kind, forward) in zip(self._modules, self._code, strict=True):
+            now = type(module)
+            if now is not kind or (now.forward is not forward and not (_is_theirs(now.forward) and _is_theirs(forward))):
                 label = next(name for name, each in self._modules[0].named_modules() if each is module)
-                raise StageChangedError(self._name, f"the forward of {label or 'it'}", then[1], type(module).forward)
+                raise StageChangedError(self._name, f"the forward of {label or 'it'}", forward, now.forward)
         for tensor, then in self._marks:
             if (now := _mark(tensor)) != then:
                 raise StageChangedError(self._name, self._label(tensor), *_told(then, now))
 
     def put_back(self, undo: Undoing, *, parameters: bool = True) -> None:
         """Put tables and training modes back, until that is undone; tables of `parameters` only if asked."""
-        for key, table, before in self._tables:
-            if (table or before) and (parameters or key != _PARAMETERS):
-                _swap(undo, table, before or {})
+        for own, before in self._tables:
+            for key in _TABLES:
+                if (own.get(key) or key in before) and (parameters or key != _PARAMETERS):
+                    _swap(undo, own[key], before.get(key, {}))
         for module, mode in zip(self._modules, self._modes, strict=True):
             if module.training != mode:
                 undo.append(partial(setattr, module, "training", not mode))
                 module.training = mode
+
+    def _tensors(self, table: str) -> list[torch.Tensor]:
+        return [each for _, before in self._tables for each in before.get(table, {}).values() if each is not None]
 
     def _label(self, tensor: torch.Tensor) -> str:
         named = (*self._modules[0].named_parameters(), *self._modules[0].named_buffers())
@@ -229,41 +225,28 @@ class Seen:
         return f"a {kind} of shape {tuple(tensor.shape)}"
 
 
-def _modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return all modules, each once, in any order: `modules()` makes names, too."""
-    found = {module: None}
-    pending = [module]
-    while pending:
-        for each in pending.pop()._modules.values():
-            if each is not None and each not in found:
-                found[each] = None
-                pending.append(each)
-    return list(found)
+def _is_theirs(forward: object) -> bool:
+    """Whether a `forward` is torch's, or this project's, which replaces some while it captures, in any thread."""
+    return (getattr(forward, "__module__", None) or "").startswith((_OWN, "torch."))
 
 
-def _code_of(module: nn.Module) -> tuple[type, object]:
-    kind = type(module)
-    forward = kind.forward
-    # This project replaces some of torch's while a model is captured, perhaps in another thread.
-    return kind, None if (getattr(forward, "__module__", None) or "").startswith((_OWN, "torch.")) else forward
-
-
-_SAMPLE = 16
+_PLAIN = (torch.Tensor, nn.Parameter)
+_Sample = ctypes.c_char * 16
 """Bytes read at the beginning and at the end of a parameter."""
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What shows that a tensor has been written to: its version, and of plain tensors, address and some bytes."""
     version = _version(tensor)
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or version is None:
+    if version is None or type(tensor) not in _PLAIN:
         return (version,)
-    address = tensor.data_ptr()
-    if address == 0 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+    address, size = tensor.data_ptr(), tensor.nbytes
+    if not tensor.is_cpu or address == 0 or not tensor.is_contiguous():
         return version, address
-    size = tensor.numel() * tensor.element_size()
-    sample = min(size, _SAMPLE)
-    first, last = ctypes.string_at(address, sample), ctypes.string_at(address + size - sample, sample)
-    return version, address, first, last
+    if size < ctypes.sizeof(_Sample):
+        return version, address, ctypes.string_at(address, size)
+    first, last = _Sample.from_address(address), _Sample.from_address(address + size - ctypes.sizeof(_Sample))
+    return version, address, first.raw, last.raw
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rotor_profiling import isolated, leaves_of, storages, tensors_in
-from rotor_profiling.attributes import Attributes, Change
+from rotor_profiling.attributes import Attributes, Change, modules_of
 from rotor_profiling.isolate import RandomState, Slot, buffer_slots, own_parametrizations, undoing
 from rotor_profiling.storage import equal, local, wait_for
 from rotor_profiling.timing import several_processes
@@ -311,11 +311,9 @@ def present(function: Callable[..., Any], devices: tuple[torch.device, ...], nam
 
 
 def _tracking_batch_norms(function: Callable[..., Any]) -> list[Any]:
-    if not isinstance(function, nn.Module):
-        return []
     return [
         module
-        for module in function.modules()
+        for module in modules_of(function)
         if type(module) in _PLAIN_BATCH_NORM and module.training and module.track_running_stats
     ]
 
@@ -418,7 +416,7 @@ def recall_effects(function: Callable[..., Any]) -> GraphEffects:
         return GraphEffects()
     if function not in _remembered:
         # A plan made by hand: layers known to differ on one device count as different on all.
-        return GraphEffects(any(isinstance(module, nn.RNNBase) for module in function.modules()))
+        return GraphEffects(any(isinstance(module, nn.RNNBase) for module in modules_of(function)))
     return _remembered[function]
 
 
