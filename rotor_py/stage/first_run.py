@@ -194,10 +194,10 @@ class Seen:
     def refuse_changes(self) -> None:
         """Raise StageChangedError if a value is another one, or a module runs other code."""
         for module, (kind, forward) in zip(self._modules, self._code, strict=True):
-            now = type(module)
-            if now is not kind or (now.forward is not forward and not (_is_theirs(now.forward) and _is_theirs(forward))):
+            now = type(module).forward
+            if type(module) is not kind or (now is not forward and not (_is_theirs(now) and _is_theirs(forward))):
                 label = next(name for name, each in self._modules[0].named_modules() if each is module)
-                raise StageChangedError(self._name, f"the forward of {label or 'it'}", forward, now.forward)
+                raise StageChangedError(self._name, f"the forward of {label or 'it'}", forward, now)
         for tensor, then in self._marks:
             if (now := _mark(tensor)) != then:
                 raise StageChangedError(self._name, self._label(tensor), *_told(then, now))
