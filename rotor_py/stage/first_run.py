@@ -185,7 +185,8 @@ class Seen:
         left_out = {id(each) for each in copied}
         tensors = [*self._tensors(_PARAMETERS), *self._tensors("_buffers")]
         self._marks = [(each, _mark(each)) for each in tensors if id(each) not in left_out]
-        self._code = [(kind, kind.forward) for kind in map(type, self._modules)]
+        kinds: list[type[Any]] = [type(each) for each in self._modules]
+        self._code = [(kind, kind.forward) for kind in kinds]
 
     def noted_again(self) -> None:
         """Remember the values of the same tensors as a recomputation has left them."""
@@ -194,10 +195,10 @@ class Seen:
     def refuse_changes(self) -> None:
         """Raise StageChangedError if a value is another one, or a module runs other code."""
         for module, (kind, forward) in zip(self._modules, self._code, strict=True):
-            now = type(module).forward
-            if type(module) is not kind or (now is not forward and not (_is_theirs(now) and _is_theirs(forward))):
+            code = type(module).forward
+            if type(module) is not kind or (code is not forward and not (_is_theirs(code) and _is_theirs(forward))):
                 label = next(name for name, each in self._modules[0].named_modules() if each is module)
-                raise StageChangedError(self._name, f"the forward of {label or 'it'}", forward, now)
+                raise StageChangedError(self._name, f"the forward of {label or 'it'}", forward, code)
         for tensor, then in self._marks:
             if (now := _mark(tensor)) != then:
                 raise StageChangedError(self._name, self._label(tensor), *_told(then, now))
