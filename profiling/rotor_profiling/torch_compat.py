@@ -13,79 +13,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 
-if TYPE_CHECKING:
-    from torch import (
-        _TorchCompileInductorWrapper as TorchCompileInductorWrapper,
-        _TorchCompileWrapper as TorchCompileWrapper,
-    )
+if TYPE_CHECKING:  # names whose types mypy needs
+    from torch import _TorchCompileInductorWrapper as TorchCompileInductorWrapper, nn
     from torch._C import (
         DispatchKey,
-        DispatchKeySet,
-        _AutoDispatchBelowAutograd as AutoDispatchBelowAutograd,
-        _autograd as c_autograd,
-        _current_autograd_node as current_autograd_node,
         _current_graph_task_id as current_graph_task_id,
         _disabled_torch_function_impl as disabled_torch_function_impl,
-        _dispatch_get_registrations_for_dispatch_key as dispatch_get_registrations_for_dispatch_key,
-        _ExcludeDispatchKeyGuard as ExcludeDispatchKeyGuard,
-        _nn as c_nn,
-        _set_grad_enabled as set_grad_enabled,
-        _storage_Use_Count as storage_use_count,
         _will_engine_execute_node as will_engine_execute_node,
     )
-    from torch._C._autograd import (
-        _enable_record_function as enable_record_function,
-        _get_current_graph_task_keep_graph as get_current_graph_task_keep_graph,
-        _get_sequence_nr as get_sequence_nr,
-    )
-    from torch._C._functorch import is_functorch_wrapped_tensor, maybe_current_level, pop_dynamic_layer_stack
-    from torch._C._profiler import _ExperimentalConfig as ExperimentalConfig
+    from torch._C._autograd import _get_sequence_nr as get_sequence_nr
     from torch._compile import _disable_dynamo as disable_dynamo
-    from torch._dynamo import allow_in_graph, config as dynamo_config, mark_static, optimize
-    from torch._dynamo.backends import registry as dynamo_registry
-    from torch._dynamo.backends.common import AotAutograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._dynamo.backends.registry import lookup_backend
-    from torch._dynamo.callback import callback_handler as dynamo_callbacks
     from torch._dynamo.eval_frame import OptimizedModule
     from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.utils import graph_break_reasons
-    from torch._dynamo.variables import ConstantVariable, builder as dynamo_builder
-    from torch._functorch import config as functorch_config, partitioners
-    from torch._functorch._aot_autograd import graph_compile
-    from torch._functorch._aot_autograd.utils import (
-        _is_bwd_seed_offset as is_bwd_seed_offset,
-        _is_primal as is_primal,
-        _is_tangent as is_tangent,
-    )
-    from torch._functorch.compile_utils import fx_graph_cse, raise_getitems
-    from torch._guards import CompileContext, TracingContext, compile_context, tracing
-    from torch._inductor import config as inductor_config, exc as inductor_exceptions, list_mode_options
-    from torch._inductor.compile_fx import compile_fx
+    from torch._functorch import partitioners
+    from torch._guards import CompileContext, TracingContext
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
     from torch._ops import OpOverload, OpOverloadPacket
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-        is_fake as is_fake_tensor,
-        unset_fake_temporarily,
-    )
-    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.tensor import DTensor
-    from torch.amp.autocast_mode import _enter_autocast as enter_autocast, _exit_autocast as exit_autocast
-    from torch.autograd.graph import _engine_run_backward as engine_run_backward
-    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-    from torch.testing._internal.distributed.fake_pg import FakeStore
     from torch.utils._ordered_set import OrderedSet
-    from torch.utils._python_dispatch import (
-        TorchDispatchMode,
-        _get_current_dispatch_mode as current_dispatch_mode,
-        _get_current_dispatch_mode_stack as dispatch_mode_stack,
-    )
-    from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import TreeSpec, tree_flatten
 
 NAMES = {
     "AotAutograd": "torch._dynamo.backends.common.AotAutograd",
