@@ -183,10 +183,14 @@ class StageMeasurer:
 
     def walk(self, progress: Progress | None = None) -> Any:
         """Measure all stages; return the chain's output."""
-        output = self._survey.walk(progress)
+        self._survey.walk(progress)
         self._survey.settle()
         self._measure(progress)
-        return output
+        value = self._input  # not an earlier output: held while the last stages are measured, it may not fit
+        for number, (_, function) in enumerate(self._chain.cut.stages):
+            with gathered(function, self._chain.cut.sharding):
+                value = self._chain.run(self._chain.runner(number), value)
+        return value
 
     def settle_layouts(self, of_output: Layouts) -> None:
         """Remeasure stages whose gradients arrive in other layouts, if the loss gives the output those `of_output`."""
@@ -279,9 +283,9 @@ class StageMeasurer:
         return {i for i in range(len(self._kinds)) if anywhere(i in wanted, self._options.group, self._device)}
 
     def _time_stages(self, wanted: set[int]) -> None:
-        value = self._input
+        value, last = self._input, max(wanted)
         with stopwatch(self._device) as watch:
-            for number in range(max(wanted) + 1):
+            for number in range(last + 1):
                 _, function = self._chain.cut.stages[number]
                 with gathered(function, self._chain.cut.sharding):
                     if number in wanted:
@@ -289,12 +293,21 @@ class StageMeasurer:
                         context, memory = self._known[kind]
                         ways = self._stored(number, memory.ways if self._times.all_ways_wanted(kind) else ())
                         again = self._times.again_wanted(kind)
-                        run, output = time_ways(ways, value, context, watch, as_node=self._options.as_node, again=again)
+                        run, output = time_ways(
+                            ways,
+                            value,
+                            context,
+                            watch,
+                            as_node=self._options.as_node,
+                            again=again,
+                            hand_on=number < last,  # an output beside those of all runs may not fit
+                        )
                         self._times.add(kind, run, exact=watch.exact)
                     else:
                         with isolated(function, self._device), torch.no_grad():
                             output = self._chain.runner(number).forward(value)
-                    value = self._handed_on(number, output)
+                    if number < last:
+                        value = self._handed_on(number, output)
                     del output
 
     def _handed_on(self, number: int, output: Any) -> Any:

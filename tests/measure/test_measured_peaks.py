@@ -1,11 +1,15 @@
 """No step takes more than is measured: copies of gradients in other layouts, and carried tensors, count."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotor_profiling import loss_layouts
+from rotor_profiling import loss_layouts, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.measure.discovery_pass import DiscoveryPass
 from tests.checkpointable.steps import between, square, step_peak
@@ -141,3 +145,41 @@ def test_a_tensor_that_several_stages_read_is_in_memory_until_the_first_of_them_
         _, measured = (step_peak(planned, batch, fresh_grads=True) for _ in range(2))
         predicted = planned.budget.peak_bytes(sequence)
         assert 0.95 * predicted <= measured <= predicted
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that results of operators have held at once, in memory that was not there before."""
+
+    def __init__(self, present: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.most = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in present}
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in([result]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._found = {at: (ref, size) for at, (ref, size) in self._found.items() if not ref.expired()}
+        self.most = max(self.most, sum(size for _, size in self._found.values()))
+        return result
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("shape", ["large parameters", "large output"])
+def test_measuring_takes_no_more_than_the_least_limit(shape: str, fresh: bool) -> None:
+    if shape == "large output":
+        model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2048)), torch.randn(256, 64)
+    else:
+        block = [nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256)) for _ in range(3)]
+        model, batch = nn.Sequential(*block), torch.randn(8, 256)
+    for parameter in model.parameters() if not fresh else ():
+        parameter.grad = torch.zeros_like(parameter)
+    present = [*model.parameters(), batch, *(each.grad for each in model.parameters() if each.grad is not None)]
+    planned = Checkpointable(model, fresh_grads=fresh, cache=False)
+    with Held(present) as held:
+        planned.measure(batch)
+    # A thousandth for what measuring itself makes, such as the ones that a backward begins with.
+    assert held.most + sum(each.nbytes for each in present) <= 1.001 * planned.budget.least_bytes()

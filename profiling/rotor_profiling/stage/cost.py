@@ -22,6 +22,7 @@ from rotor_profiling.stage.gradients import (
     StageContext,
     Stepped,
     Strides,
+    added_up,
     enter_graph,
     gradients_for,
     leaves_of,
@@ -98,7 +99,7 @@ def measure_ways(
     # memory. So results are never too small, and the least is closest.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
-        with _stand_in_steps(parameters, context.stepped):
+        with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
             rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
         after_replay = _bytes_after_replay(parameters, context.stepped)
     ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
@@ -125,15 +126,13 @@ def _measure_once(
     rise = meter.phases[""].rise
     seconds, shown = [], []
     for runner in runners:
-        _set_gradients(parameters, context)
         runner.make_ready()
-        _forget_if_fresh(parameters, context)
+        _forget(parameters)
         with memory_meter(context.device) as meter:
             seconds.append(_run_in_graph(runner, value, parameters, context, meter, watch))
             found = _run_with_own_graph(runner, value, context, meter, surroundings)
         held = 0
         if "dropping" in meter.phases:
-            _set_gradients(parameters, context)
             with memory_meter(context.device) as other:
                 _run_in_graph(runner, value, parameters, replace(context, silent_held=True), other, None)
             held = max(0, _backward_peak(other.phases) - _backward_peak(meter.phases))
@@ -259,7 +258,7 @@ def _run_in_graph(
             watch.lap()
         del one
     meter.mark("between")
-    _forget_if_fresh(parameters, context)
+    _forget(parameters)
     # The second lap makes the gradients of the output.
     seconds = [0.0] if watch is None else watch.stop()
     return seconds[0], seconds[2] if len(seconds) > 1 else 0.0
@@ -312,16 +311,9 @@ def _uses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [storage_use_count(tensor.untyped_storage()._cdata) for tensor in tensors]
 
 
-def _set_gradients(parameters: list[torch.Tensor], context: StageContext) -> None:
-    if not context.fresh_gradients:
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def _forget_if_fresh(parameters: list[torch.Tensor], context: StageContext) -> None:
-    if context.fresh_gradients:
-        for parameter in parameters:
-            parameter.grad = None
+def _forget(parameters: list[torch.Tensor]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 @contextmanager

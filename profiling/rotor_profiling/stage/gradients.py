@@ -7,7 +7,8 @@ transposed; so their backward begins with a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -140,6 +141,26 @@ def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
 
 
 # Protocols of the executor, whose own code measuring calls. It is above this package.
+
+
+@contextmanager
+def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> Iterator[None]:
+    """Free each parameter's new gradient once it has been added up, as where gradients are present, unless `fresh`.
+
+    Takes no memory for the gradients that it is added to: measuring has to fit where the plan does.
+    """
+    hooks = [] if fresh else [parameter.register_post_accumulate_grad_hook(_added) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _added(parameter: torch.Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None and gradient.layout is torch.strided:
+        gradient.add_(gradient)  # takes as long as to add it to another one
 
 
 class Attached(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rotor_profiling.isolate import isolated
-from rotor_profiling.stage.gradients import Runner, StageContext, enter_graph, leaves_of, scalar_after
+from rotor_profiling.stage.gradients import Runner, StageContext, added_up, enter_graph, leaves_of, scalar_after
 from rotor_profiling.timing import Stopwatch, lower_quartile
 
 
@@ -81,8 +81,9 @@ def time_ways(
     *,
     as_node: AsNode | None = None,
     again: bool = True,
+    hand_on: bool = True,
 ) -> tuple[StageRun, Any]:
-    """Time one run of a stage on `value` in all modes; return it, and the stage's output without a graph.
+    """Time one run of a stage on `value` in all modes; return it, and if asked, the stage's output without a graph.
 
     Modes are timed in direct succession, because a busy machine varies from moment to moment by more than they differ.
     `again`: also time a run as a node, as a whole by `as_node`, or else in parts; its backward then counts as long as
@@ -91,11 +92,8 @@ def time_ways(
     origin, output, laps = torch.empty(0, requires_grad=True), None, _Laps(watch)
 
     def enter() -> Any:
-        for parameter in parameters:  # gradients exactly where training has some before a backward
-            if context.fresh_gradients:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        for parameter in parameters:
+            parameter.grad = None
         return enter_graph(origin, value)
 
     def forward(run: Callable[[Any], Any], name: str) -> list[Any]:
@@ -114,13 +112,17 @@ def time_ways(
             source.backward(torch.ones_like(source))
         laps.end(name)
 
-    with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
+    with (
+        isolated(runners[0].function, context.device) as parameters,
+        added_up(parameters, fresh=context.fresh_gradients),
+        torch.enable_grad(),
+    ):
         for runner in runners:
             runner.make_ready()
         watch.start()
         for runner in runners:
             made = forward(runner.forward, "forward")
-            if runner is runners[0]:
+            if hand_on and runner is runners[0]:
                 output = leaves_of(made[0])
             backward(made, "backward")
             if again and runner is runners[0]:
