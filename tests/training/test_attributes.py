@@ -117,28 +117,23 @@ def test_a_gradient_that_leaves_by_an_attribute_is_warned_of(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_twenty_steps_leave_the_bits_of_plain_training(kind: Callable[[], nn.Module]) -> None:
-    model = made(kind)
-    plain = Training(copy.deepcopy(model)).run(20)
-    expected = plain.everything()
+def test_steps_have_the_bits_of_plain_training_and_a_checkpoint_of_either_side_is_resumed_by_either(kind, tmp_path):
+    """Also by a model that is planned only after it has read the checkpoint."""
+    model, ours, theirs = made(kind), tmp_path / "ours.pt", tmp_path / "theirs.pt"
+    plain = Training(copy.deepcopy(model)).run(7)
+    plain.save(theirs)
+    expected = plain.run(7).everything()
+    assert any("running_mean" in key for key in expected)
+    assert any("exp_avg_sq" in key for key in expected)
     network = planned(model)
     forwards = [each for each in network.sequence if not isinstance(each, Loss | Backward)]
     assert len(forwards) > 1.5 * len(network.names)  # at the least limit, most of it is computed twice or more
-    assert not differences(Training(network).run(20).everything(), expected)
-    assert any("running_mean" in key for key in expected)
-    assert any("exp_avg_sq" in key for key in expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("first", "second"), [("plain", "planned"), ("planned", "plain"), ("plain", "unplanned")])
-def test_a_checkpoint_of_either_side_is_resumed_by_either_also_where_it_plans_only_then(kind, first, second, tmp_path):
-    expected = Training(made(kind)).run(14).everything()
-    sides = {"plain": lambda model: model, "planned": planned, "unplanned": Checkpointable}
-    Training(sides[first](made(kind))).run(7).save(tmp_path / "checkpoint.pt")
-    torch.manual_seed(99)
-    other = sides[second](kind())  # other weights, until the file is read
-    resumed = Training(other, seed=98).resume(tmp_path / "checkpoint.pt").run(7)
-    assert not differences(resumed.everything(), expected)
+    training = Training(network).run(7)
+    training.save(ours)
+    assert not differences(training.run(7).everything(), expected)
+    # Each has other weights, until the file is read.
+    for file, other in ((ours, made(kind, 99)), (theirs, network), (theirs, Checkpointable(made(kind, 99)))):
+        assert not differences(Training(other, seed=98).resume(file).run(7).everything(), expected)
 
 
 WAYS = ["topk", "sort", "argmax", "max", "sampled", "threshold", "rounded", "counted", "written", "shifted"]
