@@ -1,6 +1,9 @@
 """torch.compile around a plan, inside one, and on the layers of a planned chain."""
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,9 +14,9 @@ from rotor_py import Checkpointable
 from rotor_solver import store_all
 from tests.checkpointable.steps import between, square, step_peak
 from tests.fields import logged
-from tests.training.test_mixed_precision import chain, tower
+from tests.training.test_mixed_precision import batch, chain, tower, trained
 
-BATCH = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
+BATCH = batch(torch.float32)
 
 
 def compiled(model: Any) -> Any:
@@ -34,17 +37,12 @@ def each_layer(model: nn.Module, limit: int) -> nn.Module:
     return Checkpointable(model, mem_limit=limit, loss=square)
 
 
-def trained(model: nn.Module) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        value = square(model(BATCH))
-        value.backward()
-        found += [value.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        optimizer.step()
-    return [*found, torch.get_rng_state()]
+@cache
+def limit_of(make: Callable[[], nn.Module]) -> int:
+    """Halfway to storing all."""
+    probe = Checkpointable(make(), loss=square)
+    probe.measure(BATCH)
+    return between(probe, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +56,11 @@ def trained(model: nn.Module) -> list[torch.Tensor]:
     ],
 )
 def test_the_plan_is_followed_with_the_numbers_of_plain_training(make, way) -> None:
-    model = make()
-    probe = Checkpointable(copy.deepcopy(model), loss=square)
-    probe.measure(BATCH)
-    limit = between(probe, 0.5)
+    model, limit = make(), limit_of(make)
     planned = way(copy.deepcopy(model), limit)
-    found = trained(planned)
-    assert all(map(torch.equal, found, trained(model)))
+    found, expected = (trained(each, nullcontext, torch.float32, scaled=False) for each in (planned, model))
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found.values(), expected.values()))  # compiled, all have other names
     inner: Any = getattr(planned, "_orig_mod", planned) if way is around else planned
     assert inner.sequence != store_all(inner.budget.chain)
     assert step_peak(planned, BATCH) <= limit
