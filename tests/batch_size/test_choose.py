@@ -18,14 +18,14 @@ from tests.fields import raises
 
 
 def images(batch: int) -> torch.Tensor:
-    return torch.randn(batch, 3, 16, 16)
+    return torch.randn(batch, 3, 8, 8)
 
 
 def convolutions() -> nn.Module:
     """With batch norms, whose statistics move, and a smaller input than outputs."""
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Conv2d(3 if i == 0 else 6, 6, 3, padding=1), nn.BatchNorm2d(6)) for i in range(4)]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(6 * 256, 10))
+    blocks = [nn.Sequential(nn.Conv2d(3 if i == 0 else 6, 6, 3, padding=1), nn.BatchNorm2d(6)) for i in range(3)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(6 * 64, 10))
 
 
 class Masked(nn.Module):
@@ -118,7 +118,7 @@ def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path
         return torch.randn(16 * batch, 64)
 
     torch.manual_seed(0)
-    model, plain = (nn.Sequential(*(Wide() for _ in range(5))) for _ in range(2))
+    model, plain = (nn.Sequential(*(Wide() for _ in range(3))) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     options = {"loss": default_loss, "fresh_grads": True}
     limit = needs(model, rows, 12, fresh_grads=True)[0] + 1000
@@ -156,7 +156,7 @@ def test_a_step_that_takes_more_than_was_predicted_makes_the_batch_smaller(monke
 
 
 def test_a_batch_of_one_is_chosen_where_two_do_not_fit_unless_it_does_not_fit_or_the_model_refuses_it():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 196, 4), nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4), nn.ReLU())
     limit = needs(model, images, 2)[0] - 1
     found = largest_batch(model, images, limit)
     assert (found.batch, found.beyond, found.beyond_measured) == (1, 2, True)

@@ -2,9 +2,7 @@
 
 import pickle
 import random
-import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +10,12 @@ import torch
 from torch import nn
 
 from rotor_py import ByLevel, Chain, Checkpointable, InfeasibleError, Periodic, Sequence, simulate, store_all
-from rotor_py.models import resnet18
+from rotor_py.models.resnet import BasicBlock, ResNet
 from rotor_solver import ForwardCheck, ForwardEnable, ForwardNograd, Loss
 from rotor_solver.memory_timeline import plan_memory
 from tests.by_hand.networks import assert_peak_as_predicted, assert_plain_training, checkpointed, rows, staged
 from tests.execute.sequences import any_sequence
 from tests.fields import raises
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "strategies.md"
 
 
 def forwards(sequence: Sequence) -> list[int]:
@@ -64,13 +60,14 @@ def test_a_group_before_the_loss_is_stored_as_it_runs_unless_the_loss_needs_the_
 
 def test_a_resnet_is_recomputed_by_its_blocks_or_stages() -> None:
     torch.manual_seed(0)
-    planned = checkpointed(resnet18(num_classes=3), torch.randn(2, 3, 32, 32), level=4)
-    stages = [[f"layer{stage}.0", f"layer{stage}.1"] for stage in (1, 2, 3, 4)]
+    model, images = ResNet(BasicBlock, (2, 2, 1, 1), num_classes=3), torch.randn(2, 3, 32, 32)
+    planned = checkpointed(model, images, level=4)
+    stages = [["layer1.0", "layer1.1"], ["layer2.0", "layer2.1"], ["layer3.0"], ["layer4.0"]]
     for level, expected in ((4, stages), (3, [[block] for stage in stages for block in stage])):
         groups = ByLevel.of(planned.model, level).groups(planned.names)
         assert [planned.names[group.start : group.stop] for group in groups] == expected
-    assert_plain_training(planned, torch.randn(2, 3, 32, 32))
-    assert_peak_as_predicted(planned, torch.randn(2, 3, 32, 32))
+    assert_plain_training(planned, images)
+    assert_peak_as_predicted(planned, images)
 
 
 def test_every_n_layers_keeps_the_inputs_of_the_stages_0_n_2n() -> None:
@@ -166,18 +163,3 @@ def test_memory_agrees_with_the_simulator_for_any_sequence() -> None:
         before = simulate(chain, sequence).after[list(sequence).index(Loss()) - 1]
         assert memory.kept_bytes + memory.input_bytes == before
         assert 0 <= memory.share_saved <= 1
-
-
-def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
-    examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    names: dict[str, object] = {}
-    for example in examples:
-        exec(compile(example, PAGE.name, "exec"), names)
-    printed = capsys.readouterr().out.splitlines()
-    assert len(examples) == 6
-    assert printed[0].startswith("AssignedLevel(level=3, reason='0 (TransformerEncoderLayer) holds blocks:")
-    assert 0 < float(printed[1]) < 1
-    level, peak = printed[2].split()
-    assert level == "2"
-    assert int(peak) <= 1_000_000
-    assert printed[4].startswith("3 30720 ")

@@ -20,22 +20,14 @@ def names(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-ELSEWHERE = ("strategies.md",)
-"""tests/by_hand/test_by_hand.py runs it, and looks at its numbers, too."""
-
-
 LONG = ("batch.md", "capture.md", "compile.md", "estimate.md", "out-of-memory.md", "report.md")
 """Pages whose blocks take longest."""
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=pytest.mark.slow) if page.name in LONG else page
-        for page in pages()
-        if page.name not in ELSEWHERE
-    ],
-    ids=[names(page) for page in pages() if page.name not in ELSEWHERE],
+    [pytest.param(page, marks=pytest.mark.slow) if page.name in LONG else page for page in pages()],
+    ids=names,
 )
 def test_the_blocks_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
