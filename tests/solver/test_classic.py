@@ -54,7 +54,7 @@ def test_memory_is_the_snapshots_and_what_one_backward_needs(snapshots: int) -> 
     assert Revolve().solve(unit_chain(40), snapshots + 4) == Revolve(snapshots).solve(unit_chain(40), PLENTY)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(limited(rich_chains()), COUNTS)
 def test_without_a_number_it_is_the_fastest_of_all_numbers_that_fit(case: tuple[Chain, int], most: int | None) -> None:
     (chain, limit), counts = case, range(1, len(case[0]) + 2)
@@ -103,7 +103,7 @@ def test_sqrt_runs_all_but_the_last_of_about_sqrt_segments_twice(length: int) ->
     assert simulate(chain, sequence).peak <= segments + last + 3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(limited(rich_chains(max_stages=6)), ALGORITHMS)
 def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(case, algorithm: Algorithm) -> None:
     least_limit(algorithm, case[0])
@@ -111,7 +111,7 @@ def test_the_limit_is_kept_the_least_is_exact_and_the_optimum_not_beaten(case, a
 
 
 @BOTH
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(case=limited(rich_chains() | plain_chains()), slots=st.integers(1, 12))
 def test_schedules_are_as_fast_as_the_recurrence_says(attached: bool, case: tuple[Chain, int], slots: int) -> None:
     best = naive_optimum(*case, attached)

@@ -33,7 +33,7 @@ def small(chain: Chain) -> Chain:
 CHAINS = (plain_chains(3) | rich_chains(3)).filter(len).map(small)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(CHAINS, st.integers(1, 3), st.sampled_from(("any", "reverse")), st.floats(0, 1))
 def test_no_joint_plan_beats_the_bound_or_needs_less(chain: Chain, forwards: int, order: str, share: float) -> None:
     footprints = {Footprint.of(chain, each) for each in all_sequences(chain)}
@@ -59,7 +59,7 @@ def test_no_joint_plan_beats_the_bound_or_needs_less(chain: Chain, forwards: int
             solve_in_flight(chain, least - 1, forwards, order)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(CHAINS, st.data())
 def test_the_peak_holds_in_every_order(chain: Chain, data: st.DataObject) -> None:
     sequences = list(all_sequences(chain))
@@ -72,7 +72,7 @@ def test_the_peak_holds_in_every_order(chain: Chain, data: st.DataObject) -> Non
     assert max(simulate_forwards(chain, chosen, order).peak for order in nested) <= max(peaks_of(footprints, "reverse"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(CHAINS, st.integers(2, 3), st.floats(0, 1))
 def test_the_nested_chain_counts_what_forwards_in_reverse_hold(chain: Chain, forwards: int, share: float) -> None:
     little, much = (nested_chain(chain, forwards, at_most=most) for most in (False, True))

@@ -90,7 +90,7 @@ def both(find: Callable[[], Any]) -> list[Any]:
     return found
 
 
-CHAINS = [rich_chain(14, 0, whole=True), rich_chain(15, 1, whole=False), chain_of(3, 45)]
+CHAINS = [rich_chain(14, 0, whole=True), rich_chain(15, 1, whole=False), chain_of(3, 33)]
 
 
 @pytest.mark.parametrize("number", range(3))

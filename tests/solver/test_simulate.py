@@ -124,7 +124,7 @@ def test_what_is_not_in_memory_cannot_be_used(text: str, kind: str, fields: dict
             read(CHAIN, Sequence.parse(text))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(rich_chains())
 def test_the_parts_add_up_to_the_simulated_memory(chain: Chain) -> None:
     for sequence in (store_all(chain), recompute_all(chain), solve(chain, max(1, min_bytes(chain)))):

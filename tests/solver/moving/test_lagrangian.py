@@ -20,7 +20,7 @@ def a_limit(data: st.DataObject, chain: Chain) -> int:
     return data.draw(st.integers(min_bytes(priced(chain, 0.0)), simulate(chain, store_all(chain)).peak))
 
 
-@settings(max_examples=25, deadline=None)  # all sequences with all timetables
+@settings(max_examples=16, deadline=None)  # all sequences with all timetables
 @given(st.data(), tiny_chains(3), LINKS)
 def test_the_bound_is_below_every_step_and_the_plan_near_the_best(data, chain: Chain, link: Link) -> None:
     limit = a_limit(data, chain)
@@ -43,7 +43,7 @@ def test_the_bound_is_met_where_copies_out_take_longer_than_the_forward() -> Non
     assert lower_bound(chain, link, [(1.0, 16.0), (0.5, 12.0)])[1] == pytest.approx(12.0)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.data(), moving_chains(4), LINKS, LINKS)
 def test_what_was_planned_happens_inside_the_limit_and_is_no_slower_than_moving_none(data, chain, link, real) -> None:
     limit = a_limit(data, chain)

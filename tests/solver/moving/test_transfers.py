@@ -21,7 +21,7 @@ def moves(out: dict[int, tuple[int, ...]], back: dict[int, tuple[int, ...]], ope
     return Moves(tuple(out.get(place, ()) for place in places), tuple(back.get(place, ()) for place in places))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(moving_chains(), LINKS)
 def test_where_nothing_moves_it_is_the_simulator_and_all_bytes_are_saved(chain: Chain, link: Link) -> None:
     kept = [tuple(replace(each, saved=each.kept, moved=0) for each in stage.options) for stage in chain.stages]
@@ -82,7 +82,7 @@ def a_limit(data: st.DataObject, chain: Chain, sequence: Sequence) -> int:
     return most
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(st.data(), tiny_chains(3), LINKS)
 def test_no_timetable_of_the_same_trips_is_faster_and_none_of_fewer_trips_as_fast(data, chain, link) -> None:
     sequence = data.draw(st.sampled_from(list(all_sequences(chain))))

@@ -31,7 +31,7 @@ from rotor_solver import (
 from rotor_solver.grouping import coarse_chain, fine_sequence, stored_bound
 from rotor_solver.persistent import table_kernels
 from rotor_solver.persistent.layout import Problem, Spacing, nodes_of
-from rotor_solver.persistent.recurrence import Effort, optimum
+from rotor_solver.persistent.recurrence import optimum
 from rotor_solver.persistent.table import Table
 from rotor_solver.persistent.table_kernels import need_of
 from rotor_solver.segments import even_segments
@@ -246,13 +246,13 @@ def test_the_example_of_the_note_has_these_rows_and_windows() -> None:
     assert "has 14 numbers; without windows it would have 172" in NOTE
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(limited(plain_chains()))
 def test_plans_are_as_fast_as_the_best_of_all_persistent_sequences(case: tuple[Chain, int]) -> None:
     assert makespan(Persistent(), *case) == exhaustive_optimum(*case, persistent=True)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=36, deadline=None)
 @given(limited(rich_chains(max_stages=6)))
 def test_plans_bounds_and_the_least_limit_are_what_the_recurrence_says(case: tuple[Chain, int]) -> None:
     chain, found = case[0], makespan(Persistent(), *case)
@@ -265,7 +265,7 @@ def test_plans_bounds_and_the_least_limit_are_what_the_recurrence_says(case: tup
     assert math.isinf(naive_optimum(chain, least - 1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rich_chains(max_stages=8), st.integers(1, 8), st.integers(0, 60))
 def test_a_coarse_sequence_fits_whenever_it_seems_to(chain: Chain, count: int, more: int) -> None:
     groups = even_segments(len(chain), count)
@@ -281,11 +281,13 @@ def test_a_coarse_sequence_fits_whenever_it_seems_to(chain: Chain, count: int, m
 RUNS = Chain(tuple(stage for stage in random_chain(3, seed=4).stages for _ in range(40)), 10**7)
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.003, 0.1, 0.6])
-@pytest.mark.parametrize("chain", [random_chain(30), random_chain(120), repeated_chain(120), RUNS])
-def test_the_certified_gap_is_below_half_a_percent(chain: Chain, fraction: float) -> None:
-    limit = limit_between(chain, fraction)
-    assert makespan(Persistent(), chain, limit) <= solve(chain, limit).lower_bound * 1.005
+@pytest.mark.parametrize("chain", [random_chain(120), repeated_chain(120), RUNS])
+def test_the_certified_gap_is_below_half_a_percent(chain: Chain) -> None:
+    for limit in (limit_between(chain, fraction) for fraction in (0.0, 0.003, 0.1, 0.6)):
+        plan = solve(chain, limit)
+        found = simulate(chain, plan)
+        assert found.peak <= limit
+        assert plan.lower_bound <= found.makespan <= plan.lower_bound * 1.005
 
 
 @pytest.mark.parametrize(("seed", "fraction"), [(0, 0.3), (6, 0.5)])
@@ -324,7 +326,7 @@ def test_more_memory_is_never_slower() -> None:
     assert list(found) == sorted(found, reverse=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(limited(rich_chains(max_stages=6), below=0))
 def test_the_bound_by_what_is_stored_holds(case: tuple[Chain, int]) -> None:
     stored = store_all(case[0]).lower_bound
@@ -372,12 +374,3 @@ def test_shared_rows_change_no_number(period: int, fraction: float, gradient: in
     assert shared.later() == pytest.approx(alone.later(), rel=1e-9)
     for less in (0, room // 7, room // 3):
         assert shared.lower_bound(room - less) == pytest.approx(alone.lower_bound(room - less), rel=1e-9)
-
-
-def test_smaller_tables_lose_time_but_not_the_bound() -> None:
-    chain = random_chain(70)
-    limit = limit_between(chain, 0.3)
-    close, quick = Persistent(), Persistent(effort=Effort(0.0, pairs=1e6, numbers=2**18))
-    best = makespan(close, chain, limit)
-    assert quick.solve(chain, limit).lower_bound <= best
-    assert makespan(quick, chain, limit) <= 1.05 * best

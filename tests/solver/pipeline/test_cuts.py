@@ -19,7 +19,7 @@ from tests.solver.pipeline.test_plan import uniform
 from tests.solver.strategies import plain_chains, rich_chains
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=24)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 4), st.booleans())
 def test_no_cuts_are_better_and_no_cost_is_computed_twice(seed: int, parts: int, more: int, some_fail: bool) -> None:
     length = parts + more
@@ -86,7 +86,7 @@ def in_flight(chain: Chain, sequence, count: int) -> int:
     return (count - 1) * one.kept_bytes + one.peak_bytes
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(plain_chains(4) | rich_chains(3), st.integers(2, 4), st.floats(0, 1), st.integers(1, 12))
 def test_no_sequence_is_faster_none_fits_into_less_and_with_few_slots_bounds_hold(chain, count, share, slots) -> None:
     least, at_least = least_in_flight(chain, count)

@@ -44,7 +44,7 @@ NAMES, FIXED = st.sampled_from(("gpipe", "1f1b")), st.tuples(*[st.integers(0, 5)
 SHARES = st.tuples(*[st.floats(0.2, 1.2)] * 3)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 @given(plain_chains(4), NAMES, FEW, st.integers(1, 4), FIXED, SHARES, st.booleans())
 def test_no_cuts_and_no_sequences_are_better(chain, name, ranks, microbatches, fixed, shares, gradients) -> None:
     assume(len(chain) >= ranks)
