@@ -27,7 +27,7 @@ def optimizer(parameters):
     return torch.optim.AdamW(parameters)
 """
 BLOCKS = f"""{HEAD}
-model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(3)))
+model = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(2)))
 sample = torch.randn(4, 1024)
 loss = torch.sum
 """
@@ -195,26 +195,6 @@ def test_a_class_of_transformers_needs_no_memory(plan) -> None:
     found = json.loads(result.stdout)["prediction"]["exact"]
     # Two moments for each parameter, and a count of steps on the device.
     assert found["optimizer_bytes"] > 2 * found["parameters_bytes"]
-
-
-ODD = f"""{HEAD}
-widths = [256, 704, 448, 832, 320, 960, 576, 256, 896, 384, 640, 1024, 512]
-model = nn.Sequential(*(nn.Sequential(nn.Linear(*pair), nn.ReLU(), nn.Tanh()) for pair in zip(widths, widths[1:])))
-
-def sample(batch=16384):
-    return torch.randn(batch, 256)
-"""
-
-
-@pytest.mark.slow
-def test_a_default_limit_leaves_room_for_what_is_reserved_and_a_given_one_is_kept(plan, model_file) -> None:
-    file, memory = model_file(ODD), 520 * 2**20 + 700 * 2**20
-    default = json.loads(plan(file, "--device-memory", memory, "--json", "-").stdout)
-    assert default["plan"]["peak_bytes"] <= default["mem_limit"] < 0.89 * 700 * 2**20
-    assert default["prediction"]["predicted"]["reserved_bytes"] <= 700 * 2**20
-    given = plan(file, "--device-memory", memory, "--mem-limit", "90%")
-    assert "fits in 661 MB" in given.stdout
-    assert "predicted to run out of memory although its tensors fit" in " ".join(given.stdout.split())
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from rotor_py import parse_bytes
-from tests.cli.conftest import FICKLE
 from tests.fields import ends
 
 HEAD = "import torch\nfrom torch import nn\n"
@@ -127,13 +126,17 @@ def test_wrong_options_and_missing_models_are_named_and_a_file_without_names_get
     assert example
 
 
-def test_a_model_that_cannot_be_planned_ends_with_2(plan, model_file):
+def test_a_model_that_cannot_be_planned_or_stepped_in_the_backward_ends_with_2(plan, model_file):
     for line, kind in (
         ("class M(nn.Module):\n    def forward(self, x): return x\nmodel = M()", "no_graph"),
         ("model = nn.Sequential(nn.ReLU())", "no_gradient"),
         ("model = nn.Sequential(nn.Linear(4, 4))\ndef loss(y): return y", "loss_not_a_number"),
     ):
         ends(plan(model_file(f"{HEAD}{line}\nsample = torch.zeros(8, 4)\n"), "--mem-limit", "1GB"), 2, kind)
+    text = f"{HEAD}model, sample = nn.Linear(4, 4), torch.randn(2, 4)\n"
+    for more, kind in (("", "no_optimizer"), ("optimizer = torch.optim.LBFGS\n", "unsupported_optimizer")):
+        result = plan(model_file(text + more), "--mem-limit", "1GB", "--step-in-backward")
+        ends(result, 2, kind, name="--step-in-backward")
 
 
 ERRORS = [
@@ -168,17 +171,3 @@ def test_an_interrupt_ends_with_130_and_an_unexpected_error_with_1(plan, model_f
     assert "ZeroDivisionError" in result.stderr
     assert "--traceback" in result.stderr, "it says how to see more"
     assert isinstance(plan(model_file(), "--mem-limit", "1GB", "--traceback").exception, ZeroDivisionError)
-
-
-def test_a_difference_found_by_verify_ends_with_5(plan, report, model_file):
-    least = report(model_file(FICKLE), "--mem-limit", "1GB")["min_bytes"]
-    result = plan(model_file(FICKLE), "--mem-limit", least, "--verify")
-    ends(result, 5, "verify_differs")
-
-
-@pytest.mark.parametrize(("optimizer", "kind"), [("", "no_optimizer"), ("LBFGS", "unsupported_optimizer")])
-def test_stepping_in_the_backward_needs_an_optimizer_that_can(plan, model_file, optimizer, kind):
-    text = f"{HEAD}model, sample = nn.Linear(4, 4), torch.randn(2, 4)\n"
-    text += f"optimizer = torch.optim.{optimizer}\n" if optimizer else ""
-    result = plan(model_file(text), "--mem-limit", "1GB", "--step-in-backward")
-    ends(result, 2, kind, name="--step-in-backward")
