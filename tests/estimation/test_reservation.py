@@ -1,6 +1,6 @@
 """Steps on fake tensors: their allocator requests, and what the allocator reserves for them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -58,8 +58,8 @@ class Residual(nn.Module):
 
 
 @contextmanager
-def planned(share: float) -> Iterator[SimulatedStep]:
-    """A step by a plan for a limit between the least and storing everything."""
+def measured() -> Iterator[Callable[[float], SimulatedStep]]:
+    """Steps by plans for limits between the least and storing everything."""
     model, value, loss = Residual(), torch.empty(8192, 256), torch.mean
     mode = DeviceFakeMode()
     without_memory = FakeCopies(mode)
@@ -70,21 +70,26 @@ def planned(share: float) -> Iterator[SimulatedStep]:
         network.measure(sample)
         budget = network.budget
         least, most = budget.least_bytes(), budget.peak_bytes(store_all(budget.chain))
-        network.compute_sequence(int(least + share * (most - least)))
-        yield SimulatedStep(network, sample, loss, optimizer, fresh_grads=True)
+
+        def planned(share: float) -> SimulatedStep:
+            network.compute_sequence(int(least + share * (most - least)))
+            return SimulatedStep(network, sample, loss, optimizer, fresh_grads=True)
+
+        yield planned
 
 
-@pytest.mark.parametrize("share", [0.0, 0.6])
-def test_a_step_that_is_followed_allocates_what_the_plan_says_and_leaves_nothing(share: float) -> None:
-    with planned(share) as step:
-        sequence = step.network.sequence
-        followed = replay(followed_by_plan(step, H100).events).allocated_bytes
-        assert ("^1" in str(sequence)) == (share > 0), "stored in part"
-        assert followed == pytest.approx(step.network.budget.peak_bytes(sequence), rel=0.001)
-        assert not step.optimizer.state
-        assert [group["foreach"] for group in step.optimizer.param_groups] == [None]
-        assert all(each.grad is None for each in step.network.parameters())
-        assert step.network.watch is None
+def test_a_step_that_is_followed_allocates_what_the_plan_says_and_leaves_nothing() -> None:
+    with measured() as planned:
+        for share in (0.0, 0.6):
+            step = planned(share)
+            sequence = step.network.sequence
+            followed = replay(followed_by_plan(step, H100).events).allocated_bytes
+            assert ("^1" in str(sequence)) == (share > 0), "stored in part"
+            assert followed == pytest.approx(step.network.budget.peak_bytes(sequence), rel=0.001)
+            assert not step.optimizer.state
+            assert [group["foreach"] for group in step.optimizer.param_groups] == [None]
+            assert all(each.grad is None for each in step.network.parameters())
+            assert step.network.watch is None
 
 
 class Unread(nn.Module):

@@ -97,6 +97,11 @@ class Run:
         return run
 
 
+class Copying(lightning.Callback):  # type: ignore[name-defined,misc]  # Lightning may not be there
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.copied = copy.deepcopy(pl_module)
+
+
 @pytest.mark.parametrize(
     ("by", "options"),
     [
@@ -104,10 +109,11 @@ class Run:
         ("callback", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
     ],
 )
-def test_a_run_is_the_plain_run_and_a_callback_leaves_the_plain_module(
+def test_a_run_is_the_plain_run_a_callback_leaves_the_plain_module_and_a_copy_follows_a_plan_of_its_own(
     by: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = Run(by, val_check_interval=2, **options)
+    run, copying = Run(by, val_check_interval=2, **options), Copying()
+    run.options["callbacks"] = [*run.options.get("callbacks", []), copying]
     inside = run.module.network
     trainer(val_check_interval=2, **options).fit(run.plain, batches(), batches())
     run.fit(batches()).save_checkpoint(tmp_path / "last.ckpt")
@@ -119,6 +125,10 @@ def test_a_run_is_the_plain_run_and_a_callback_leaves_the_plain_module(
     again = Classifier(network())
     again.load_state_dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
     assert_same_weights(again, run.plain)
+    copied = copying.copied.network
+    assert by == "wrapped" or copied.forward.planned.model is copied
+    entropy(copied(BATCHES[0])).backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 @pytest.mark.parametrize("by", ["wrapped", "callback"])
@@ -151,19 +161,6 @@ def test_a_network_that_is_not_called_is_told_of_and_which_child_is_planned_is_n
     module.other = nn.Linear(3, 3)
     with raises(UnsupportedModelError, "which_network"):
         trainer(callbacks=[MemoryLimit("1GB")]).fit(module, batches())
-
-
-def test_a_copy_that_is_made_while_training_follows_a_plan_of_its_own() -> None:
-    class Copying(lightning.Callback):  # type: ignore[name-defined,misc]  # Lightning may not be there
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            self.copied = copy.deepcopy(pl_module)
-
-    copying, module = Copying(), Classifier(network())
-    trainer(max_steps=1, callbacks=[MemoryLimit("1GB", loss=entropy), copying]).fit(module, batches())
-    copied = copying.copied.network
-    assert copied.forward.planned.model is copied
-    entropy(copied(BATCHES[0])).backward()
-    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 def test_steps_in_the_backward_are_those_of_plain_training_and_clipping_or_accumulating_is_refused() -> None:
