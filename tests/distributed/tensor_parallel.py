@@ -26,7 +26,7 @@ def same_as_plain(
     """As that of `steps`. With `closest`, the peak is measured as closely as can be; else, one inside the prediction
     will do.
     """
-    return steps.same_as_plain(partial(made, kind, parallel), batches(kind, 3), loss, share, closest=closest)
+    return steps.same_as_plain(partial(made, kind, parallel), batches(kind, 2), loss, share, closest=closest)
 
 
 def with_parts_of_other_layouts(rank: int) -> tuple[int, list[bool]]:

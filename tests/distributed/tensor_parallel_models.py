@@ -37,7 +37,7 @@ class MLP(nn.Sequential):
 
 
 def chain() -> nn.Sequential:
-    return nn.Sequential(*(MLP() for _ in range(6)), nn.Linear(WIDTH, 4))
+    return nn.Sequential(*(MLP() for _ in range(4)), nn.Linear(WIDTH, 4))
 
 
 def columns_and_rows(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -56,7 +56,7 @@ def all_shared(model: Any, mesh: DeviceMesh) -> nn.Module:
             "narrow": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         }
         parallelize_module(block, mesh, plan)
-    return parallelize_module(model, mesh, {"6": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
+    return parallelize_module(model, mesh, {"4": ColwiseParallel(input_layouts=Shard(1), use_local_output=False)})
 
 
 class TimeFirst(nn.Module):
@@ -82,7 +82,7 @@ class Skipped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(SkippedBlock() for _ in range(5))
+        self.blocks = nn.ModuleList(SkippedBlock() for _ in range(3))
         self.out = nn.Linear(WIDTH, 5)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -108,16 +108,6 @@ def uneven_parts(model: Any, mesh: DeviceMesh) -> nn.Module:
     for block in model.blocks:
         parallelize_module(block, mesh, {"wide": ColwiseParallel(use_local_output=False), "narrow": RowwiseParallel()})
     return parallelize_module(model, mesh, {"out": ColwiseParallel(output_layouts=Replicate())})
-
-
-def heads(model: Any, mesh: DeviceMesh) -> nn.Module:
-    """Each process has some of the heads, and a part of each MLP."""
-    plan: dict[str, Any] = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-    plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
-    plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, plan)
-    return model
 
 
 def heads_and_sequence(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -153,7 +143,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, DeviceMesh], nn.
     "chain": (chain, columns_and_rows),
     "all shared": (chain, all_shared),
     "uneven": (Skipped, uneven_parts),
-    "llama": (partial(llama, **HEADS), heads),
     "llama, sequence": (partial(llama, **HEADS, num_hidden_layers=1), heads_and_sequence),
 }
 

@@ -22,7 +22,7 @@ F = nn.functional
 
 def chain() -> nn.Module:
     layers: list[nn.Module] = []
-    for _ in range(6):
+    for _ in range(4):
         layers += [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Dropout(0.1)]
     return nn.Sequential(*layers, nn.Linear(64, 8))
 
@@ -51,7 +51,7 @@ class Partly(nn.Linear):
 
 
 def partly() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(Partly(), nn.Tanh()) for _ in range(6)))
+    return nn.Sequential(*(nn.Sequential(Partly(), nn.Tanh()) for _ in range(4)))
 
 
 MODELS = {"chain": chain, "captured": Residual, "partly chain": partly}

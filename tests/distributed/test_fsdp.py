@@ -44,7 +44,7 @@ def same(
     rank: int, kind: str, options: str = "plain", accumulated: int = 1, share: float = 0.5
 ) -> tuple[str, list[str], int, int, int]:
     """As `same_as_plain` for a model of `fully_shard`."""
-    make, given = partial(made, kind, options), batches(kind, rank, 3 * accumulated)
+    make, given = partial(made, kind, options), batches(kind, rank, 2 * accumulated)
     return same_as_plain(make, given, loss, share, accumulated, seed=rank)
 
 

@@ -35,7 +35,7 @@ class Captured(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Wide() for _ in range(5))
+        self.blocks = nn.ModuleList(Wide() for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

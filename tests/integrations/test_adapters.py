@@ -50,7 +50,7 @@ def assert_same_step(found: torch.nn.Module, expected: torch.nn.Module, given: d
 
 @pytest.mark.parametrize("kind", ["LoRA", pytest.param("prefix", marks=pytest.mark.slow)])
 def test_adapters_get_the_gradients_of_plain_training_and_what_is_frozen_gets_none(kind: str) -> None:
-    plain, given = adapted(kind, 2), batch(examples())
+    plain, given = adapted(kind), batch(examples())
     planned = Checkpointable(copy.deepcopy(plain))
     planned.measure(given)
     planned.compute_sequence(planned.budget.least_bytes())
