@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import anchors
-import anchors_memory
 import device_table
 import gpu
 import pytest
@@ -119,13 +118,3 @@ def test_the_table_has_the_efficiencies_that_the_benchmark_fits() -> None:
     found = anchors.fitted(find_device("h100"), steps).efficiencies
     assert (told.matmul, told.attention, told.streaming) == (found.matmul, found.attention, found.streaming)
     assert told.anchor.startswith(f"{len(steps)} steps of MPT models")
-
-
-@pytest.mark.slow
-def test_one_process_of_a_world_holds_its_share_of_parameters_gradients_and_state() -> None:
-    """Twice as many processes: half as much of four numbers of 32 bits for each parameter, and all else as it was."""
-    found = {world: anchors_memory.predicted(world, layers=1, length=64)["allocated_gib"] for world in (2, 4)}
-    block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14_336 + 2 * 4096
-    parameters = block + 2 * 128_256 * 4096 + 4096
-    expected = 4 * 4 * parameters * (1 / 2 - 1 / 4) / 2**30
-    assert found[2] - found[4] == pytest.approx(expected, rel=0.005)

@@ -119,7 +119,14 @@ NUMBER_OF_LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in models.__all__ if name.islower()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "resnet1001" else name
+        for name in models.__all__
+        if name.islower()
+    ],
+)
 def test_a_network_is_a_plain_sequential_with_the_keys_of_torchvision_and_as_many_parameters_as_it_says(name):
     model = network(name)
     assert isinstance(model, nn.Sequential)

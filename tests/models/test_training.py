@@ -18,7 +18,7 @@ from tests.execute.training import assert_same, cut_of, replayed, steps
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Sequential], tuple[int, ...]]] = {
     "resnet": (lambda: models.ResNet(BasicBlock, (1, 1, 1, 1), num_classes=10), (2, 3, 32, 32)),
-    "inception_v3": (lambda: models.inception_v3(num_classes=10), (2, 3, 96, 96)),
+    "inception_v3": (lambda: models.inception_v3(num_classes=10), (2, 3, 75, 75)),
 }
 NAMES = ["resnet", pytest.param("inception_v3", marks=pytest.mark.slow)]
 
