@@ -1,9 +1,7 @@
 """What autograd can do, it still can."""
 
 import copy
-import random
 import weakref
-from collections import Counter
 from functools import partial
 
 import pytest
@@ -16,9 +14,8 @@ from rotor_py.errors import StageChangedError
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.tape import Tape
 from rotor_py.stage.runner import StageRunner
-from rotor_solver import Backward, Loss, Sequence
+from rotor_solver import Sequence
 from tests.checkpointable.steps import same_gradients, without_collector
-from tests.execute.sequences import any_sequence, persistent_sequence
 from tests.execute.training import assert_same
 from tests.fields import raises
 
@@ -204,18 +201,6 @@ def test_a_parameter_written_between_two_forwards_in_flight_is_refused_to_the_fi
     assert same_gradients(model, plain)
     with raises(StageChangedError, "stage_changed"):
         first.sum().backward()
-
-
-@pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
-def test_a_stage_runs_as_often_as_the_sequence_says(kind):
-    model, runs = nn.Sequential(*[nn.Linear(3, 3) for _ in range(6)]), Counter()
-    for index, layer in enumerate(model):
-        layer.register_forward_hook(lambda *_, index=index: runs.update([index]))
-    for seed in range(15):
-        runs.clear()
-        sequence: Sequence = kind(6, random.Random(seed))
-        CheckpointOptim.apply(list(model), sequence, "abcdef", True, torch.randn(2, 3)).sum().backward()
-        assert runs == Counter(each.stage for each in sequence if not isinstance(each, Backward | Loss))
 
 
 class Counting(nn.Module):

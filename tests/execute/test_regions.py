@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_profiling import measured_peak
 from rotor_profiling.backends import memory_meter
-from rotor_py import Checkpointable
+from rotor_py import Checkpointable, CheckpointOptim
 from rotor_py.execute.instructions import read_sequence
 from rotor_py.execute.regions import Region, regions, run
 from rotor_py.stage.compression import FormKeeper, Packed
@@ -35,13 +35,16 @@ def runners_of(model: nn.Sequential) -> list[StageRunner]:
 
 
 @pytest.mark.parametrize("kind", [persistent_sequence, any_sequence])
-def test_every_sequence_is_followed_or_refused_if_not_nested(kind: Callable[[int, random.Random], Sequence]) -> None:
+def test_stages_run_as_often_as_a_sequence_says_and_regions_refuse_one_that_is_not_nested(kind) -> None:
     model, runs = nn.Sequential(*[nn.Linear(3, 3) for _ in range(5)]), Counter[int]()
     for index, layer in enumerate(model):
         layer.register_forward_pre_hook(lambda *_, index=index: runs.update([index]))
     for seed in range(15):
         runs.clear()
         sequence = kind(5, random.Random(seed))
+        CheckpointOptim.apply(list(model), sequence, "abcde", True, torch.randn(2, 3)).sum().backward()
+        assert runs == Counter(each.stage for each in sequence if not isinstance(each, Backward | Loss))
+        runs.clear()
         try:
             items = regions(sequence)
         except ValueError:

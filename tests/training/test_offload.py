@@ -90,7 +90,7 @@ def limit_between(make: Callable[[], nn.Module], share: float) -> int:
     return between(budget_of(make), share)
 
 
-@pytest.mark.parametrize(("make", "share"), [(transformer, 0.1), (chain, 0.5), (chain, 0.1)])
+@pytest.mark.parametrize(("make", "share"), [(transformer, 0.1), (chain, 0.1)])
 def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slower(make, share: float, tmp_path) -> None:
     limit = limit_between(make, share)
     alone, moving = planned(make(), limit, None), planned(make(), limit, tmp_path)
@@ -100,10 +100,12 @@ def test_a_step_is_exact_and_inside_a_limit_where_computing_again_alone_is_slowe
     assert nbytes > 0
     tier = tier_of(moving)
     before, peak = tier.moved_bytes, peak_of(moving)
+    threads = threading.active_count()
     assert tier.moved_bytes - before == nbytes
     assert report.peak_bytes * 0.98 <= peak <= report.peak_bytes <= limit
     assert same(trained(moving), trained(make()))
     assert tier.held_bytes == 0
+    assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
 
 
@@ -319,10 +321,6 @@ def test_a_sequence_that_is_set_has_its_room_reserved(tmp_path: Path, monkeypatc
 
 def test_what_cannot_be_done_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("excluded_together", {"forwards_in_flight": 2}),
-        ("excluded_together", {"on_oom": "replan"}),
-        ("excluded_together", {"compile": True}),
-        ("excluded_together", {"every_n_layers": 2}),
         ("no_cuda", {"offload": "host"}),
         ("unknown_value", {"offload": "file:"}),
         ("unknown_value", {"offload": "disk"}),
@@ -357,14 +355,7 @@ def test_a_plan_from_a_file_moves_what_it_moved_before_and_says_so_if_nothing(tm
     assert same(trained(loaded), trained(chain()))
     with raises(ValueError, "no_tier", name="offload"):
         Checkpointable(chain(), plan=file, fresh_grads=True)
-    planned(chain(), limit_between(chain, 0.3), None).save_plan(file)
-    Checkpointable(chain(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
-    assert logged(caplog, "moves_nothing")
-
-
-def test_a_plan_file_whose_moves_are_none_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    planned(chain(), limit_between(chain, 0.3), tmp_path).save_plan(file)
+    # Moves that are none are refused.
     written = file.read_text()
     for table, field, change, cause in (
         ("moves", "wait_out", lambda waits: [[0], [0], *waits[2:]], "wrong_wait"),
@@ -378,6 +369,9 @@ def test_a_plan_file_whose_moves_are_none_is_refused(tmp_path: Path) -> None:
         file.write_text(json.dumps(data))
         with raises(ValueError, "damaged_plan", name=str(file), cause=cause):
             Checkpointable(chain(), plan=file, offload=f"file:{tmp_path}")
+    planned(chain(), limit, None).save_plan(file)
+    Checkpointable(chain(), plan=file, fresh_grads=True, offload=f"file:{tmp_path}")
+    assert logged(caplog, "moves_nothing")
 
 
 def test_mixed_precision_and_steps_in_the_backward_go_together_with_moves(tmp_path: Path) -> None:

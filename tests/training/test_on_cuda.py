@@ -12,7 +12,7 @@ from rotor_profiling import measured_peak, tensors_in
 from rotor_py import Checkpointable
 from rotor_py.stage.compression import Packed
 from tests.capture.test_partial_saving import Stack
-from tests.checkpointable.steps import between
+from tests.checkpointable.steps import between, square
 from tests.stage.test_kept_steps import stored_by
 from tests.training.stepping import Block
 
@@ -54,10 +54,6 @@ def images() -> tuple[nn.Module, torch.Tensor]:
 
 
 MODELS = pytest.mark.parametrize("make", [chain, captured, images])
-
-
-def square(output: torch.Tensor) -> torch.Tensor:
-    return output.float().square().mean()
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
