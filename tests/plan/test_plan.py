@@ -108,7 +108,7 @@ class Skipping(Mixer):
 
 def frozen_first() -> nn.Sequential:
     """A layer before the chain."""
-    return nn.Sequential(nn.Linear(12, 12).requires_grad_(False), *chain())
+    return nn.Sequential(nn.Linear(12, 12).requires_grad_(False), *chain(2))
 
 
 def train(planned: Checkpointable, optimizer: torch.optim.Optimizer) -> None:
@@ -147,13 +147,13 @@ def test_the_report_of_a_loaded_plan_is_that_of_the_model_that_saved_it(make, pa
 
 
 def test_a_strategy_by_hand_is_loaded_without_a_limit(path: Path) -> None:
-    saver = Checkpointable(chain(), rows(), loss=square, every_n_layers=3)
+    saver = Checkpointable(chain(2), rows(), loss=square, every_n_layers=3)
     saver.save_plan(path)
-    loaded = Checkpointable(chain(), plan=path)
+    loaded = Checkpointable(chain(2), plan=path)
     same_report(loaded, saver)
     assert loaded.report().mem_limit is None
-    assert Checkpointable(chain(), plan=path, mem_limit="1MB").report().mem_limit == 10**6
-    beside = Checkpointable(chain(), plan=path, mem_limit=1000).report()
+    assert Checkpointable(chain(2), plan=path, mem_limit="1MB").report().mem_limit == 10**6
+    beside = Checkpointable(chain(2), plan=path, mem_limit=1000).report()
     assert not beside.fits
     assert str(beside).startswith("Sequential does not fit in")
 

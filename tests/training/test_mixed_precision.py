@@ -66,12 +66,12 @@ def batch(dtype: torch.dtype) -> torch.Tensor:
 
 
 def trained(model: nn.Module, region: Region, dtype: torch.dtype, scaled: bool) -> dict[str, torch.Tensor]:
-    """All numbers of four steps; with a scaler, the second of them overflows and is left out."""
+    """All numbers of three steps; with a scaler, the second of them overflows and is left out."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
     numbers: dict[str, torch.Tensor] = {}
-    for step in range(4):
+    for step in range(3):
         optimizer.zero_grad()
         with region():
             value = square(model(batch(dtype)))
@@ -93,7 +93,6 @@ def trained(model: nn.Module, region: Region, dtype: torch.dtype, scaled: bool) 
         (chain, nullcontext, torch.bfloat16, False),
         (entering, nullcontext, torch.float32, False),
         (tower, bfloat16, torch.float32, False),
-        (tower, float16, torch.float32, True),
         (tower, nullcontext, torch.bfloat16, False),
         (partial(Inside, 32, 5, 0.1), nullcontext, torch.float32, False),
         (Shared, partial(bfloat16, cache_enabled=False), torch.float32, False),

@@ -39,8 +39,11 @@ def test_parameters_and_state_are_those_of_plain_training_inside_the_limit(model
     plain = copy.deepcopy(model)
     expected = make(plain)
     *_, plain_peak = train(plain, expected, batches, StepLR(expected, 1, 0.5))
+    planned, optimizer = stepping(model, make, batches[0])
+    untrained = copy.deepcopy(optimizer.state_dict())
     for share in (0.0, 0.5, 1.0):
-        planned, optimizer = stepping(model, make, batches[0])
+        planned.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(untrained)
         limit = between(planned, share)
         planned.compute_sequence(limit)
         peaks = train(planned, optimizer, batches, StepLR(optimizer, 1, 0.5))
