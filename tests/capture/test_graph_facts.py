@@ -2,7 +2,6 @@
 
 import contextvars
 import copy
-import re
 import weakref
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,9 +17,9 @@ from rotor_py.plan.step_spec import ModelState, StepSpec, spec_of
 from rotor_py.stage.error_context import watched
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
-from tests.capture.steps import assert_same_step, compare
+from tests.capture.steps import compare
 from tests.checkpointable.steps import Tower as Skips
-from tests.checkpointable.steps import between, planned_at, square
+from tests.checkpointable.steps import between, square
 from tests.fields import raises
 
 F = nn.functional
@@ -124,19 +123,6 @@ def test_a_model_of_which_much_is_not_captured_is_refused_and_the_line_is_named(
         assert f"test_graph_facts.py:{line}" in str(caught.value.name)
     with raises(UnsupportedModelError, "no_graph", name="Partly"):  # nothing in any graph has a gradient
         Checkpointable(Partly(1, 0).requires_grad_(False), torch.ones(3, 32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("trained", "mixed"), [(r"blocks\.2|norm", False), ("wide", True)])
-def test_frozen_parts_and_autocast_around_the_model(trained: str, mixed: bool) -> None:
-    model, ids = Tower(depth=3), torch.randint(20, (8, 24))
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(re.search(trained, name) is not None)
-    plain = copy.deepcopy(model)
-    surroundings = torch.autocast("cpu", torch.bfloat16, enabled=mixed)
-    with surroundings:
-        planned = planned_at(0.0, model, {"ids": ids}, loss=tower_loss, fresh_grads=True)
-    assert_same_step(planned, plain, ids, loss=tower_loss, around=surroundings)
 
 
 _seen: list[weakref.ref[torch.UntypedStorage]] = []

@@ -1,6 +1,5 @@
 """What a model is measured with, what is logged meanwhile, and what the caller has around it."""
 
-import copy
 import logging
 from typing import Any
 
@@ -8,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from rotor_py import Checkpointable, UnsupportedModelError
-from tests.checkpointable.steps import Tower
 from tests.fields import kinds, logged, raises
 
 CHAIN = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
@@ -90,22 +87,6 @@ def test_a_profiler_that_measuring_ends_is_told_of(caplog) -> None:
         model(DATA).sum().backward()
     assert not logged(caplog, "profiler_lost")
     assert any("addmm" in event.key for event in profile.key_averages())
-
-
-def gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    model.zero_grad()
-    checkpoint(model, batch, use_reentrant=False).square().mean().backward()
-    return [batch.grad, *(each.grad for each in model.parameters())]
-
-
-def test_a_model_is_planned_inside_of_a_region_that_is_recomputed() -> None:
-    plain = Tower(32, 4, 0.1)
-    planned = Checkpointable(copy.deepcopy(plain), mem_limit="1GB")
-    for _ in range(2):
-        batches = [torch.ones(64, 32, requires_grad=True) for _ in range(2)]
-        for found, expected in zip(gradients(planned, batches[0]), gradients(plain, batches[1]), strict=True):
-            assert torch.equal(found, expected)
 
 
 def test_hooks_see_nothing_of_planning_and_all_that_comes_after_it() -> None:
