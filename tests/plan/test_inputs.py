@@ -110,8 +110,11 @@ def train(model: nn.Module, batch: Any) -> None:
     output.mean().backward()
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("chain", [True, False])
+SLOW, LIKE_OTHERS = pytest.mark.slow, ("slots", "userdict", "namespace")  # what is captured takes a second each
+CAPTURED = [pytest.param(False, kind, marks=[SLOW] * (kind in LIKE_OTHERS)) for kind in BATCHES]
+
+
+@pytest.mark.parametrize(("chain", "kind"), [*((True, kind) for kind in BATCHES), *CAPTURED])
 def test_objects_are_planned_for_like_the_tensors_in_them(kind: str, chain: bool, caplog) -> None:
     make, x = BATCHES[kind], torch.randn(256, 32, requires_grad=True)
 
@@ -216,8 +219,7 @@ class Lazy(Captured):
         return self.blocks(x) * 2
 
 
-@pytest.mark.parametrize("chain", [True, False])
-@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize(("chain", "dropout"), [(True, False), (False, True)])
 def test_lazy_layers_have_the_parameters_and_statistics_of_plain_training(chain: bool, dropout: bool, caplog) -> None:
     def network() -> nn.Module:
         torch.manual_seed(0)

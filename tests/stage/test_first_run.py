@@ -5,7 +5,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
@@ -74,9 +74,8 @@ def at_least(model: nn.Module) -> Checkpointable:
 def compared(step: Callable[[nn.Module, nn.Sequential], Any], make: Callable[[], nn.Sequential] = network) -> None:
     """Assert that `step(called, layers)` gives the outputs, gradients and buffers of plain training."""
     found = []
-    for planning in (False, True):
-        model = make()
-        called: nn.Module = at_least(model) if planning else model
+    planned = at_least(make())
+    for called, model in ((plain := make(), plain), (planned, planned.model)):
         torch.manual_seed(2)
         output = step(called, model)
         kept = [output.detach(), torch.get_rng_state(), *model.buffers(), *(p.grad for p in model.parameters())]
@@ -169,26 +168,18 @@ WORLDS: dict[str, Callable[[nn.Sequential], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [each for each in WORLDS if each not in ("a function mode", "a dispatch mode")])
-def test_what_changes_between_forward_and_backward_is_as_it_was(name: str) -> None:
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_recomputation_finds_what_was_around_the_forward_whatever_is_around_the_backward(name: str) -> None:
     def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
-        output = called(batch())
-        with WORLDS[name](model):
+        with WORLDS[name](model) if forward else nullcontext():
+            output = called(batch())
+        with nullcontext() if forward else WORLDS[name](model):
             square(output).backward()
         return output
 
-    compared(step)
-
-
-@pytest.mark.parametrize("name", [each for each in WORLDS if each != "evaluation"])
-def test_what_is_there_around_the_forward_alone_is_there_for_a_recomputation(name: str) -> None:
-    def step(called: nn.Module, model: nn.Sequential) -> torch.Tensor:
-        with WORLDS[name](model):
-            output = called(batch())
-        square(output).backward()
-        return output
-
-    compared(step)
+    for forward in (True, False):
+        if name not in (["evaluation"] if forward else ["a function mode", "a dispatch mode"]):
+            compared(step)
 
 
 @pytest.mark.parametrize("derived", [False, True])
@@ -266,8 +257,8 @@ CHANGES = {"data": doubled, "through data": scaled, "a buffer": shifted}
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_cannot_be_put_back_is_refused_and_stored_from_then_on(name: str) -> None:
-    model = network()
-    planned = at_least(model)
+    planned = at_least(network())
+    model = planned.model
     for _ in range(len(model)):
         output = planned(batch())
         CHANGES[name](model)
@@ -281,8 +272,8 @@ def test_what_cannot_be_put_back_is_refused_and_stored_from_then_on(name: str) -
 
 
 def test_an_input_that_is_written_to_is_refused_as_autograd_does() -> None:
-    model, given = network(), batch()
-    output = at_least(model)(given)
+    given = batch()
+    output = at_least(network())(given)
     given.zero_()
     with raises(StageChangedError, "stage_changed", name="0"):
         square(output).backward()
@@ -355,8 +346,8 @@ def test_every_setting_that_chooses_kernels_can_be_set_to_what_it_is() -> None:
 
 
 def test_a_step_leaves_everything_as_the_user_left_it() -> None:
-    model = network()
-    planned = at_least(model)
+    planned = at_least(network())
+    model = planned.model
     with contextlib.ExitStack() as changed:
         for name in ("an attribute", "a hook", "an object", "a global", "a context variable", "a dtype"):
             changed.enter_context(WORLDS[name](model))
