@@ -107,8 +107,7 @@ class GraphPlanner:
         if not flying:
             make_room_for_forwards(plan, model)
         assert plan.cut is not None
-        assert plan.sequence is not None
-        sequence = self._forwards.sequence_beside(flying, plan, model) if flying else plan.sequence
+        sequence = self._forwards.sequence_beside(flying, plan, model)
         how = Following(sequence, self.settings.preserve_rng_state, plan.measurement, self.settings.keepers)
         made = self._executor.execute_graph(how, plan.cut, value)
         self._forwards.forward_returned(plan, sequence, model, made)

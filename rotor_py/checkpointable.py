@@ -217,21 +217,22 @@ class Checkpointable(PlannedModel):
     # `torch.compiler.disable` would import TorchDynamo here; this private one of torch imports it at its first call.
     @disable_dynamo
     def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
+        planner = self._planner
         # Evaluation with gradients may be training (of inputs, of adapters), if each process can decide by itself.
-        if not torch.is_grad_enabled() or not (self.training or (self.mem_limit is not None and self._planner.alone)):
+        if not torch.is_grad_enabled() or not (self.training or (self.mem_limit is not None and planner.model.alone)):
             return self.model.forward(*args, **kwargs)
         if traced:
-            self._planner.warn_of_torch_compile()
+            planner.warn_of_torch_compile()
         if isinstance(self.model, DistributedDataParallel):
             # DDP's own forward prepares the reducer, then calls the inner module, which follows the plan.
-            with instead_of_forward(self._planner.model.core, self._planner.run):
+            with instead_of_forward(planner.model.core, planner.run):
                 return self.model.forward(*args, **kwargs)
         try:
-            return self._planner.run(*args, **kwargs)
+            return planner.run(*args, **kwargs)
         except InfeasibleError as error:
             if self.training:
                 raise
-            self._planner.warn_of_evaluation(error)
+            planner.warn_of_evaluation(error)
         # Not in the `except`: there, the error's traceback would keep tensors. Plain evaluation would go on.
         return self.model.forward(*args, **kwargs)
 

@@ -183,7 +183,3 @@ def sending_from(device: torch.device) -> AbstractContextManager[object]:
 def alone_in_a_prediction() -> bool:
     """Whether devices are simulated: other processes are then simulated, too, and all are alike."""
     return prediction() is not None
-
-
-def size_of(group: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(group) if group is not None else 1

@@ -21,7 +21,7 @@ from rotor_py.execute.tape import single_stage_node
 from rotor_py.measure.fixed_memory import stepped_parameters
 from rotor_py.measure.measurement import Measurement
 from rotor_py.measure.planning_lock import freeze_gc, planning
-from rotor_py.measure.stage_measurer import MeasuringOptions
+from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.plan.observers.outer_checkpoint_regions import outer_hooks_aside
 from rotor_py.plan.settings import Settings
 from rotor_py.plan.source import Source
@@ -79,10 +79,8 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
         return
     others = f" and {len(found) - 1} others" if len(found) > 1 else ""
     _log.warning(
-        "stage %r%s did something else when it ran a second time from the same state (a clock, a counter, or a "
-        "generator that cannot be set back?). Every plan stores it",
-        found[0],
-        others,
+        f"every plan stores stage {found[0]!r}{others}: run a second time from the same state, it did something else "
+        "(a clock, a counter, or a generator that cannot be set back?)",
         extra=record_fields("not_reproducible", name=found[0], stages=len(found)),
     )
 
@@ -97,8 +95,8 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         give_way()  # else a profiler that is on may be our own
         if prediction() is None and torch_compat.profiler_enabled():
             _log.warning(
-                "a profiler is on while the model is measured, which takes PyTorch's profiler for itself: what it has "
-                "seen so far, and the rest of this step, is lost. Call measure(), or take a step, before it starts.",
+                "call measure(), or take a step, before a profiler starts: measuring takes PyTorch's for itself, so "
+                "what it has seen so far, and the rest of this step, is lost",
                 extra=record_fields("profiler_lost"),
             )
 
@@ -116,7 +114,7 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
         streams_kept(core),
         named_state_kept(core),
         torch.enable_grad(),
-        telling(settings, type(core).__name__) as progress,
+        telling(settings, model.name) as progress,
     ):
         allocate_workspaces(core, device)
         options = MeasuringOptions(
@@ -153,8 +151,9 @@ def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any
     )
     if plan.ways:  # before there is a limit, run the variant that is fastest without recompute
         candidates = [way for way in plan.ways if way.cut.members is not None] or plan.ways
-        seconds = [
-            sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages) for way in candidates
-        ]
-        plan.turn_to(candidates[seconds.index(min(seconds))])
+
+        def seconds(way: MeasuredCut) -> float:
+            return sum(each.forward_seconds + each.backward_seconds for each in way.measurement.stages)
+
+        plan.turn_to(min(candidates, key=seconds))
     return plan

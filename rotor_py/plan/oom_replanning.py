@@ -89,7 +89,7 @@ class Replanner:
         self._plan = plan
         self._model = model
         self._number = number
-        self._sequence = plan.sequence
+        self._sequence = plan.followed
         self._cut = plan.cut  # as this forward runs the stages: later ones may have others compiled
         self._whole_step = plan.budget
         self._budget = forward_and_backward(plan.budget)
@@ -99,7 +99,6 @@ class Replanner:
     @cached_property
     def _limit(self) -> int:
         """Return the bytes that the sequence in use needs, or the smaller limit that the last one was made for."""
-        assert self._sequence is not None
         return self._budget.peak_bytes(self._sequence)  # computed on demand: most steps never ask
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
@@ -116,8 +115,7 @@ class Replanner:
         except InfeasibleError as error:
             return self._own(self._solve(budget, error.min_bytes))
 
-    def _own(self, sequence: Sequence | None) -> Sequence:
-        assert sequence is not None
+    def _own(self, sequence: Sequence) -> Sequence:
         return sequence.of_forwards(self._number)[-1]
 
     @contextmanager
@@ -152,11 +150,11 @@ class Replanner:
         self._plan.sequence = self._sequence if self._plan.cut is self._cut else None
         self._plan.reduced = self._model.settings.mem_limit, self._limit
         _log.warning(
-            "out of memory in the %s of %s%s: it is undone and runs again within %s, where it needed %s; try %d of %d",
-            doing, type(self._model.core).__name__, f", which asked for {format_bytes(asked)}" if asked else "",
-            exact_bytes(self._limit), exact_bytes(before), self._tries, _TRIES,
+            f"out of memory in the {doing} of {self._model.name}"
+            f"{f', which asked for {format_bytes(asked)}' if asked else ''}: try {self._tries} of {_TRIES} recomputes "
+            f"it within {exact_bytes(self._limit)}, where it needed {exact_bytes(before)}",
             extra=record_fields("out_of_memory", name=doing, limit=self._limit, needed=before, tries=self._tries),
-        )  # fmt: skip
+        )
         return True
 
     def _solve(self, budget: Budget, limit: int) -> Sequence:

@@ -157,9 +157,8 @@ class PlannedModel(Transparent):
         Raises ValueError before anything has been measured.
         """
         plan = self._planner.solved()
-        assert plan.sequence is not None
         carried = sum(each.nbytes for each in plan.measurement.carried)
-        return plan_memory(plan.budget.chain, plan.sequence, carried)
+        return plan_memory(plan.budget.chain, plan.followed, carried)
 
     def report(self) -> Report:
         """Return a report of the plan in use: to print, to show in a notebook, or to write as a page (`to_html`).
@@ -167,14 +166,13 @@ class PlannedModel(Transparent):
         Raises ValueError if there is no plan yet and nothing has been measured: before the first step.
         """
         plan, model = self._planner.solved(), self._planner.model
-        assert plan.sequence is not None
         return Report(
-            title=type(model.core).__name__,
+            title=model.name,
             device=str(model.device_of(plan.input_spec)),
             mem_limit=None if plan.unlimited(model.settings) else model.limit_bytes(model.device_of(plan.input_spec)),
             budget=plan.budget,
             measurement=plan.measurement,
-            sequence=plan.sequence,
+            sequence=plan.followed,
             compiled=plan.compiled if plan.compiled or model.settings.inductor is not None else None,
         )
 
@@ -188,19 +186,18 @@ class PlannedModel(Transparent):
 
 def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
     """Return a solved plan for a file; the model is in training mode. Raises ValueError as `PlannedModel.plan` does."""
-    assert plan.sequence is not None
-    settings, device = model.settings, model.device_of(plan.input_spec)
+    sequence, settings, device = plan.followed, model.settings, model.device_of(plan.input_spec)
     # A file does not record `on_oom`: it is given anew on loading.
     fresh, unlimited = settings.fresh_grads if plan.file is None else plan.file.fresh_grads, plan.unlimited(settings)
     budget = unguarded(plan, fresh_gradients=fresh)
-    costs, peak = PlanCosts(plan.measurement, budget), budget.peak_bytes(plan.sequence)
+    costs, peak = PlanCosts(plan.measurement, budget), budget.peak_bytes(sequence)
     if plan.file is not None:
         # Fingerprint, cut and traits come from the file: no step may have come yet.
-        if plan.sequence == plan.file.sequence and budget == plan.file.costs.budget:
+        if sequence == plan.file.sequence and budget == plan.file.costs.budget:
             return plan.file
         limit = plan.file.mem_limit if unlimited else model.limit_bytes(device)
         return replace(
-            plan.file, sequence=plan.sequence, mem_limit=limit, peak_bytes=peak, costs=costs, limited=not unlimited
+            plan.file, sequence=sequence, mem_limit=limit, peak_bytes=peak, costs=costs, limited=not unlimited
         )
     # The file takes its fingerprint from the model as it is now, so it would name a step that it was not made for.
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
@@ -218,7 +215,7 @@ def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
         stages=plan.cut.groups(),
         answers=list(plan.source.answers or ()),
         traits=[recall_effects(function) for function in plan.functions],
-        sequence=plan.sequence,
+        sequence=sequence,
         mem_limit=model.limit_bytes(device),
         peak_bytes=peak,
         fresh_grads=settings.fresh_grads,

@@ -111,8 +111,7 @@ class Planner:
         self.settings = settings
         self.model = TrainedModel(whole, core, settings)
         self.plans = StepPlans(self.model)
-        self._warned_of_torch_compile = False
-        self._warned_of_evaluation = False
+        self._told: set[object] = set()  # kinds of warnings that have come
         self._lazy = _is_lazy(core)
         self._one_process_only = settings.offload is not None or one_process_only(settings) is not None
         self._forwards = Forwards()
@@ -136,10 +135,6 @@ class Planner:
                 "nothing has been measured yet; call measure(input), or train one step", kind="not_measured"
             )
         return self.plans.in_use
-
-    @property
-    def alone(self) -> bool:
-        return self.model.alone
 
     @property
     def device(self) -> torch.device:
@@ -182,15 +177,11 @@ class Planner:
             raise PlanMismatchError("keep=", repr(asked), repr(self.settings.keep))
         budget, offload = file.costs.budget, self.settings.offload
         if file.sequence.moves is None and offload is not None:
-            _log.warning(
-                "the plan from the file moves nothing, so offload=%r has nothing to do",
-                offload,
-                extra=record_fields("moves_nothing", name=offload),
-            )
+            extra = record_fields("moves_nothing", name=offload)
+            _log.warning("the plan from the file moves nothing, so offload=%r has no effect", offload, extra=extra)
         if file.sequence.moves is not None and offload is None:
             raise InvalidValueError(
-                f"the plan moves activations (it was made with offload={budget.link_name!r}); give offload= here as "
-                "well, for where they go",
+                f"give offload= here as well: the plan moves activations (it was made with {budget.link_name!r})",
                 kind="no_tier",
                 name="offload",
             )
@@ -212,34 +203,28 @@ class Planner:
         """Event 12: plan anew with compiled stages."""
         refuse_excluded(self.settings, compile="compile()")
         if self.plans.in_use is not None and self.plans.in_use.file is not None:
-            _log.warning(
-                "compile() compiles nothing, since the plan is from a file; the step is planned",
-                extra=record_fields("compile_ignored", name="plan"),
-            )
+            extra = record_fields("compile_ignored", name="plan")
+            _log.warning("compile() compiles nothing, since the plan is from a file; the step is planned", extra=extra)
             return
         self.settings.inductor = config_of(compile)
         self.plans.begin_anew()
 
     def warn_of_torch_compile(self) -> None:
         """Warn once that a `torch.compile` around the model compiles nothing."""
-        if self.settings.inductor is None and not self._warned_of_torch_compile:
-            self._warned_of_torch_compile = True
-            _log.warning(
-                "torch.compile around a Checkpointable compiles nothing: the step is planned; to compile what is "
-                "planned, write Checkpointable(model, compile=True)",
-                extra=record_fields("compile_ignored", name="torch.compile"),
-            )
+        if self.settings.inductor is None:
+            text = "torch.compile around a Checkpointable compiles nothing: write Checkpointable(model, compile=True)"
+            self._warn_once(text, record_fields("compile_ignored", name="torch.compile"))
 
     def warn_of_evaluation(self, error: InfeasibleError) -> None:
         """Warn once that a forward in eval mode, whose gradients may not be wanted, has no plan."""
-        if not self._warned_of_evaluation:
-            self._warned_of_evaluation = True
-            _log.warning(
-                "a forward in eval mode goes on without a plan: with gradients, it needs more than the limit (%s); "
-                "if you want none, use torch.no_grad()",
-                error,
-                extra=record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit),
-            )
+        extra = record_fields("evaluation_over_limit", min_bytes=error.min_bytes, mem_limit=error.mem_limit)
+        text = f"use torch.no_grad() if you want no gradients: a forward in eval mode goes on without a plan ({error})"
+        self._warn_once(text, extra)
+
+    def _warn_once(self, text: str, extra: dict[str, object]) -> None:
+        if extra["kind"] not in self._told:
+            self._told.add(extra["kind"])
+            _log.warning(text, extra=extra)
 
     def copied(self) -> Planner:
         """Event 11: return a planner for a copy of the model; it refers to this model until that is copied too."""
@@ -253,8 +238,8 @@ class Planner:
         """Event 5: run the model forward, with a backward by plan; without one if nothing trains."""
         if torch_compat.maybe_current_level() is not None:
             raise UnsupportedModelError(
-                "no plan can be followed inside of a function that torch.func transforms (grad, vmap, jvp, ...), since "
-                "its tensors have no memory of their own; call the model itself there, the attribute `model`",
+                "call the attribute `model` inside of torch.func transforms (grad, vmap, jvp, ...), whose tensors have "
+                "no memory of their own to plan for",
                 kind="function_transform",
             )
         if innermost_hooks(True) is None and not torch_compat.dispatch_mode_stack():  # as in most steps
@@ -294,8 +279,7 @@ class Planner:
         if answers is not None:
             if not model.alone:  # others may have other batches
                 raise UnsupportedModelError(
-                    "the plan was made before this process was one of several, and for batches that are masked "
-                    "otherwise; call measure() again in all of them",
+                    "call measure() again in all processes: the plan is for batches that are masked otherwise",
                     kind="no_plan_for_input",
                     name="mask",
                 )
@@ -316,12 +300,11 @@ class Planner:
         core = self.model.core
         modes = [(module, module.training) for module in core.modules()]
         if any(isinstance(module, _DROPOUT) and module.p for module in core.modules()):
-            name = type(core).__name__
             _log.warning(
-                "%s has lazy layers and dropout: their parameters are made before the first forward, and with the same "
-                "seed plain training draws other ones, in between; run the model once on a batch before you wrap it",
-                name, extra=record_fields("lazy_layers", name=name),
-            )  # fmt: skip
+                f"run {self.model.name} once on a batch before you wrap it: it has lazy layers and dropout, and their "
+                "parameters are made before the first forward, where plain training draws others from the same seed",
+                extra=record_fields("lazy_layers", name=self.model.name),
+            )
         try:
             for module, _ in modes:  # without dropout, and without statistics that move
                 module.training = False
@@ -344,9 +327,8 @@ class Planner:
         known = self.in_use.input_spec
         if not self.model.alone and not self.plans.blank.covers(spec.input, known):
             raise UnsupportedModelError(
-                f"for {describe(spec.input)} the model does something else than for {describe(known)}, for which there "
-                "is a plan, and processes that train together cannot each make one; call measure() in all of them with "
-                "both inputs",
+                f"call measure() in all processes with both inputs: for {describe(spec.input)} the model runs another "
+                f"graph than for {describe(known)}, for which there is a plan",
                 kind="no_plan_for_input",
                 name="graph",
             )
@@ -356,8 +338,7 @@ class Planner:
     def _run_planned(self, value: Any, flying: list[ForwardInFlight], *, goes_on: bool = False) -> Any:
         plan = self.plans.in_use
         assert plan is not None
-        assert plan.sequence is not None
-        sequence = self._forwards.sequence_beside(flying, plan, self.model) if flying else plan.sequence
+        sequence = self._forwards.sequence_beside(flying, plan, self.model)
         self._watched.forward_begins(plan, value, len(flying))
         began = torch_compat.get_sequence_nr()
         try:
@@ -382,15 +363,7 @@ class Planner:
         settings = self.settings
         smaller = Replanner(plan, self.model, number) if settings.on_oom == "replan" else None
         tier = None if sequence.moves is None or settings.offload is None else self.model.tier
-        how = Following(
-            sequence,
-            settings.preserve_rng_state,
-            plan.measurement,
-            settings.keepers,
-            smaller,
-            tier,
-            plan.changed,
-            goes_on,
-        )
+        stages = settings.preserve_rng_state, plan.measurement, settings.keepers
+        how = Following(sequence, *stages, smaller, tier, plan.changed, goes_on)
         with undoing(), nullcontext() if smaller is None else smaller.telling_of_the_rest():
             return plan.source.run(plan.cut, value, how)

@@ -172,12 +172,8 @@ class CompiledStages:
     def of(cls, cut: Cut, config: Config) -> CompiledStages:
         for name, value in config:
             if type(value) not in _PLAIN:
-                raise InvalidValueError(
-                    f"compile= has the option {name!r}, which is a {type(value).__name__}, and a file of a plan holds "
-                    "numbers and texts alone; plan anew in each process",
-                    kind="option_not_plain",
-                    name=name,
-                )
+                text = f"plan anew in each process: a file cannot hold the option {name!r}, a {type(value).__name__}"
+                raise InvalidValueError(text, kind="option_not_plain", name=name)
         pairs = zip(cut.groups(), cut.stages, strict=True)
         compiled = {JOINT.join(group): stage for group, (_, stage) in pairs if isinstance(stage, CompiledStage)}
         whole = next((stage for stage in compiled.values() if stage.room is not None), None)
@@ -188,16 +184,13 @@ class CompiledStages:
         from rotor_py.compile.partitioner import whole_partitioner
 
         partitioner = None if self.room is None else whole_partitioner(self.room, chain)
-        stages: list[Layer] = []
+        stages = dict(cut.stages)
         for (name, function), names in zip(cut.stages, ways, strict=True):
             if name in self.stages:
                 own = tuple(name for name in names if name in WAYS)
-                compiled = CompiledStage(function, f"stage {name}", compiler, partitioner=partitioner, ways=own)
-                remember_effects(compiled, recall_effects(function))
-                stages.append((name, compiled))
-            else:
-                stages.append((name, function))
-        return replace(cut, stages=tuple(stages))
+                stages[name] = CompiledStage(function, f"stage {name}", compiler, partitioner=partitioner, ways=own)
+                remember_effects(stages[name], recall_effects(function))
+        return replace(cut, stages=tuple(stages.items()))
 
 
 def config_beside(file: CompiledStages | None, given: Config | None) -> Config | None:
@@ -312,9 +305,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     try:
         fields = _checked(read_fields(_FIELDS, data))
         if _digest(data) != data["digest"]:
-            raise InvalidValueError(
-                "its digest does not match its content, so it was changed or damaged", kind="other_digest"
-            )
+            raise InvalidValueError("it was changed or damaged: its digest is another one", kind="other_digest")
     except (ValueError, RecursionError) as error:
         raise InvalidValueError(
             f"{file} is not a whole plan: {shortened(error)}; save it again",
@@ -327,10 +318,10 @@ def _read(path: str | Path) -> dict[str, Any]:
         if fields["compiled"] is not None:
             raise PlanMismatchError("the torch that compiles its stages", data["torch"], torch.__version__)
         _log.warning(
-            "%s was made with torch %s; with torch %s peaks and times may be others: plan again to be sure",
-            file, shortened(data["torch"]), torch.__version__,
+            f"plan again to be sure: {file} was made with torch {shortened(data['torch'])}, and peaks and times may be "
+            f"others with {torch.__version__}",
             extra=record_fields("other_torch", name=str(file)),
-        )  # fmt: skip
+        )
     return fields
 
 

@@ -52,11 +52,8 @@ class Settings:
     def __post_init__(self) -> None:
         forwards = self.forwards_in_flight
         if isinstance(forwards, bool) or not isinstance(forwards, int) or forwards < 1:
-            raise InvalidValueError(
-                f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least",
-                kind="not_a_count",
-                name="forwards_in_flight",
-            )
+            text = f"forwards_in_flight is {forwards!r}; it has to be a whole number, one at least"
+            raise InvalidValueError(text, kind="not_a_count", name="forwards_in_flight")
         values = {"backward_order": (None, *ORDERS), "on_oom": ("raise", "replan"), "keep": (None, *FEWER_BITS)}
         for name, known in values.items():
             if (value := getattr(self, name)) not in known:
@@ -65,11 +62,8 @@ class Settings:
                 )
         for name, given in (("optimizer", self.optimizer), ("step_in_backward", self.step_in_backward)):
             if given is not None and (isinstance(given, type) or not hasattr(given, "param_groups")):
-                raise InvalidTypeError(
-                    f"{name} is {what_it_is(given)}; pass the optimizer that will step, made of the model's parameters",
-                    kind="not_an_optimizer",
-                    name=name,
-                )
+                text = f"{name} is {what_it_is(given)}; pass the optimizer that steps the model's parameters"
+                raise InvalidTypeError(text, kind="not_an_optimizer", name=name)
         if self.offload is not None:
             self.offload = checked_name(self.offload)  # the full name of the tier
         refuse_excluded(self)
@@ -161,15 +155,13 @@ def one_process_only(settings: Settings, sharded: str = SEVERAL_PROCESSES) -> Ex
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer that is not known to step each parameter by itself."""
     if not steps_per_parameter(optimizer):
+        name = type(optimizer).__name__
         raise InvalidValueError(
-            f"{type(optimizer).__name__} is not known to step each parameter by itself, as step_in_backward has to; "
-            "use SGD, Adam, AdamW or another such optimizer of torch.optim, or leave step_in_backward out",
+            f"give step_in_backward SGD, Adam, AdamW or another optimizer of torch.optim that steps each parameter by "
+            f"itself: {name} is not known to",
             kind="unsupported_optimizer",
-            name=type(optimizer).__name__,
+            name=name,
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise InvalidValueError(
-            "step_in_backward takes no gradients of steps; leave differentiable=True out",
-            kind="excluded_together",
-            name="differentiable",
-        )
+        text = "step_in_backward takes no gradients of steps; leave differentiable=True out"
+        raise InvalidValueError(text, kind="excluded_together", name="differentiable")

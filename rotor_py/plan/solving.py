@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rotor_py.compile.compiled_stage import CompiledStage
-from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, sending_from, size_of
+from rotor_py.distributed.processes import alone_in_a_prediction, gather_objects, sending_from
 from rotor_py.errors import InvalidStateError, PlanMismatchError, record_fields
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.device import limit_bytes
@@ -26,46 +26,31 @@ from rotor_py.measure.stage_measurer import MeasuredCut
 from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import exact_bytes
-from rotor_solver import Algorithm, Chain, InfeasibleError, Persistent, Sequence
+from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
 from rotor_solver.moving import Link
 
 _log = logging.getLogger("rotor_py")
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """One process's stages, its limit, the bytes of the limit that are not for the chain, and its offload bandwidth."""
-
-    chain: Chain
-    mem_limit: int
-    fixed_bytes: int
-    link: Link | None
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        return tuple(stage.name for stage in self.chain.stages)
 
 
 def agreed_sequence(
     budget: Budget, mem_limit: int, algorithm: Algorithm, group: dist.ProcessGroup, device: torch.device
 ) -> Sequence:
     """Find, on rank 0 of `group`, a sequence for the least room of any process. Collective."""
+    own = mem_limit - budget.fixed.total - budget.snapshot_bytes  # room for the chain
+    chains, rooms, links = zip(*gather_objects((budget.chain, own, budget.link), group, device), strict=True)
     # Compared before solving: rank 0's sequence is valid only for as many stages.
-    own = _Share(budget.chain, mem_limit, budget.fixed.total + budget.snapshot_bytes, budget.link)
-    parts = gather_objects(own, group, device)
-    for rank, part in enumerate(parts):
-        if part.stages != parts[0].stages:
-            planned = f"that of rank 0 with {len(parts[0].stages)} stages"
-            raise PlanMismatchError("the model", planned, f"one of {len(part.stages)} on rank {rank}")
-    room = min(part.mem_limit - part.fixed_bytes for part in parts)
+    stages = [[stage.name for stage in chain.stages] for chain in chains]
+    for rank, names in enumerate(stages):
+        if names != stages[0]:
+            planned = f"that of rank 0 with {len(stages[0])} stages"
+            raise PlanMismatchError("the model", planned, f"one of {len(names)} on rank {rank}")
     found: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
-            links = [part.link for part in parts if part.link is not None]
-            link = Link.slowest(links) if len(links) == len(parts) else None
-            all_of_them = replace(budget, chain=costliest([part.chain for part in parts]), link=link)
+            link = None if None in links else Link.slowest(links)
+            all_of_them = replace(budget, chain=costliest(chains), link=link)
             # The least room, as a limit of this process: `solve` subtracts its own fixed part again.
-            found = [all_of_them.solve(min(mem_limit, room + budget.fixed.total + budget.snapshot_bytes), algorithm)]
+            found = [all_of_them.solve(mem_limit - own + min(rooms), algorithm)]
         except InfeasibleError as error:
             found = [error.with_traceback(None)]  # sent like a sequence: the waiting processes must learn of it
         except Exception as error:
@@ -84,8 +69,8 @@ def agreed_sequence(
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
     if peak > limit:
         raise InfeasibleError(
-            f"the plan of rank 0 would need {exact_bytes(peak)} on rank {rank}, whose limit is {exact_bytes(limit)}, "
-            "so it would run out of memory. Give all processes batches of the same shape, or this rank a larger limit.",
+            f"the plan of rank 0 would need {exact_bytes(peak)} on rank {rank}, whose limit is {exact_bytes(limit)}: "
+            "give all processes batches of the same shape, or this rank a larger limit",
             min_bytes=peak,
             mem_limit=limit,
             kind="limit_too_small_on_rank",
@@ -106,12 +91,11 @@ def choose_variant(
     device: torch.device,
 ) -> Sequence:
     """Turn `plan` to the variant (a way to run stages) with the fastest sequence by `solve`; return the sequence."""
-    several = group if group is not None and size_of(group) > 1 else None
     ways = list(plan.ways)
-    if several is not None and ways:
+    if group is not None and ways:
         # Those that all processes have, in one order: each measures which are faster or fit. All have the same keys.
         by_kind = {tuple((name, isinstance(each, CompiledStage)) for name, each in way.cut.stages): way for way in ways}
-        first, *others = gather_objects(list(by_kind), several, device)
+        first, *others = gather_objects(list(by_kind), group, device)
         ways = [by_kind[kind] for kind in first if all(kind in other for other in others)]
     if not ways:
         return solve(plan.budget)
@@ -122,9 +106,8 @@ def choose_variant(
     try:
         for whole in (True, False):
             refused.clear()
-            alike = [way for way in ways if (way.cut.members is not None) == whole]
             found: list[tuple[float, MeasuredCut, Sequence]] = []
-            for way in alike:
+            for way in (each for each in ways if (each.cut.members is not None) == whole):
                 budget = plan.budget_of(way)
                 try:
                     sequence = solve(budget)
@@ -134,8 +117,8 @@ def choose_variant(
                     refused.append(error)
                 else:
                     seconds = budget.makespan(sequence)
-                    if several is not None:  # the slowest counts, so that all choose alike
-                        seconds = max(gather_objects(seconds, several, device))
+                    if group is not None:  # the slowest counts, so that all choose alike
+                        seconds = max(gather_objects(seconds, group, device))
                     found.append((seconds, way, sequence))
             if found:
                 _, best, sequence = min(found, key=lambda each: each[0])
@@ -168,10 +151,9 @@ def solve(
             most = limit_bytes(given, device)
             if limit is None and plan.reduced is not None and plan.reduced[0] == given:
                 most = min(most, max(plan.reduced[1], plan.budget.least_bytes()))
-            if group is not None and size_of(group) > 1:
+            found = partial(Budget.solve, mem_limit=most, algorithm=algorithm)
+            if group is not None:
                 found = partial(agreed_sequence, mem_limit=most, algorithm=algorithm, group=group, device=device)
-            else:
-                found = partial(Budget.solve, mem_limit=most, algorithm=algorithm)
             try:
                 sequence = choose_variant(plan, found, group, device)
             except InfeasibleError as error:
@@ -179,15 +161,14 @@ def solve(
                 raise
     if plan.budget.link is not None and plan.budget.forwards > 1:
         _log.warning(
-            "%d forwards are in flight at once, and plans for several forwards move nothing to another tier: what has "
-            "no room is computed again. Go backward after each forward to have offload= count.",
+            "with %d forwards in flight at once, offload= has no effect: go backward after each forward",
             plan.budget.forwards,
             extra=record_fields("moves_nothing", forwards=plan.budget.forwards),
         )
     # Agreed on, it offloads in all processes or in none.
-    model.reserve(plan.budget, sequence, group if size_of(group) > 1 else None)
-    plan.sequence, plan.agreed = sequence, sequence if size_of(group) > 1 else None
-    plan.found = sequence
+    model.reserve(plan.budget, sequence, group)
+    plan.sequence = plan.found = sequence
+    plan.agreed = None if group is None else sequence
     settings.mem_limit = given  # only now: a limit that fails must not count
     plan.solved_with = settings.solved_with
     if settings.verbosity:
@@ -206,23 +187,18 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     tightest = min((budget for budget, _ in budgets), key=Budget.least_bytes)
     held = tightest.least_bytes()
     least = min(model.with_fresh_gradients(*each, device).least_bytes() for each in budgets)
-    if group is not None and size_of(group) > 1:
+    if group is not None:
         # All raise, so all come here; all give the numbers of the one with the least room to spare.
         all_of_them = gather_objects((least, held, limit), group, device)
         least, held, limit = max(all_of_them, key=lambda each: each[0] - each[2])
     if not least < held > limit:
         return
-    if least <= limit:
-        more = (
-            "If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
-            f"(--fresh-grads) the least limit is {exact_bytes(least)}, and a plan fits."
-        )
-    else:
-        more = (
-            "In a loop that frees gradients between steps, with fresh_grads=True (--fresh-grads), it is "
-            f"{exact_bytes(least)}, still above the limit."
-        )
-    if model.alone:
+    more = (
+        "If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
+        f"(--fresh-grads) the least limit is {exact_bytes(least)}, "
+        f"{'and a plan fits' if least <= limit else 'still above this one'}."
+    )
+    if group is None:
         raise tightest.refuse(limit, more) from error
     # With several processes, the numbers may be another one's.
     raise InfeasibleError(
@@ -239,18 +215,14 @@ def count_optimizer_beside_file(plan: StepPlan, model: TrainedModel) -> None:
     peak, limit = plan.budget.peak_bytes(plan.file.sequence), model.limit_bytes(model.device_of(plan.input_spec))
     if peak > limit:
         _log.warning(
-            "the plan was made for another optimizer, or for none: with this one a step needs %s, and the limit is %s; "
-            "training goes on, beyond the limit. Plan again with the optimizer given.",
-            exact_bytes(peak),
-            exact_bytes(limit),
+            f"the plan was made for another optimizer, or for none: with this one a step needs {exact_bytes(peak)}, "
+            f"beyond the limit of {exact_bytes(limit)}; plan again with optimizer= given",
             extra=record_fields("late_optimizer", peak_bytes=peak, mem_limit=limit),
         )
 
 
 def warn_beyond_the_limit(error: InfeasibleError) -> None:
     _log.warning(
-        "the optimizer was not known when the model was planned; training goes on, beyond the limit: %s Given as "
-        "optimizer=, it counts from the start.",
-        error,
+        f"give the optimizer as optimizer=: it was unknown, and training goes on beyond the limit: {error}",
         extra=record_fields("late_optimizer", min_bytes=error.min_bytes, mem_limit=error.mem_limit),
     )

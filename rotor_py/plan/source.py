@@ -242,17 +242,12 @@ class LayerSource(SequenceExecutor):
 
     def _runners(self, cut: Cut, how: Following) -> Runners:
         kept = [keeper.name for keeper in how.keepers]
-        made = [
-            StageRunner(
-                function,
-                name,
-                how.preserve_rng_state,
-                ways=ways,
-                keepers=how.keepers,
-                offers=self._parts.planned(function, name, ways, kept),
+        made = []
+        for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True):
+            offers = self._parts.planned(function, name, ways, kept)
+            made.append(
+                StageRunner(function, name, how.preserve_rng_state, ways=ways, keepers=how.keepers, offers=offers)
             )
-            for (name, function), ways in zip(cut.stages, how.measurement.way_names, strict=True)
-        ]
         return Runners.of(made)
 
 
@@ -332,11 +327,8 @@ def _cut_as_saved(plan: Plan, compiler: StageCompiler | None, named: list[Layer]
 
 
 def _tell_of_capture(value: Any) -> None:
-    _log.warning(
-        "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles says why",
-        describe(spec_of(value)),
-        extra=record_fields("captured_again"),
-    )
+    text = "TorchDynamo captures another graph of the model: the input is %s; TORCH_LOGS=recompiles says why"
+    _log.warning(text, describe(spec_of(value)), extra=record_fields("captured_again"))
 
 
 Source = LayerSource | GraphSource

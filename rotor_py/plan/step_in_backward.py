@@ -91,9 +91,8 @@ class ConsumedGradient(torch.Tensor):
         cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         raise SpentGradientError(
-            f"{operator} reads a gradient that is gone: step_in_backward has stepped its parameter with it in the "
-            "backward already, so nothing can clip, log, unscale or add to it afterwards (clip_grad_norm_, "
-            "max_grad_norm, a GradScaler, accumulation); leave that out, or step_in_backward",
+            f"leave out what calls {operator} (clip_grad_norm_, max_grad_norm, a GradScaler, accumulation, a log), or "
+            "step_in_backward: it has stepped the parameter with this gradient already",
             kind="gradient_spent",
             name=str(operator),
         )
@@ -124,16 +123,16 @@ class Stepper:
         refuse_optimizer(self._optimizer)
         if in_flight:
             raise InvalidStateError(
-                "a forward begins before the backward of another one, whose parameters step_in_backward would step in "
-                "between; call backward() and optimizer.step() after each forward, or leave step_in_backward out",
+                "call backward() and optimizer.step() after each forward, or leave step_in_backward out: another "
+                "forward is still to go backward",
                 kind="forwards_in_flight",
             )
         before, self._has = self._has, self._ids_of_both()
         mine = [each for each in self._model.core.parameters() if id(each) in self._groups and each.requires_grad]
         if any(each.grad is not None for each in mine):
             raise InvalidStateError(
-                "parameters have gradients when a forward begins, and step_in_backward would step with their sum; call "
-                "optimizer.zero_grad() first, and for accumulation leave step_in_backward out",
+                "call optimizer.zero_grad() before the forward, and for accumulation leave step_in_backward out: "
+                "parameters have gradients, which it would add to the step's",
                 kind="gradients_left",
             )
         for parameter in mine:
@@ -174,9 +173,8 @@ class Stepper:
             if self._stepped_in not in (_NO_TASK, self._task):
                 parameter.grad = None
                 raise InvalidStateError(
-                    "a second backward comes before optimizer.step(), and step_in_backward has stepped with the first: "
-                    "gradients cannot add up. Call optimizer.step() after each backward, where it only says that the "
-                    "step is over, or leave step_in_backward out",
+                    "call optimizer.step() after each backward, or leave step_in_backward out: it has stepped with the "
+                    "first, so gradients cannot add up",
                     kind="second_backward",
                 )
             self._stepped_in = self._task
@@ -191,14 +189,13 @@ class Stepper:
     def _begin(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise InvalidStateError(
-                "create_graph=True asks for a graph of the gradients, and step_in_backward changes the parameters that "
-                "it would read; leave one of them out",
+                "leave create_graph=True or step_in_backward out: it changes the parameters that the graph would read",
                 kind="create_graph",
             )
         if _last == [current_task()]:
             raise InvalidStateError(
-                "a GradScaler has scaled the loss, and step_in_backward would step with gradients that are scaled; use "
-                "bfloat16, which needs no scaler, or leave step_in_backward out",
+                "use bfloat16, which needs no GradScaler, or leave step_in_backward out: it would step with scaled "
+                "gradients",
                 kind="scaled_loss",
             )
         self._task = current_task()

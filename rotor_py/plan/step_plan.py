@@ -98,6 +98,12 @@ class StepPlan:
         self.spec = StepSpec(spec.model, known.input)
 
     @property
+    def followed(self) -> Sequence:
+        """The sequence of a plan that is solved."""
+        assert self.sequence is not None
+        return self.sequence
+
+    @property
     def functions(self) -> list[nn.Module]:
         return [] if self.cut is None else [function for _, function in self.cut.stages]
 
@@ -213,8 +219,7 @@ class StepPlan:
 
     def summary(self, model: TrainedModel) -> str:
         """Return one line: limit, fixed part, least possible, planned peak and overhead."""
-        assert self.sequence is not None
-        budget, sequence, stored = self.budget, self.sequence, store_all(self.budget.chain)
+        budget, sequence, stored = self.budget, self.followed, store_all(self.budget.chain)
         plain, planned = budget.makespan(stored), budget.makespan(sequence)
         overhead = planned / plain - 1 if plain else 0.0
         compiled, moved = len(self.compiled), budget.moved_in_words(sequence)

@@ -12,9 +12,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from rotor_py.distributed.processes import alone_in_a_prediction, size_of
+from rotor_py.distributed.processes import alone_in_a_prediction
 from rotor_py.errors import UnsupportedModelError, fields_of, record_fields
 from rotor_py.plan.measuring import measured_plan
 from rotor_py.plan.observers.forwards_in_flight import make_room_for_forwards
@@ -206,16 +204,15 @@ class StepPlans:
         # Another state of the model is another kind of step, of which there may be many: only inputs are counted.
         if self._grown == _MOST_PLANS and (known is None or known.model == spec.model):
             _log.warning(
-                "the model has been planned for %d inputs, each larger than those before or of another form, and every "
-                "plan takes time; call measure() once with the largest input there will be",
-                _MOST_PLANS,
+                f"call measure() once with the largest input there will be: {_MOST_PLANS} inputs, each larger than "
+                "those before or of another form, have been planned for, which takes time",
                 extra=record_fields("many_plans", plans=_MOST_PLANS),
             )
         if plan is not None:
             if not self.model.alone and not self.blank.covers(plan.input_spec, value):
                 raise UnsupportedModelError(
-                    f"the input is {describe(spec.input)}, for which there is no plan, and processes that train "
-                    "together cannot each make one; call measure() in all of them with the largest input there will be",
+                    f"call measure() in all processes with the largest input there will be: the input is "
+                    f"{describe(spec.input)}, for which there is no plan",
                     kind="no_plan_for_input",
                     name="input",
                 )
@@ -236,11 +233,10 @@ class StepPlans:
     def _raise_if_refused(self, spec: StepSpec) -> None:
         limit = self.model.limit_bytes(self.model.device_of(spec.input))
         for refused, error in self._refused:
-            # A batch that masks nothing needs least.
-            needs_more = all(refused.answers or ()) or refused.answers == spec.answers
             alike = refused.model == spec.model and self.blank.covers(spec.input, refused.input)
-            alike = alike and same_kind(spec.input, refused.input)
-            if alike and needs_more and limit <= error.mem_limit:
+            if not alike or not same_kind(spec.input, refused.input) or limit > error.mem_limit:
+                continue
+            if all(refused.answers or ()) or refused.answers == spec.answers:  # a batch that masks nothing needs least
                 raise copy(error)
 
     def _turn_to(self, spec: StepSpec) -> StepPlan | None:
@@ -265,8 +261,11 @@ class StepPlans:
         self._keep([each for each in waiting if each is not plan], present)
         plan.restore_effects()
         self.in_use = plan
-        grown = self.model.with_gradients_left_over(plan.budget, self.model.device_of(plan.input_spec))
-        if plan.solved_with != self.model.settings.solved_with or grown != plan.budget:
+        model, settings = self.model, self.model.settings
+        device, stepped = model.device_of(plan.input_spec), model.stepped()
+        # Other kinds of steps may have left gradients.
+        grown = plan.budget.with_gradients_of(model.core, device, fresh=settings.fresh_grads, stepped=stepped)
+        if plan.solved_with != settings.solved_with or grown != plan.budget:
             plan.budget, plan.sequence = grown, None
 
     def _keep(self, waiting: list[StepPlan], present: ModelState) -> None:
@@ -279,22 +278,20 @@ class StepPlans:
 
 def agree(plan: StepPlan, model: TrainedModel) -> None:
     """Put a sequence in use that all processes follow; solve unless all of them have already."""
-    group = model.group if dist.is_initialized() else None
-    several = group is not None and size_of(group) > 1
+    group = model.group
     # Compared as objects: a sequence set since is not agreed upon, even if equal.
-    open_question = several and plan.agreed is not plan.sequence
+    open_question = group is not None and plan.agreed is not plan.sequence
     if plan.file is not None:
         if group is not None and open_question:
-            assert plan.sequence is not None
-            text = "; ".join(map(str, (plan.sequence, *plan.sequence.beside)))
+            text = "; ".join(map(str, (plan.followed, *plan.followed.beside)))
             refuse_other_plans(text, group, model.device_of(plan.input_spec))
             plan.agreed = plan.sequence
         return
-    grown = model.with_communication(plan.budget) if dist.is_initialized() else plan.budget
+    grown = model.with_communication(plan.budget)
     forwards = model.settings.forwards_in_flight
     if forwards > grown.forwards:  # checked in every step, and finding the device takes longer
         grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
-    if several:
+    if group is not None:
         grown = grown.with_backward_order(model.settings.backward_order or "any")
     if grown is not plan.budget and grown != plan.budget:
         plan.budget, plan.sequence = grown, None

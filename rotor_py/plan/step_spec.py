@@ -42,8 +42,8 @@ class TensorSpec:
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         if tensor.is_nested:
             raise UnsupportedModelError(
-                "the input has a nested tensor, for whose lengths no plan can be made; give the model padded rows and "
-                "a mask, or the rows one after the other and their offsets, or train it without Checkpointable",
+                "give padded rows and a mask, or the rows one after the other and their offsets: no plan can be made "
+                "for a nested tensor's lengths",
                 kind="nested_tensor",
                 name="input",
             )
@@ -241,19 +241,12 @@ def arguments_of(sample: Any, model: nn.Module) -> ForwardArguments:
         with torch.random.fork_rng(devices=[]):  # the loader draws a seed for its workers
             batch = next(iter(sample), None)
         if batch is None:
-            raise UnsupportedModelError(
-                "the sample is a DataLoader without a batch; its dataset is empty",
-                kind="empty_loader",
-                name="custom_input",
-            )
+            text = "the sample is a DataLoader without a batch; its dataset is empty"
+            raise UnsupportedModelError(text, kind="empty_loader", name="custom_input")
         sample = tuple(batch) if isinstance(batch, list) else batch
     if isinstance(sample, str | int | float):
-        raise UnsupportedModelError(
-            f"the sample is {sample!r}, and has to be an input to measure with: a tensor, a tuple or a dict; a limit "
-            f"is written mem_limit={sample!r}",
-            kind="not_a_sample",
-            name="custom_input",
-        )
+        text = f"the sample is {sample!r}, and must be a tensor, a tuple or a dict; a limit is mem_limit={sample!r}"
+        raise UnsupportedModelError(text, kind="not_a_sample", name="custom_input")
     if isinstance(sample, dict):
         return ForwardArguments((), sample)
     arguments = sample if isinstance(sample, tuple) else (sample,)

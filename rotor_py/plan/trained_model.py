@@ -17,14 +17,7 @@ from rotor_profiling.backends import prediction
 from rotor_profiling.isolate import accelerators
 from rotor_profiling.optimizer import step_bytes_without
 from rotor_profiling.torch_compat import tree_leaves
-from rotor_py.distributed.processes import (
-    alone_in_a_prediction,
-    around,
-    communication_bytes,
-    gather_objects,
-    processes,
-    size_of,
-)
+from rotor_py.distributed.processes import alone_in_a_prediction, around, communication_bytes, gather_objects, processes
 from rotor_py.distributed.sharding import at_rest, is_sharded, keeps_gradients
 from rotor_py.errors import OffloadError, UnsupportedModelError
 from rotor_py.measure.budget import Budget, make_budget
@@ -68,6 +61,10 @@ class TrainedModel:
         self._stepped: tuple[object, SteppedParameters] | None = None
 
     @property
+    def name(self) -> str:
+        return type(self.core).__name__
+
+    @property
     def planned(self) -> int:
         """How often a forward by plan has begun, or a backward through one."""
         return _planned.get(self.core, 0)
@@ -77,9 +74,12 @@ class TrainedModel:
 
     @property
     def group(self) -> ProcessGroup | None:
-        """The processes that train this model together, as far as known."""
+        """The processes that train this model together, as far as known; None for a single one."""
+        if not dist.is_initialized():
+            return None
         given = self.settings.process_group
-        return given if given is not None else processes(self.whole)
+        found = given if given is not None else processes(self.whole)
+        return found if found is not None and dist.get_world_size(found) > 1 else None
 
     @cached_property
     def tier(self) -> Tier:
@@ -89,26 +89,24 @@ class TrainedModel:
 
     @property
     def alone(self) -> bool:
-        return not dist.is_initialized() or size_of(self.group) == 1
+        return self.group is None
 
     def refuse_several_processes(self) -> None:
         """Raise UnsupportedModelError for a one-process setting with several processes or a sharded model."""
         option, offload = one_process_only(self.settings), one_process_only(self.settings, SHARDED)
         if option is None and offload is None:
             return
-        name = type(self.core).__name__
         sharded = is_sharded(self.core) or any(hasattr(each, "device_mesh") for each in self.core.parameters())
         if offload is not None and sharded:
             raise UnsupportedModelError(
-                f"offload= moves what stages of plain training save, and {name} is sharded: {offload.why}; leave "
-                "offload= out",
+                f"leave offload= out: {self.name} is sharded, and {offload.why}",
                 kind="excluded_together",
                 name="offload",
             )
         if option is not None and (not self.alone or sharded):
             raise UnsupportedModelError(
-                f"{option.first} is for one process, and {name} is trained by several or sharded: {option.why}; leave "
-                f"{option.first.partition('=')[0]} out",
+                f"leave {option.first} out, which is for one process, while {self.name} is trained by several or "
+                f"sharded: {option.why}",
                 kind="one_process_only",
                 name=option.first,
             )
@@ -177,8 +175,7 @@ class TrainedModel:
             kind, other = ("cuda", "file:/path") if name == "host" else ("cpu", "host")
             if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
                 raise UnsupportedModelError(
-                    f"offload={name!r} moves memory of {kind} devices, and the model is on {device}; use "
-                    f"offload={other!r}",
+                    f"use offload={other!r}: {name!r} moves memory of {kind} devices, and the model is on {device}",
                     kind="other_device",
                     name="offload",
                 )
@@ -230,11 +227,6 @@ class TrainedModel:
         with at_rest(self.core):
             gradients = trained_bytes(self.core, device, self.stepped())
         return budget.with_fresh_gradients(measurement, gradients)
-
-    def with_gradients_left_over(self, budget: Budget, device: torch.device) -> Budget:
-        """Return the budget with room for gradients that other kinds of steps have left in `grad`."""
-        fresh = self.settings.fresh_grads
-        return budget.with_gradients_of(self.core, device, fresh=fresh, stepped=self.stepped())
 
     def with_communication(self, budget: Budget) -> Budget:
         """Return the budget with room for communication between processes.

@@ -115,13 +115,12 @@ class Forwards:
             return
         stays = plan.file is not None or not model.alone
         _log.warning(
-            "a backward of %s comes while %d forwards are in flight, and not through the last of them, although the "
-            "plan is for backwards in reverse of the forwards. The step takes up to %s, and the limit is %s. %s Say "
-            "backward_order='any' (--backward-order any).",
-            type(model.core).__name__, len(flying), exact_bytes(peak), exact_bytes(limit),
-            "The plan stays as it is." if stays else "From the next step on, the plan is for any order.",
+            f"backward_order='any' (--backward-order any) is missing: of {len(flying)} forwards of {model.name} in "
+            "flight, the last does not go backward first. The step takes up to "
+            f"{exact_bytes(peak)}, and the limit is {exact_bytes(limit)}. "
+            f"{'The plan stays as it is' if stays else 'From the next step on, the plan is for any order'}.",
             extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
-        )  # fmt: skip
+        )
 
     def _warn_of_split_backwards(self, forward: ForwardInFlight, model: TrainedModel) -> None:
         plan = forward.plan
@@ -134,11 +133,10 @@ class Forwards:
         if peak <= limit:
             return
         _log.warning(
-            "%s has one backward for inputs and a later one for weights (as zero-bubble schedules and penalties on "
-            "gradients have). Until the later one, what the forward kept stays, %s, and so does a gradient for every "
-            "stage, up to %s: the step may need %s, and the limit is %s. Give a smaller batch; in a pipeline, pass "
-            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage: then nothing is held.",
-            type(model.core).__name__,
+            "%s has one backward for inputs and a later one for weights, until which %s of activations and up to %s of "
+            "gradients stay: the step may need %s, and the limit is %s. Give a smaller batch; in a pipeline, pass "
+            "dw_builder=rotor_py.distributed.pipelining.whole_backward to PipelineStage, and nothing is held.",
+            model.name,
             *map(exact_bytes, (held, between, peak, limit)),
             extra=record_fields("split_backwards", peak_bytes=peak, mem_limit=limit),
         )
@@ -148,9 +146,10 @@ class Forwards:
 
     def sequence_beside(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> Sequence:
         """Return a sequence for a forward beside those `flying`: the plan's if it fits, or another, else warn."""
-        assert plan.sequence is not None
+        if not flying:
+            return plan.followed
         count = len(flying) + 1
-        planned = plan.sequence.of_forwards(count)[-1]
+        planned = plan.followed.of_forwards(count)[-1]
         for each in (plan, *(forward.plan for forward in flying)):
             each.most_in_flight = max(each.most_in_flight, count)
         if plan.unlimited(model.settings):
@@ -172,12 +171,11 @@ class Forwards:
         if count > max(self._warned, plan.budget.forwards):  # else the warning came when the plan was made
             self._warned = count
             _log.warning(
-                "%d forwards of %s are in flight at once. Those before this one hold %s until their backwards, so the "
-                "step takes up to %s; the limit is %s. Say forwards_in_flight=%d (--forwards-in-flight %d), and the "
-                "plan leaves room for them. Or call backward() after each forward: the gradients add up to the same.",
-                count, type(model.core).__name__, *map(exact_bytes, (held, peak, limit)), count, count,
+                f"forwards_in_flight={count} (--forwards-in-flight {count}) is missing, or a backward() after each "
+                f"forward of {model.name}: the forwards before this one hold {exact_bytes(held)}, so the step takes up "
+                f"to {exact_bytes(peak)}; the limit is {exact_bytes(limit)}",
                 extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
-            )  # fmt: skip
+            )
         return planned
 
     def _budget(self, plan: StepPlan, model: TrainedModel, count: int) -> Budget:
@@ -226,32 +224,27 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)
     sooner = order == "reverse" and plan.budget.forwards > 1 and plan.budget.backward_order != order
     plan.budget = plan.budget.with_backward_order(order)
-    assert plan.sequence is not None
     # A plan for any order also holds in reverse, but a faster one may be found.
-    if plan.budget.peak_bytes(plan.sequence) <= model.limit_bytes(device) and not sooner:
+    if plan.budget.peak_bytes(plan.followed) <= model.limit_bytes(device) and not sooner:
         return
-    forwards, before, name = plan.budget.forwards, plan.sequence, type(model.core).__name__
+    forwards, before = plan.budget.forwards, plan.sequence
     if more:
         _log.warning(
-            "planning again: %d forwards of %s are in flight at once. With forwards_in_flight=%d, they have room from "
-            "the first step on.",
-            forwards, name, forwards,
+            f"planning again for {forwards} forwards of {model.name} in flight at once; with "
+            f"forwards_in_flight={forwards}, they have room from the first step on",
             extra=record_fields("planning_again", cause="forwards", forwards=forwards),
-        )  # fmt: skip
+        )
     try:
         solve(plan, model)
     except InfeasibleError as error:
         _log.warning(
-            "with %d forwards in flight, training goes on beyond the limit: %s",
-            forwards,
-            error,
+            f"with {forwards} forwards in flight, training goes on beyond the limit: {error}",
             extra=record_fields("forwards_over_limit", forwards=forwards),
         )
         return
     if sooner and not more and model.settings.backward_order is None and plan.sequence != before:
         _log.warning(
-            "planned again: the backwards of %s come in reverse of its %d forwards in flight, for which there is a "
-            "faster plan. With backward_order='reverse', it is there from the first step on.",
-            name, forwards,
+            f"planned again: the backwards of {model.name} come in reverse of its {forwards} forwards in flight; with "
+            "backward_order='reverse', the faster plan is there from the first step on",
             extra=record_fields("planned_again", forwards=forwards),
-        )  # fmt: skip
+        )

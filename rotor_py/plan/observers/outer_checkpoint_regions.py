@@ -72,9 +72,6 @@ def _hooks_aside(which: Callable[[_Hook], bool]) -> Iterator[list[_Hook]]:
 @contextmanager
 def _modes_aside() -> Iterator[None]:
     modes = dispatch_mode_stack()
-    if not any(type(mode).__module__ == _REGIONS for mode in modes):
-        yield
-        return
     others = [mode for mode in modes if type(mode).__module__ != _REGIONS]
     _replace(modes, others)
     try:
@@ -84,6 +81,8 @@ def _modes_aside() -> Iterator[None]:
 
 
 def _replace(modes: list[Any], others: list[Any]) -> None:
+    if modes == others:
+        return
     for _ in modes:
         pop_dispatch_mode()
     for mode in others:
@@ -112,11 +111,9 @@ class NestedRecompute:
             return sequence
         self._warned = True
         _log.warning(
-            "%s runs a second time for the backward of a region of torch.utils.checkpoint, beside %s that its plan "
-            "keeps for backwards to come: the step takes up to %s, and the limit is %s. Take the model out of the "
-            "region, and have the operators around it in regions of their own.",
-            type(model.core).__name__,
-            *map(exact_bytes, (held_bytes, peak, limit)),
+            f"take {model.name} out of the region of torch.utils.checkpoint, whose backward runs it a second time "
+            f"beside {exact_bytes(held_bytes)} that its plan keeps: the step takes up to {exact_bytes(peak)}, and the "
+            f"limit is {exact_bytes(limit)}",
             extra=record_fields("second_run_over_limit", peak_bytes=peak, mem_limit=limit),
         )
         return sequence

@@ -89,13 +89,12 @@ def _trained_by(optimizer: torch.optim.Optimizer, model: TrainedModel) -> list[t
 
 def _warn_of_no_plan(model: TrainedModel) -> None:
     _told.add(model)
-    name = type(model.core).__name__
     _log.warning(
-        "an optimizer steps %s, and since its last step no planned forward has come: training by another method of the "
-        "model (a loss, log_prob, encode, ...) follows no plan, whatever it takes. Call the model itself, or wrap the "
-        "part that the method calls: model.body = Checkpointable(model.body, ...).",
-        name, extra=record_fields("plan_not_followed", name=name),
-    )  # fmt: skip
+        f"an optimizer steps {model.name} without a planned forward since its last step: another method of the model "
+        "(a loss, log_prob, encode, ...) follows no plan. Call the model itself, or wrap the part that the method "
+        "calls: model.body = Checkpointable(model.body, ...).",
+        extra=record_fields("plan_not_followed", name=model.name),
+    )
 
 
 def _detect(optimizer: torch.optim.Optimizer) -> None:
@@ -132,16 +131,14 @@ class KeptGradients:
         assert plan is not None
         if not plan.fresh_gradients or plan.unlimited(self._model.settings):
             return
-        assert plan.sequence is not None
         device = self._model.device_of(plan.input_spec)
         limit = self._model.limit_bytes(device)
-        known = plan.sequence, limit
+        known, self._known = self._known, (plan.followed, limit)
         if self._known == known:
             return
-        self._known = known
         # Together: the gradients that exist, and those that the backward makes by plan. No step takes more.
         kept = plan.budget.with_gradients_of(self._model.core, device, fresh=False, stepped=self._model.stepped())
-        peak = kept.peak_bytes(plan.sequence)
+        peak = kept.peak_bytes(plan.followed)
         if peak <= limit:
             return
         remedy = plan.why_it_stays(self._model)
@@ -153,12 +150,8 @@ class KeptGradients:
             else:
                 remedy = "It was planned again with gradients that are kept."
         _log.warning(
-            "gradients of %s are there when a step begins, although fresh_grads=True says that they are freed between "
-            "steps. Beside them a step may take %s, and the limit is %s. Call zero_grad() before the forward, or leave "
-            "fresh_grads off. %s",
-            type(self._model.core).__name__,
-            exact_bytes(peak),
-            exact_bytes(limit),
-            remedy,
+            f"{self._model.name} has gradients when a step begins, despite fresh_grads=True: call zero_grad() before "
+            f"the forward, or leave fresh_grads off. Beside them a step may take {exact_bytes(peak)}, and the limit is "
+            f"{exact_bytes(limit)}. {remedy}",
             extra=record_fields("kept_gradients", peak_bytes=peak, mem_limit=limit),
         )

@@ -432,8 +432,7 @@ def disproved(plan: StepPlan, model: TrainedModel, *, as_large: bool) -> bool:
     """
     if plan.file is None or plan.file.predicted_for is None:
         return False
-    group = model.group
-    if group is None or model.alone:
+    if (group := model.group) is None:
         return plan.prediction_holds is False
     plan.asked += 1
     if not 1 < plan.asked <= _MOST_ASKED:
