@@ -2,9 +2,8 @@
 
 Rules refer to the Note in `tape`.
 
-A backward pass is identified by private functions of torch: no public function distinguishes one pass from the next or
-says what it is for. They work only inside a node's backward or a hook. `ctx.needs_input_grad` is no substitute: it says
-what had a gradient in the forward, whatever this pass was asked for.
+A backward pass is identified by private functions of torch, which work only inside a node's backward or a hook.
+`ctx.needs_input_grad` is no substitute: it says what had a gradient in the forward, whatever this pass was asked for.
 """
 
 from __future__ import annotations
@@ -158,11 +157,8 @@ class Passes:
         if current is None or current.task != current_task():  # Rule 8
             current = None if self.left is None else self._begin()
         if current is None or stage in current.used:
-            raise InvalidStateError(
-                "this forward was already used by a backward, which freed what it had kept; call backward with "
-                "retain_graph=True the first time, or run the forward again",
-                kind="second_backward",
-            )
+            text = "this forward was already used by a backward: call that with retain_graph=True, or run it again"
+            raise InvalidStateError(text, kind="second_backward")
         try:
             yield current
         except BaseException:

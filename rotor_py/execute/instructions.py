@@ -52,13 +52,13 @@ class Instructions:
     that are all in the graph with nothing in between: these may run as one.
     """
 
-    forward: tuple[Step, ...]
-    pieces: tuple[tuple[Step, ...], ...]
     replay: tuple[Step, ...]
-    in_graph: frozenset[int]
-    runs_again: frozenset[int]
-    awaited: frozenset[int]
     backward_at: dict[int, int]
+    runs_again: frozenset[int]
+    forward: tuple[Step, ...] = ()
+    pieces: tuple[tuple[Step, ...], ...] = ()
+    in_graph: frozenset[int] = frozenset()
+    awaited: frozenset[int] = frozenset()
     moves: Moves | None = None
     options: Mapping[int, int] = field(default_factory=dict)
     """Storage option by stage, without stages that are stored whole."""
@@ -95,7 +95,7 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     ]
     loss = operations.index(Loss())
     replay = operations[loss + 1 :]
-    backward_at = {each.stage: position for position, each in enumerate(replay) if isinstance(each, Backward)}
+    backward_at = _backward_at(replay)
     # Where the backward of a stage is the first operation after the loss (`at` is 0), there is nothing to await.
     awaited = {i for i in in_graph if (at := backward_at[i]) and not isinstance(replay[at - 1], Backward)}
     if (moves := sequence.moves) is not None:
@@ -111,13 +111,13 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
         )
     alone = runs_again | awaited if moves is None else in_graph
     return Instructions(
+        tuple(steps[loss + 1 :]),
+        backward_at,
+        runs_again,
         forward=tuple(steps[:loss]),
         pieces=_pieces(steps[:loss], in_graph - alone),
-        replay=tuple(steps[loss + 1 :]),
         in_graph=in_graph,
-        runs_again=runs_again,
         awaited=frozenset(awaited),
-        backward_at=backward_at,
         moves=moves,
         options={each.stage: each.option for each in operations if isinstance(each, ForwardEnable) and each.option},
         runs_after_backward=frozenset(
@@ -139,16 +139,12 @@ def from_input(stages: int, sequence: Sequence) -> Instructions:
         isinstance(each, ForwardEnable) and following == Backward(each.stage)
         for each, following in pairwise(operations)
     ]
-    steps = map(Step, operations, _liveness(operations, {}), [*skips, False])
-    return Instructions(
-        forward=(),
-        pieces=(),
-        replay=tuple(steps),
-        in_graph=frozenset(),
-        runs_again=frozenset(range(stages)),
-        awaited=frozenset(),
-        backward_at={each.stage: position for position, each in enumerate(operations) if isinstance(each, Backward)},
-    )
+    replay = tuple(map(Step, operations, _liveness(operations, {}), [*skips, False]))
+    return Instructions(replay, _backward_at(operations), frozenset(range(stages)))
+
+
+def _backward_at(operations: Operations[Operation]) -> dict[int, int]:
+    return {each.stage: position for position, each in enumerate(operations) if isinstance(each, Backward)}
 
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
@@ -196,8 +192,6 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
 
 
 NamedStage = tuple[str, Callable[..., Any]]
-
-
 JoinedRun = Callable[[list[Any], tuple[Any, ...]], tuple[Any, ...]]
 """Runs several stages as one, on the values in a list, which is emptied, and the context of the forward."""
 

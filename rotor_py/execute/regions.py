@@ -11,11 +11,10 @@ keep working: `fully_shard` gathers parameters before a stage runs, and again be
 #
 # 1. The first run makes the graph that the backward goes through. The graph saves a handle (`_Later`) for every tensor:
 #    it holds the run's input and no tensor of its own.
-# 2. The first handle that is asked for its tensor recomputes the stages. The recompute builds a second graph, unused;
-#    the tensors that this graph saves fill the handles, in order. It stops at the last tensor needed, unless that may
-#    be unfinished then: RReLU saves its noise, and draws it afterwards.
-# 3. A handle is emptied when it is read: a node's saved tensors are freed when it has run. If the graph is retained,
-#    the next backward recomputes the stages once more.
+# 2. The first handle that is asked for its tensor recomputes the stages, in an unused second graph, whose saved tensors
+#    fill the handles, in order. It stops at the last tensor needed, unless that may be unfinished then: RReLU saves its
+#    noise, and draws it afterwards.
+# 3. A handle is emptied when it is read. If the graph is retained, the next backward recomputes the stages once more.
 # 4. A handle may hold another handle, of stages recomputed a third time, or a tensor to be computed from others, where
 #    a stage is stored in part. It is resolved when the handle is read.
 # 5. No cycles: the graph holds handles, and these the input. The run knows handles by weak references.
@@ -231,20 +230,11 @@ class _Recomputed:
 
     def receive(self, number: int, saved: Saved, tensor: torch.Tensor) -> None:
         if number >= len(self._handles):
-            raise InvalidStateError(
-                f"a stage saved {len(self._handles)} tensors for its backward in the forward, and more when it was run "
-                "again; a stage has to do the same thing every time",
-                kind="rerun_differs",
-                saved=len(self._handles),
-            )
+            raise _rerun_differs(f"{len(self._handles)} tensors", "more", saved=len(self._handles))
         handle, shape, dtype = self._handles[number]
         if tensor.shape != shape or tensor.dtype != dtype:
-            raise InvalidStateError(
-                f"a stage saved a tensor of shape {tuple(shape)} ({dtype}) in the forward, and one of shape "
-                f"{tuple(tensor.shape)} ({tensor.dtype}) when it was recomputed; a stage has to do the same thing "
-                "every time",
-                kind="rerun_differs",
-            )
+            now = f"one of shape {tuple(tensor.shape)} ({tensor.dtype})"
+            raise _rerun_differs(f"a tensor of shape {tuple(shape)} ({dtype})", now)
         if (found := handle()) is not None:
             found.saved = saved
 
@@ -261,9 +251,10 @@ class _Later:
             self._region.recompute()
         saved, self.saved = self.saved, None
         if saved is None:
-            raise InvalidStateError(
-                "a stage saved fewer tensors for its backward when it was recomputed than in the forward; a stage has "
-                "to do the same thing every time",
-                kind="rerun_differs",
-            )
+            raise _rerun_differs("more tensors", "fewer")
         return saved.tensor()
+
+
+def _rerun_differs(before: str, now: str, **numbers: Any) -> InvalidStateError:
+    text = f"a stage must do the same thing every time: it saved {before} in the forward, and {now} when recomputed"
+    return InvalidStateError(text, kind="rerun_differs", **numbers)

@@ -5,15 +5,15 @@
 # The chain joins the caller's graph stage by stage, and the engine walks it backwards.
 #
 #  1. A stage whose first forward is `Fe` runs as in plain training: its own operators are in the caller's graph, and
-#     the engine runs its backward. It costs what plain autograd costs.
+#     the engine runs its backward.
 #  2. Every other stage is one node of the graph (see `StageNode`), with the stage's parameters among its inputs. So the
-#     engine knows every parameter: hooks fire, `autograd.grad` finds them, gradients leave as soon as they are made.
-#     One node for the whole chain would hide them, and DistributedDataParallel would send its buckets late.
+#     engine knows every parameter: hooks fire, `autograd.grad` finds them, and DistributedDataParallel sends its
+#     buckets as soon as gradients are made.
 #  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including the
 #     `B` of its stage.
-#  4. The first run of a stage moves buffers and the random state. The tape records the forward state (random state,
-#     autocast, buffers); a recompute finds the same state and leaves no trace. All state of one forward is in the tape:
-#     the plan's runners also serve other forwards in flight.
+#  4. The first run of a stage moves buffers and the random state. The tape records this forward state, with autocast; a
+#     recompute finds the same state and leaves no trace. The plan's runners hold no state: they also serve other
+#     forwards in flight.
 #  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. The tape holds no
 #     reference to the graph, so there are no cycles, and dropping the output drops everything.
 #  6. The tape releases an input as soon as no later operation reads it.
@@ -23,13 +23,11 @@
 #     that another can follow. A pass that does not consumes the nodes that it goes through, and leaves what the others
 #     need: usually nothing. A second pass through the same node is refused (see `Passes`).
 #  9. Forwards right before the backward of a stage of rule 1 run from a hook on that stage's output, when its gradient
-#     arrives. No solver makes such sequences, but a sequence by hand may.
+#     arrives. Only a sequence by hand has them.
 # 10. An error ends the forward or the backward pass that raises it. The tape releases its values at once: the error's
-#     traceback would keep them otherwise. Values held for a retained graph stay for the next pass, as in plain
-#     training.
-# 11. A pass may ask for inputs only, and another for parameters follow from the same gradients, node by node (the
-#     backwards of a zero-bubble pipeline). The first computes both, and keeps the parameter gradients (see
-#     `Unclaimed`).
+#     traceback would keep them. Values held for a retained graph stay for the next pass, as in plain training.
+# 11. In a zero-bubble pipeline, one pass asks for inputs only, and another for parameters, from the same gradients. The
+#     first computes both, and keeps the parameter gradients (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output, which is unused (see `stage.skipped_output`).
 # 13. An `OOMRetryTape` recomputes after an out-of-memory error. It has no stages of rule 1, and a Note of its own.
 # 14. Wait for a gradient with a pending collective (tensor parallelism) before stages are recomputed: sent tensors stay
@@ -236,11 +234,8 @@ class Tape:
         self._moving: Moving | None = None
         if instructions.moves is not None:
             if tier is None:
-                raise InvalidValueError(
-                    "the sequence moves what stages save, and there is no tier to move it to; give offload=",
-                    kind="no_tier",
-                    name="offload",
-                )
+                text = "give offload=: the sequence moves what stages save, and there is no tier to move it to"
+                raise InvalidValueError(text, kind="no_tier", name="offload")
             self._moving = Moving(instructions.moves, tier)
 
     def note_passed(self) -> None:
@@ -398,13 +393,8 @@ class Tape:
         runner = self.runners[stage]
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         if lost := [i for i in known if i < len(attached.outputs) and attached.outputs[i] is not None]:
-            raise InvalidStateError(
-                f"output {lost[0]} of stage {runner.name!r} has a gradient, and had none where it was measured; plan "
-                "again",
-                kind="rerun_differs",
-                stage=stage,
-                name=runner.name,
-            )
+            text = f"plan again: output {lost[0]} of stage {runner.name!r} has a gradient, unlike when it was measured"
+            raise InvalidStateError(text, kind="rerun_differs", stage=stage, name=runner.name)
 
     def _without_gradient(self, runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
         """Return the tensors of `output` without gradient: those passed on unchanged, and those found by measuring."""
@@ -437,18 +427,12 @@ class Tape:
         if self._versions(value) != before:
             name = self.runners[stage].name
             raise InvalidStateError(
-                f"stage {name!r} overwrites its own input, which is needed again; use the layer without inplace=True, "
-                "or make it one stage with the layer before it",
+                f"use the layer {name!r} without inplace=True, or make it one stage with the layer before it: it "
+                "overwrites its own input, which is needed again",
                 kind="in_place_input",
                 stage=stage,
                 name=name,
             )
-
-
-# A single stage as a node of the caller's graph, to time it with the overhead that it has in training.
-#
-# A node takes a frame, entries in a tape, a recorded run, and a backward inside a backward: as long as a small stage
-# itself. So it is timed by the code that replays a sequence.
 
 
 class _LoneTape(Tape):
@@ -460,7 +444,7 @@ class _LoneTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs the stage as a node: without a graph at first, recomputed in the backward.
+    """Return a function that runs the stage as a node, recomputed in the backward, to time it: a node may take as long.
 
     In a step, another node has run right before it, so its code is in the core's caches. So an empty stage runs here.
     """

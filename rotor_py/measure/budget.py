@@ -19,7 +19,7 @@ from rotor_py.measure.fixed_memory import (
     unsplit_bytes,
 )
 from rotor_py.measure.measurement import Measurement
-from rotor_py.units import format_bytes, limit_text
+from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import (
     Algorithm,
     Backward,
@@ -163,11 +163,7 @@ class Budget:
         return f"nothing is moved to {self.link_name}: no plan within the limit would be faster for it"
 
     def with_forwards(self, forwards: int, measurement: Measurement, gradient_bytes: int) -> Budget:
-        """Return the budget for `forwards` in flight. `gradient_bytes` counts all trained parameters.
-
-        The first backward leaves gradients in memory while the others run: in `grad`, or in the engine if one backward
-        goes through all forwards and sums before it accumulates.
-        """
+        """Return the budget for `forwards` in flight, of which the first backward leaves `gradient_bytes` in memory."""
         if forwards == self.forwards:
             return self
         assert forwards > 1
@@ -183,9 +179,6 @@ class Budget:
             forwards=forwards,
             held_beside=self._held_beside(measurement),
         )
-
-    def with_backward_order(self, order: str) -> Budget:
-        return replace(self, backward_order=order)
 
     def _chain(self, measurement: Measurement, *, fresh_gradients: bool, forwards: int = 1) -> Chain:
         chain = measurement.chain(fresh_gradients=fresh_gradients, forwards=forwards)
@@ -238,9 +231,8 @@ class Budget:
     def _solve_for_all(self, mem_limit: int, algorithm: Algorithm) -> Sequence:
         limit, order = self.chain_limit(mem_limit), self.backward_order
         if isinstance(algorithm, Persistent):
-            return solve_in_flight(
-                self.chain, limit, self.forwards, order, worth=_WORTH, slots=algorithm.slots
-            ).sequence
+            flying = solve_in_flight(self.chain, limit, self.forwards, order, worth=_WORTH, slots=algorithm.slots)
+            return flying.sequence
         # Any other algorithm only promises to keep its limit. Bisect for the largest limit at which all fit.
         little, much, found = 0, limit + 1, None
         while much - little > 1:
@@ -266,9 +258,9 @@ class Budget:
             stage = self.chain.stages[largest]
             needs = f" Stage {stage.name} alone keeps {format_bytes(stage.options[0].saved)} for its backward."
         message = (
-            f"a training step needs at least {format_bytes(least)} ({least} bytes), of which {self.split()}; the limit "
-            f"is {format_bytes(mem_limit)} ({mem_limit} bytes), so it would run out of memory.{needs}"
-            f"{remedy and ' '}{remedy} Try a smaller batch, or a limit of {limit_text(least)}."
+            f"a training step needs at least {exact_bytes(least)}, of which {self.split()}; the limit is "
+            f"{exact_bytes(mem_limit)}, so it would run out of memory.{needs}{remedy and ' '}{remedy} Try a smaller "
+            f"batch, or a limit of {limit_text(least)}."
         )
         return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, stage=largest)
 
@@ -291,18 +283,15 @@ class Budget:
     ) -> Budget:
         """Return this budget with room for all gradients present now."""
         waiting = trained_bytes(model, device) if self.forwards > 1 else 0
-        gradients = max(
-            self.fixed.gradients, waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
-        )
-        return replace(self, fixed=replace(self.fixed, gradients=gradients))
+        kept = waiting + kept_gradient_bytes(model, device, fresh=fresh, stepped=stepped)
+        return replace(self, fixed=replace(self.fixed, gradients=max(self.fixed.gradients, kept)))
 
     def with_found(self, measurement: Measurement, more_bytes: int, *, fresh_gradients: bool) -> Budget:
         """Return this budget with an updated chain from `measurement`, and `more_bytes` held throughout the step."""
-        found = replace(self, fixed=replace(self.fixed, other=self.fixed.other + more_bytes))
-        if self.forwards > 1:
-            found = replace(found, held_beside=self._held_beside(measurement))
+        fixed = replace(self.fixed, other=self.fixed.other + more_bytes)
+        beside = self._held_beside(measurement) if self.forwards > 1 else self.held_beside
         chain = self._chain(measurement, fresh_gradients=fresh_gradients, forwards=self.forwards)
-        return replace(found, chain=chain)
+        return replace(self, fixed=fixed, held_beside=beside, chain=chain)
 
     def with_outputs_held(self, before: Measurement, measurement: Measurement, *, fresh_gradients: bool) -> Budget:
         """Return this budget with the outputs beside the loss held, as in `measurement` and not in the one `before`."""

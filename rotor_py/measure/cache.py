@@ -33,6 +33,8 @@ from rotor_profiling.timing import several_processes
 from rotor_profiling.torch_compat import current_dispatch_mode
 from rotor_py.errors import record_fields
 
+_log = logging.getLogger("rotor_py")
+
 
 @dataclass(frozen=True, slots=True)
 class StageFindings:
@@ -193,7 +195,6 @@ def _name(value: Any) -> str:
     return f"{path} of {code}"
 
 
-_log = logging.getLogger("rotor_py")
 # Of a few kilobytes each. Above that, the older half is removed.
 _MOST_FILES = 20_000
 
@@ -238,14 +239,7 @@ class MeasurementCache:
                 return None
             data = json.loads(file.read_text(encoding="utf-8"))
             return _read(data) if data.pop("digest") == _digest_of_data(data) else None
-        except (
-            UnstableKeyError,
-            OSError,
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ):  # some raised by a file that was edited
+        except (UnstableKeyError, OSError, AttributeError, KeyError, TypeError, ValueError):  # the file was edited
             return None
 
     def keep(self, kind: Hashable, found: StageFindings, runs: Runs) -> None:

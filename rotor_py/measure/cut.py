@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 
 from rotor_profiling import isolated, memory_meter, storage_bytes, storages, tensors_in
 from rotor_profiling.backends import stopwatch
+from rotor_profiling.isolate import trained_parameters
 from rotor_profiling.storage import wait_for
 from rotor_profiling.timing import seconds_of
 from rotor_profiling.value_tree import tree_flatten, tree_map_only
@@ -65,12 +66,9 @@ def layers(model: nn.Module) -> list[Layer]:
     UnsupportedModelError if `model` itself is not such a chain.
     """
     if not is_chain(model):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not an nn.Sequential, so it cannot be cut into stages; write it as an "
-            "nn.Sequential of its layers (rotor_py.models has examples)",
-            kind="not_sequential",
-            name=type(model).__name__,
-        )
+        name = type(model).__name__
+        text = f"write {name} as an nn.Sequential of its layers (rotor_py.models has examples), to cut it into stages"
+        raise UnsupportedModelError(text, kind="not_sequential", name=name)
     return list(_layers("", model))
 
 
@@ -112,13 +110,11 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
     """
     # An input that needs a gradient needs every layer's backward, so there is no prefix.
     needs_gradient = any(tensor.requires_grad for tensor in tensors_in(value))
-    leading = 0 if needs_gradient else next((i for i, (_, m) in enumerate(found) if _trains(m)), len(found))
+    trained = (i for i, (_, module) in enumerate(found) if trained_parameters(module))
+    leading = 0 if needs_gradient else next(trained, len(found))
     if leading == len(found):
-        raise UnsupportedModelError(
-            "no parameter of the model and no input needs a gradient, so there is nothing to train; set "
-            "requires_grad on what should be trained",
-            kind="no_gradient",
-        )
+        text = "set requires_grad on what should be trained: no parameter of the model and no input needs a gradient"
+        raise UnsupportedModelError(text, kind="no_gradient")
     refuse_random_state_of_its_own(found[leading:], device)
     # Cloned, since the first layer may write into it.
     value = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
@@ -134,12 +130,8 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
             now, form = tree_flatten(entered)
             changed_by = None if form == structure and all(map(operator.is_, now, leaves)) else name
         if position == leading and wrote:
-            raise UnsupportedModelError(
-                f"layer {name!r} overwrites the input of the chain, and no stage before it could be joined to it; use "
-                "the layer without inplace=True",
-                kind="in_place_input",
-                name=name,
-            )
+            text = f"use layer {name!r} without inplace=True: it overwrites the input of the chain"
+            raise UnsupportedModelError(text, kind="in_place_input", name=name)
         if position < leading:
             continue
         if position == leading or not (wrote or made_nothing):
@@ -154,11 +146,10 @@ def cut_layers(found: list[Layer], value: Any, device: torch.device, sharding: S
         made_by = {**known, **new}
     if changed_by is not None:
         _log.warning(
-            "layer %r changes the %s that the model is given, and in planned steps a copy of it: read what the model "
-            "returns, since your own stays as it was",
-            changed_by, type(entered).__name__,
+            f"read what the model returns: layer {changed_by!r} changes the {type(entered).__name__} that the model is "
+            "given, and in planned steps a copy of it",
             extra=record_fields("input_changed", name=changed_by),
-        )  # fmt: skip
+        )
     return Cut(tuple(found[:leading]), tuple(joined(group) for group in groups), sharding=sharding)
 
 
@@ -173,9 +164,8 @@ def refuse_random_state_of_its_own(found: list[Layer], device: torch.device) -> 
         for layer in module.modules():
             if isinstance(layer, nn.RNNBase) and layer.num_layers > 1 and layer.dropout and layer.training:
                 raise UnsupportedModelError(
-                    f"layer {name!r} has dropout between the layers of its {type(layer).__name__}, which cuDNN draws "
-                    "from a random state of its own, so that it cannot be recomputed exactly; use "
-                    "single-layer modules with nn.Dropout between them, or torch.backends.cudnn.enabled = False",
+                    f"use single-layer modules with nn.Dropout between them, or torch.backends.cudnn.enabled = False: "
+                    f"cuDNN's own random state draws the dropout of {type(layer).__name__} in layer {name!r}",
                     kind="recurrent_dropout",
                     name=name,
                 )
@@ -195,22 +185,16 @@ def _run(
     ):
         output = module(value)
         wait_for(output)
-    outputs = tensors_in(output)
-    if not outputs:
-        raise UnsupportedModelError(
-            f"layer {name!r} returned no tensor, so nothing after it can be trained", kind="no_tensor", name=name
-        )
+    if not (outputs := tensors_in(output)):
+        text = f"layer {name!r} returned no tensor, so nothing after it can be trained"
+        raise UnsupportedModelError(text, kind="no_tensor", name=name)
     # By version, not value: an in-place ReLU may leave this input unchanged.
     written = [tensor for tensor, version in zip(inputs, before, strict=True) if tensor._version != version]
     made_nothing = storages(outputs).keys() <= storages(inputs).keys()
     return tree_map_only(torch.Tensor, torch.Tensor.detach, output), set(storages(written)), made_nothing
 
 
-def _trains(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def joined(group: list[Layer]) -> Layer:
+def joined(group: Sequence[Layer]) -> Layer:
     if len(group) == 1:
         return group[0]
     return JOINT.join(name for name, _ in group), nn.Sequential(*(module for _, module in group))
@@ -220,7 +204,7 @@ def run_prefix(cut: Cut, value: Any, device: torch.device) -> tuple[Any, PrefixC
     """Return the input of the chain, and the cost of the layers before it."""
     if not cut.prefix:
         return value, None
-    modules = nn.Sequential(*(module for _, module in cut.prefix))
+    _, modules = joined(cut.prefix)
     # Cloned, since a layer may write into it.
     value = tree_map_only(torch.Tensor, torch.clone, value)
     with gathered(modules, cut.sharding), isolated(modules, device), torch.no_grad():

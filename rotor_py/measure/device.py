@@ -38,10 +38,9 @@ def limit_bytes(limit: float | str | None, device: torch.device) -> int:
 @cache  # once per limit
 def _tell_of_a_limit_above(limit: int, total: int, device: str) -> None:
     _log.warning(
-        "the limit of %s is above all memory of %s, %s: a plan inside it may not fit there",
-        format_bytes(limit), device, format_bytes(total),
+        f"the limit of {format_bytes(limit)} is above all memory of {device}, {format_bytes(total)}",
         extra=record_fields("limit_above_device", mem_limit=limit, device_bytes=total),
-    )  # fmt: skip
+    )
 
 
 def total_bytes(device: torch.device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -106,19 +106,17 @@ def refuse_lost_gradients(
     """
     if kept := with_gradients(before.changes()):
         _log.warning(
-            "stage %r (%s) keeps a tensor with a gradient in its attribute %r. Where a plan runs the stage again, the "
-            "one that is there after the forward has none: a loss that reads it trains nothing through it. Return it "
-            "from the stage, or give a model that is no nn.Sequential, whose graph is captured.",
-            name, type(function).__name__, kept[0],
+            f"return the tensor with a gradient that stage {name!r} ({type(function).__name__}) keeps in its attribute "
+            f"{kept[0]!r}, or give a model that is no nn.Sequential: where the stage is recomputed, the attribute's "
+            "tensor has no gradient, and a loss that reads it trains nothing through it",
             extra=record_fields("kept_in_attribute", name=name, attribute=kept[0]),
-        )  # fmt: skip
+        )
     known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
     lost = [each for each in leaves_behind(edges_and_owners(output)[0]) if id(each) not in known]
     if lost:
         raise UnsupportedModelError(
-            f"stage {name!r} ({type(function).__name__}) uses a parameter of shape {tuple(lost[0].shape)} that is not "
-            "its own, and would get no gradient there when the stage is recomputed; make the module that has it a "
-            "submodule of the stage (an attribute, or in an nn.ModuleList)",
+            f"make the owner of a parameter of shape {tuple(lost[0].shape)} a submodule of stage {name!r} "
+            f"({type(function).__name__}), which uses it: recomputed, the stage gives it no gradient",
             kind="foreign_parameter",
             name=name,
         )
@@ -279,9 +277,8 @@ class DiscoveryPass:
             self._chain.run(self._chain.runner(number), value)
         if reads.found:
             raise UnsupportedModelError(
-                f"stage {name!r} reads a parameter of shape {tuple(reads.found[0].shape)} that is not its own, and "
-                "step_in_backward may have stepped it before a recomputation; make its owner a submodule of the "
-                "stage, or leave step_in_backward out",
+                f"make the owner of a parameter of shape {tuple(reads.found[0].shape)} a submodule of stage {name!r}, "
+                "which reads it, or leave step_in_backward out, which may step it before a recomputation",
                 kind="foreign_parameter",
                 name=name,
             )
@@ -290,9 +287,9 @@ class DiscoveryPass:
 class _ForeignParameters(TorchDispatchMode):
     """Collect in `found` those of `parameters` that operators read and `function` does not own."""
 
-    def __init__(self, function: Callable[..., Any], parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, function: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it so
-        own = storages(function.parameters()) if isinstance(function, torch.nn.Module) else {}
+        own = storages(function.parameters())
         self._others = {address: each for each in parameters for address in storages([each]) if address not in own}
         self.found: list[torch.Tensor] = []
 

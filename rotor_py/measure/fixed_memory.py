@@ -19,7 +19,7 @@ from rotor_profiling.stage.gradients import Stepped
 from rotor_py.distributed.sharding import is_sharded
 from rotor_py.measure.cut import Cut
 from rotor_py.measure.device import allocated_bytes, segments_expand
-from rotor_py.units import format_bytes
+from rotor_py.units import exact_bytes, format_bytes
 from rotor_solver import InfeasibleError
 
 _UNSPLIT = 8 * 2**20
@@ -48,7 +48,6 @@ class SteppedParameters:
         return list({id(each): each for each in parameters if id(each) in self.scratch}.values())
 
     def others(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of `parameters` that are not stepped."""
         return [each for each in parameters if id(each) not in self.scratch]
 
     def by_stage(self, cut: Cut) -> list[Stepped]:
@@ -145,7 +144,7 @@ def known_memory(
 ) -> FixedMemory:
     """Return the fixed memory of a step of `model` on `sample` known before measuring, the batch included.
 
-    `optimizer` is None if unknown. Gradients of parameters `stepped` in the backward are not fixed.
+    `optimizer` is None if unknown.
     """
     parameters, buffers = storages(_on(device, model.parameters())), storages(_on(device, model.buffers()))
     return FixedMemory(
@@ -181,9 +180,9 @@ def unsplit_bytes(device: torch.device, saved: int) -> int:
     """Return room for unsplit blocks of CUDA's allocator, in a step whose stages save `saved` bytes.
 
     The allocator splits a free block only if more than 1 MiB is left (`should_split` in
-    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block; expandable segments have no such rest. Which blocks
-    are free is unknown in advance. On an H100, steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve
-    twice that, or a hundredth of `saved` if less.
+    c10/cuda/CUDACachingAllocator.cpp), and counts the whole block; expandable segments have no such rest. On an H100,
+    steps of 27 to 41 GB took up to 3.5 MiB more than their stages: reserve twice that, or a hundredth of `saved` if
+    less.
     """
     if device.type != "cuda" or prediction() is not None or segments_expand(device):
         return 0
@@ -217,10 +216,9 @@ def static_infeasibility(
     optimizer: OptimizerCost | None,
     stepped: SteppedParameters = NONE_STEPPED,
 ) -> InfeasibleError | None:
-    """Return the error for a step of `model` on `sample` that exceeds `mem_limit` bytes; None if it may fit.
+    """Return the error for a step of `model` on `sample` that exceeds `mem_limit` bytes unmeasured; None if it may fit.
 
-    Measuring a large model takes a while, and may itself run out of memory; these bytes are known without. The error is
-    certain, since saved tensors are not counted. So its `min_bytes` are a lower bound.
+    Saved tensors are not counted, so its `min_bytes` are a lower bound.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
     # Gradients freed between steps are all present when the optimizer steps. The batch may be gone.
@@ -235,14 +233,13 @@ def static_infeasibility(
     if known.gradients and freed <= mem_limit:
         needs = (
             " If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
-            f"(--fresh-grads) these are {format_bytes(freed)} ({freed} bytes)."
+            f"(--fresh-grads) these are {exact_bytes(freed)}."
         )
     batch = "a smaller batch, " if known.batch > least - mem_limit else ""
     state = "an optimizer with less state, " if known.optimizer else ""
     message = (
-        f"before measuring: a training step needs at least {format_bytes(least)} ({least} bytes), for "
-        f"{known.in_words()}{beside}; the limit is {format_bytes(mem_limit)} ({mem_limit} bytes), so whatever is "
-        f"recomputed, it would run out of memory.{needs} Try {batch}{state}parameters in bfloat16, fully_shard "
-        "over several devices, or a larger limit."
+        f"before measuring: a training step needs at least {exact_bytes(least)}, for {known.in_words()}{beside}; the "
+        f"limit is {exact_bytes(mem_limit)}, so it would run out of memory.{needs} Try {batch}{state}parameters in "
+        "bfloat16, fully_shard over several devices, or a larger limit."
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, kind="limit_below_held")

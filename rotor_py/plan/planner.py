@@ -9,42 +9,38 @@
 #
 #  1. Measure. The planner drops its plan for steps of this kind and any plan from a file, and cuts and measures the
 #     stages. Plans for other kinds of steps wait. → measured. An error restores the earlier plans.
-#  2. Solve. The planner finds a sequence for the limit. Several processes solve together, and all have to reach this
-#     point; a strategy by hand is the same in each. → agreed, or solved if the process is alone
+#  2. Solve. The planner finds a sequence for the limit. → solved, or agreed by several processes, which solve together
+#     and all have to reach this point; a strategy by hand is the same in each
 #  3. A sequence is set. The planner follows it, whatever memory it takes. → solved. Several processes have not agreed
 #     on it, so they solve together at the next forward.
 #  4. A limit is set. It counts for the next solve: the plan in use stays.
 #  5. A forward arrives. It follows the plan in use if that covers its kind of step and input size; else a waiting plan
-#     that does, which is solved again if the limit has changed or other steps left gradients; else the planner measures
-#     and solves (events 1 and 2). A captured model may then run another graph than the measured one; everything is put
-#     back to the beginning of the forward, which is measured and run once more. Where it cannot be (`session.py`), the
-#     forward goes on unplanned. If the cause is the batch's data, such as padding, it is another kind of step, and a
-#     waiting plan may cover it. On any error, such as no plan that fits, the earlier plans stay: one batch that is too
-#     large costs nothing. It is remembered, and a batch as large is refused at once, unless it may mask less. Two
-#     things are refused: with several processes, an input that no plan covers, since each would plan for itself; and
-#     measuring for ever larger inputs.
+#     that does, solved again if the limit has changed or other steps left gradients; else the planner measures and
+#     solves (events 1 and 2). A captured model may then run another graph than the measured one; the forward is undone,
+#     measured and run once more, or goes on unplanned where it cannot be undone (`session.py`). If the batch's data,
+#     such as padding, are the cause, it is another kind of step, and a waiting plan may cover it. On any error, the
+#     earlier plans stay. An input that no plan fits is remembered, and one as large is refused at once, unless it may
+#     mask less. Two things are refused: with several processes, an input that no plan covers, since each would plan for
+#     itself; and measuring for ever larger inputs.
 #  6. An optimizer is detected. It counts in every budget. A sequence without room for it is replaced; if no other fits,
-#     training goes on with it. Each of several processes detects its own optimizer, so they solve together at the next
-#     forward.
+#     training goes on with it. Several processes solve together at the next forward, since each detects its own.
 #  7. A step shows undeclared memory (`observers`). Unexpected gradients at the beginning of a forward are planned for
 #     before it runs: events 1 and 2. Memory of the loss, or anything else outside the model, shows when a watched step
-#     is over, and counts in the budget. If it does not fit, another sequence is found, once for each plan, with a log
-#     line; if there is none, or with several processes, training goes on. An optimizer's step without a planned forward
-#     since its last one is told of once.
+#     is over. If it does not fit, another sequence is found, once for each plan, with a log line; if there is none, or
+#     with several processes, training goes on. An optimizer's step without a planned forward since its last one is
+#     told of once.
 #  8. A plan file is adopted, if it was made for such a model, with its costs and sequence. → solved. The first forward
-#     compares model and input with the file, as does a forward after a change of the model or on a larger input;
-#     processes compare their sequences. → agreed. If the file's costs were predicted, the first watched step is
-#     compared with them; if its peak differs by more than a margin, the next forward drops the file and measures
-#     (events 1 and 2). Several processes exchange their results, and measure together.
-#  9. A forward arrives while others are in flight. It follows the plan's sequence for so many; if the plan has no room
-#     for so many, another one that fits, or else training goes on. As soon as none is in flight, a sequence with room
-#     for so many is found, or else training goes on. Or a backward begins while several are in flight: of the last
-#     forward (in reverse), or of another one. After some steps in reverse, a faster plan for that order is found,
-#     unless the user has declared one; after one in another order, a plan for any order, with a warning if that step
-#     exceeds the limit. Several processes only warn: they do not see each other's forwards in flight.
+#     compares model and input with the file, as does one after a change of the model or on a larger input; processes
+#     compare their sequences. → agreed. The first watched step is compared with predicted costs; if its peak differs by
+#     more than a margin in any process, the next forward drops the file and measures (events 1 and 2).
+#  9. A forward arrives while others are in flight. It follows the plan's sequence for so many, or else another one that
+#     fits, or else training goes on. As soon as none is in flight, a sequence with room for so many is found, or else
+#     training goes on. Backwards are expected in any order: after some steps in reverse, a faster plan for that order
+#     is found, unless the user has declared one; after a step in another order, a plan for any order. Several processes
+#     only warn: they do not see each other's forwards in flight.
 # 10. The device runs out of memory in a planned forward or backward, with `on_oom="replan"`. The plan gets a sequence
-#     within a smaller limit, which repeats the work in progress. That limit counts for steps of this kind until the
-#     user sets one. → solved
+#     within a smaller limit, which repeats the work in progress, and counts for steps of this kind until the user sets
+#     a limit. → solved
 # 11. The model is copied. The copy takes the plan in use along if it can serve there. Waiting plans stay behind.
 # 12. `.compile()` asks for compiled stages. All plans are dropped, since they are for other stages. → unmeasured
 #

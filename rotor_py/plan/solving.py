@@ -69,8 +69,8 @@ def agreed_sequence(
     rank, (peak, limit) = max(enumerate(peaks), key=lambda each: each[1][0] - each[1][1])
     if peak > limit:
         raise InfeasibleError(
-            f"the plan of rank 0 would need {exact_bytes(peak)} on rank {rank}, whose limit is {exact_bytes(limit)}: "
-            "give all processes batches of the same shape, or this rank a larger limit",
+            f"the plan of rank 0 would need {exact_bytes(peak)} on rank {rank}, whose limit is {exact_bytes(limit)}, "
+            "so it would run out of memory. Give all processes batches of the same shape, or this rank a larger limit.",
             min_bytes=peak,
             mem_limit=limit,
             kind="limit_too_small_on_rank",
@@ -196,7 +196,7 @@ def _tell_of_fresh_gradients(error: InfeasibleError, plan: StepPlan, model: Trai
     more = (
         "If your loop frees gradients between steps (optimizer.zero_grad()), say so: with fresh_grads=True "
         f"(--fresh-grads) the least limit is {exact_bytes(least)}, "
-        f"{'and a plan fits' if least <= limit else 'still above this one'}."
+        f"{'and a plan fits' if least <= limit else 'still above the limit'}."
     )
     if group is None:
         raise tightest.refuse(limit, more) from error

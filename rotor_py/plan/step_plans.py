@@ -292,7 +292,7 @@ def agree(plan: StepPlan, model: TrainedModel) -> None:
     if forwards > grown.forwards:  # checked in every step, and finding the device takes longer
         grown = model.with_forwards(grown, plan.measurement, model.device_of(plan.input_spec), forwards)
     if group is not None:
-        grown = grown.with_backward_order(model.settings.backward_order or "any")
+        grown = replace(grown, backward_order=model.settings.backward_order or "any")
     if grown is not plan.budget and grown != plan.budget:
         plan.budget, plan.sequence = grown, None
     if plan.sequence is None or open_question:

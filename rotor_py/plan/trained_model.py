@@ -181,7 +181,7 @@ class TrainedModel:
                 )
             budget = replace(budget, link=link_of(name, device), link_name=name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
-        return budget.with_backward_order(self.settings.backward_order or "any")
+        return replace(budget, backward_order=self.settings.backward_order or "any")
 
     def reserve(self, budget: Budget, sequence: Sequence, group: ProcessGroup | None = None) -> None:
         """Reserve room in the offload tier for a step by `sequence`, which all processes of `group` follow."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -108,7 +108,7 @@ class Forwards:
     def _warn_of_order(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> None:
         if plan.unlimited(model.settings):
             return
-        budget = self._budget(plan, model, len(flying)).with_backward_order("any")
+        budget = replace(self._budget(plan, model, len(flying)), backward_order="any")
         peak = budget.bytes_together([self._footprint(each.plan, each.sequence, model) for each in flying])
         limit = model.limit_bytes(model.device_of(plan.input_spec))
         if peak <= limit:
@@ -171,9 +171,9 @@ class Forwards:
         if count > max(self._warned, plan.budget.forwards):  # else the warning came when the plan was made
             self._warned = count
             _log.warning(
-                f"forwards_in_flight={count} (--forwards-in-flight {count}) is missing, or a backward() after each "
-                f"forward of {model.name}: the forwards before this one hold {exact_bytes(held)}, so the step takes up "
-                f"to {exact_bytes(peak)}; the limit is {exact_bytes(limit)}",
+                f"Say forwards_in_flight={count} (--forwards-in-flight {count}), and the plan leaves room, or call "
+                f"backward() after each forward of {model.name}: those in flight hold {exact_bytes(held)}, so the step "
+                f"takes up to {exact_bytes(peak)}; the limit is {exact_bytes(limit)}",
                 extra=record_fields("forwards_over_limit", forwards=count, peak_bytes=peak, mem_limit=limit),
             )
         return planned
@@ -223,7 +223,7 @@ def make_room_for_forwards(plan: StepPlan, model: TrainedModel) -> None:
     device = model.device_of(plan.input_spec)
     plan.budget = model.with_forwards(plan.budget, plan.measurement, device, plan.most_in_flight)
     sooner = order == "reverse" and plan.budget.forwards > 1 and plan.budget.backward_order != order
-    plan.budget = plan.budget.with_backward_order(order)
+    plan.budget = replace(plan.budget, backward_order=order)
     # A plan for any order also holds in reverse, but a faster one may be found.
     if plan.budget.peak_bytes(plan.followed) <= model.limit_bytes(device) and not sooner:
         return
