@@ -222,10 +222,7 @@ class Runners:
     """Runners of `stages`, made on demand by `make`: stages that run as one need none. `options` of the stored ones."""
 
     def __init__(
-        self,
-        stages: Operations[NamedStage],
-        make: Callable[[int], StageRunner],
-        options: Mapping[int, int] = _WHOLE,
+        self, stages: Operations[NamedStage], make: Callable[[int], StageRunner], options: Mapping[int, int] = _WHOLE
     ) -> None:
         self.stages = stages
         self.options = options

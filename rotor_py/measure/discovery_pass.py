@@ -32,26 +32,21 @@ from rotor_solver.watching import Progress
 
 
 class LayerOffers(Protocol):
-    """Finds offers of layers during measuring."""
+    """Finds offers of layers during measuring, as `plan.source.LayerParts` does."""
 
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
-    ) -> None:
-        """Find the offers of a layer with signature `kind` on the input `value`, leaving the layer unchanged.
+    ) -> None: ...
 
-        Autograd saves `saved_bytes` of it, without its parameters, input and output.
-        """
-
-    def of(self, function: nn.Module) -> StageOffers | None:
-        """Return the offers found for a layer; None if there are none."""
+    def of(self, function: nn.Module) -> StageOffers | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class WalkedChain:
     """The stages of `cut` on their `device`, with the `value` that enters the first.
 
-    `silent` are the indices of the chain's output tensors without gradient. The processes of `group` walk the same
-    stages together.
+    `silent` are the indices of the chain's output tensors without gradient. The processes of `group` walk together.
+    `layer_offers` finds further storage modes of layers.
     """
 
     cut: Cut
@@ -62,7 +57,6 @@ class WalkedChain:
     preserve_rng_state: bool
     keepers: tuple[Keeper, ...]
     layer_offers: LayerOffers | None
-    """finds further storage modes of layers"""
 
     def runner(self, number: int, ways: Sequence[str] = ()) -> StageRunner:
         """Return the runner of a stage as in training, stored whole or in one of these `ways`."""
@@ -129,23 +123,19 @@ class DiscoveryPass:
         self._stepped = stepped
         self._effects: dict[Hashable, GraphEffects] = {}
         self._trials: dict[Hashable, Mapping[str, Trial]] = {}
-        # Layouts of a stage's input gradients, by its signature and those of the arriving gradients, without tensors
-        # that it only hands on.
+        # layouts of a stage's input gradients, by its signature and those of the arriving gradients, without tensors
+        # that it only hands on
         self._given: dict[Hashable, Layouts] = {}
+        # which tensors of a stage's output need a gradient in training
         self.needs_gradient: dict[int, list[bool]] = {}
-        """Which tensors of a stage's output need a gradient in training."""
-        self._chain = chain
-        self._stages = chain.cut.stages
-        # Signature of each stage, without the arriving gradients.
-        self._alike: dict[int, Hashable] = {}
-        # A chain is measured forward, and gradients come from its end. So a stage is first measured with gradients laid
-        # out like its output, which the next stage's measurement confirms or corrects. A wrong layout makes a backward
-        # begin with a copy as large as the output.
+        self._chain, self._stages = chain, chain.cut.stages
+        self._alike: dict[int, Hashable] = {}  # signature of each stage, without the arriving gradients
+        # Gradient layouts that each stage is measured with; empty if all match its output, as at first: the next
+        # stage's measurement confirms or corrects it. A wrong layout makes a backward begin with a copy of the output.
         self.arriving: list[Layouts] = [()] * len(self._stages)
-        """Gradient layouts that each stage is measured with; empty if all match its output."""
-        # Gradient layouts that each backward, and finally the loss, gives to its input.
+        # gradient layouts that each backward, and finally the loss, gives to its input
         self._arrived: list[Layouts] = [()] * (len(self._stages) + 1)
-        # Shape and strides of each stage's output, or of this process's part of it.
+        # shape and strides of each stage's output, or of this process's part of it
         self._outputs: list[list[tuple[torch.Size, tuple[int, ...]]]] = [[] for _ in self._stages]
 
     def of(self, chain: WalkedChain) -> DiscoveryPass:

@@ -54,17 +54,14 @@ def pipeline_costs(
     rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)
     fixed[0] += sum(size for address, size in rest.items() if address not in known) + microbatches * batch_bytes
     fixed[-1] += measurement.loss.kept_bytes * microbatches + measurement.returned_bytes
+    carried = [range(each.first, each.last + 1) for each in measurement.carried]
     whole = sum(trained) or 1
     state, step = (optimizer.state_bytes, optimizer.step_bytes) if optimizer else (0, 0)
     return PipelineCosts(
         _with_prefix(measurement),
         tuple(size + -(-state * own // whole) for size, own in zip(fixed, trained, strict=True)),
         tuple(-(-step * own // whole) for own in trained),
-        tuple(
-            point
-            for point in range(1, len(stages))
-            if not any(each.first <= point <= each.last for each in measurement.carried)
-        ),
+        tuple(point for point in range(1, len(stages)) if not any(point in past for past in carried)),
     )
 
 
@@ -74,19 +71,10 @@ def _with_prefix(measurement: Measurement) -> Chain:
     prefix = measurement.prefix
     if prefix is None:
         return chain
-    first = chain.stages[0]
-    options = tuple(
-        replace(
-            option,
-            forward_time=option.forward_time + prefix.seconds,
-            forward_temp=max(option.forward_temp, prefix.temp_bytes),
-        )
-        for option in first.options
-    )
-    first = replace(
-        first,
-        options=options,
-        nograd_time=first.seconds_without_graph + prefix.seconds,
-        nograd_temp=max(first.temp_without_graph, prefix.temp_bytes),
-    )
+    first, options = chain.stages[0], []
+    for each in first.options:
+        time, temp = each.forward_time + prefix.seconds, max(each.forward_temp, prefix.temp_bytes)
+        options.append(replace(each, forward_time=time, forward_temp=temp))
+    time, temp = first.seconds_without_graph + prefix.seconds, max(first.temp_without_graph, prefix.temp_bytes)
+    first = replace(first, options=tuple(options), nograd_time=time, nograd_temp=temp)
     return replace(chain, stages=(first, *chain.stages[1:]))

@@ -422,11 +422,7 @@ class MeasuredCut(NamedTuple):
 
 
 def measure(
-    cut: Cut,
-    value: Any,
-    device: torch.device,
-    options: MeasuringOptions,
-    layer_offers: LayerOffers | None = None,
+    cut: Cut, value: Any, device: torch.device, options: MeasuringOptions, layer_offers: LayerOffers | None = None
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, and the loss.
 

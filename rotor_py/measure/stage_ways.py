@@ -28,14 +28,9 @@ def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, de
 
 
 def saving_ones(
-    whole: StageBytes,
-    ways: Sequence[tuple[str, StageBytes]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[tuple[str, StageBytes]]:
-    """Return the modes that save clearly less than the whole stage or their base mode in any process, without bases of
-    modes that are as exact.
-    """
+    """Return modes that save clearly less than the whole stage or their base in any process; no bases of exact modes."""
     saved = {name: way.saved_bytes for name, way in ways}
     found, replaced = [], set()
     for name, way in ways:
@@ -85,8 +80,7 @@ def offloadable_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a stage on its input `value` can offload in each of the `ways`, with a runner for each.
 
-    Counted by the code that offloads in training, so plans match it. Modes that can offload in any process of the
-    `group` exist in all of them.
+    Modes that can offload in any process of the `group` exist in all of them.
     """
     found = [(way, _offloadable_bytes(runner, value, device)) for way, runner in zip(ways, runners, strict=True)]
     return {way: size for way, size in found if anywhere(size > 0, group, device)}

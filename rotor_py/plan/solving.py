@@ -85,10 +85,7 @@ def refuse_other_plans(sequence: str, group: dist.ProcessGroup, device: torch.de
 
 
 def choose_variant(
-    plan: StepPlan,
-    solve: Callable[[Budget], Sequence],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    plan: StepPlan, solve: Callable[[Budget], Sequence], group: dist.ProcessGroup | None, device: torch.device
 ) -> Sequence:
     """Turn `plan` to the variant (a way to run stages) with the fastest sequence by `solve`; return the sequence."""
     ways = list(plan.ways)

@@ -234,10 +234,9 @@ class TrainedModel:
         It shows late: DistributedDataParallel is known in its first forward, and whole gradients that FSDP keeps are
         asked for from step to step (`set_requires_gradient_sync`).
         """
-        if not dist.is_initialized() or alone_in_a_prediction():  # there, a step shows it (`predict.communication`)
+        if not dist.is_initialized() or alone_in_a_prediction():  # there, a step shows it
             return budget
-        unknown = not budget.fixed.communication and not self.alone
-        if not unknown and not keeps_gradients(self.core):
+        known = budget.fixed.communication
+        if (known or self.alone) and not keeps_gradients(self.core):
             return budget
-        needed = communication_bytes(self.whole)
-        return budget.with_communication(needed) if needed > budget.fixed.communication else budget
+        return budget.with_communication(max(known, communication_bytes(self.whole)))

@@ -17,15 +17,7 @@ import torch
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from rotor_profiling import (
-    Phase,
-    StepWatch,
-    optimizer_cost,
-    storage_bytes,
-    tensors_in,
-    torch_compat,
-    watch_step,
-)
+from rotor_profiling import Phase, StepWatch, optimizer_cost, storage_bytes, tensors_in, torch_compat, watch_step
 from rotor_profiling.isolate import gradients_of
 from rotor_profiling.storage import dense_parts
 from rotor_py.distributed.processes import gather_objects
