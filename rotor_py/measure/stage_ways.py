@@ -30,7 +30,7 @@ def offered_everywhere(names: Sequence[str], group: dist.ProcessGroup | None, de
 def saving_ones(
     whole: StageBytes, ways: Sequence[tuple[str, StageBytes]], group: dist.ProcessGroup | None, device: torch.device
 ) -> list[tuple[str, StageBytes]]:
-    """Return modes that save clearly less than the whole stage or their base in any process; no bases of exact modes."""
+    """Return modes that save clearly less than the whole stage or their base in any process, no exact modes' bases."""
     saved = {name: way.saved_bytes for name, way in ways}
     found, replaced = [], set()
     for name, way in ways:

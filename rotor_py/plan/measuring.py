@@ -88,8 +88,7 @@ def _tell_of_unrepeatable(measurement: Measurement) -> None:
 def measured_plan(model: TrainedModel, blank: Source, spec: StepSpec, value: Any, *, closely: bool = False) -> StepPlan:
     """Cut the model into stages and measure them on `value`. The plan has no sequence yet."""
     settings, core = model.settings, model.core
-    # Each plan has its own source: an earlier plan may wait, or be used again if this one fails.
-    source = blank.renewed()
+    source = blank.renewed()  # an earlier plan may wait, or be used again if this one fails
     device = model.device_of(spec.input)
     if device.type == "cpu":
         give_way()  # else a profiler that is on may be our own

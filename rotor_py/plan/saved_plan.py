@@ -109,9 +109,8 @@ def _bad_field(name: str, text: str) -> InvalidValueError:
 
 def _refuse_other_length(name: str, found: int, stages: int) -> None:
     if found != stages:
-        raise InvalidValueError(
-            f"there are {name} of {found} stages, and {stages} stages", kind="wrong_length", name=name, got=found
-        )
+        text = f"there are {name} of {found} stages, and {stages} stages"
+        raise InvalidValueError(text, kind="wrong_length", name=name, got=found)
 
 
 _AROUND = (
@@ -287,12 +286,9 @@ _FIELDS = _hints(Plan) | {
     "beside": list[str],
     "costs": Any,
     "digest": str,
-    "model": _Model,
-    "input": _Input,
-    "step_in_backward": _Stepping | None,
-    "solver": _Solver,
-    "moves": Moves | None,
 }
+_FIELDS |= {"model": _Model, "input": _Input, "solver": _Solver, "step_in_backward": _Stepping | None}
+_FIELDS["moves"] = Moves | None
 """Types of `Plan`'s fields as a file has them, and of further ones: `beside` are the sequences of further forwards in
 flight, where they differ; `digest` is the SHA-256 of everything else: it shows damage, but does not protect against
 forgery.
@@ -359,25 +355,17 @@ def _checked(fields: dict[str, Any]) -> dict[str, Any]:
     for each in sequences:
         read_sequence(len(names), each)
     if len(beside) >= costs.budget.forwards:
-        raise InvalidValueError(
-            f"there are {len(sequences)} sequences for {costs.budget.forwards} forwards in flight",
-            kind="wrong_length",
-            name="beside",
-            got=len(sequences),
-        )
+        text = f"there are {len(sequences)} sequences for {costs.budget.forwards} forwards in flight"
+        raise InvalidValueError(text, kind="wrong_length", name="beside", got=len(sequences))
     if moves is not None and (
         costs.budget.link is None or {len(moves.wait_out), len(moves.fetch)} != {len(sequences[0])}
     ):
         raise _bad_field("moves", f"what is moved to another tier is {reprlib.repr(moves)}")
     sequence = replace(sequences[0], beside=tuple(sequences[1:]), moves=moves)
-    if (peak := costs.budget.peak_bytes(sequence)) != fields["peak_bytes"]:
-        raise InvalidValueError(
-            f"the peak is {fields['peak_bytes']}, and the costs make it {peak}",
-            kind="other_peak",
-            name="peak_bytes",
-            got=fields["peak_bytes"],
-            peak_bytes=peak,
-        )
+    given, peak = fields["peak_bytes"], costs.budget.peak_bytes(sequence)
+    if peak != given:
+        text = f"the peak is {given}, and the costs make it {peak}"
+        raise InvalidValueError(text, kind="other_peak", name="peak_bytes", got=given, peak_bytes=peak)
     if (compiled := fields["compiled"]) is not None:
         whole = compiled.room is None or len(compiled.stages) == len(names) == 1
         plain = all(type(each) in _PLAIN for each in compiled.options.values())

@@ -138,12 +138,9 @@ def refuse_excluded(settings: Settings, **more: str) -> None:
             first, second = given[each.first], given[each.second]
             why = each.why.format(given=second)
             remedy = "" if ";" in why else "; leave one of them out"
-            raise InvalidValueError(
-                f"{first} and {second} exclude each other: {why}{remedy}",
-                kind="excluded_together",
-                name=each.first.partition("=")[0],
-                other=each.second,
-            )
+            text = f"{first} and {second} exclude each other: {why}{remedy}"
+            name = each.first.partition("=")[0]
+            raise InvalidValueError(text, kind="excluded_together", name=name, other=each.second)
 
 
 def one_process_only(settings: Settings, sharded: str = SEVERAL_PROCESSES) -> Exclusion | None:

@@ -45,8 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rotor_py")
 
 _MOST_READ = 8
-"""Parsed sequences to cache. A guess: each forward in flight may follow its own. Too few are parsed again in each
-step."""
+"""Parsed sequences to cache. A guess: each forward in flight may follow its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +115,18 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-# Partial storage of layers. TorchDynamo takes up to seconds to capture a layer, so only one layer of each kind is
-# captured, and none that cannot gain: whose operators save little, or that is a single operator.
-
 _LEAST_BYTES = 2**20
-"""Least saved bytes of a layer that is captured. A guess: less gains too little for the time that TorchDynamo takes."""
+"""Least saved bytes of a layer that is captured. A guess: TorchDynamo takes up to seconds."""
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 _OPERATORS = "torch.nn."
 """Packages whose layers are single operators, if they have no layers inside."""
 
 
 class LayerParts:
-    """The storage modes of one model's layers, by module. `fully_shard` may have `sharded` the model."""
+    """The partial storage modes of one model's layers, by module, of which `fully_shard` may have `sharded` the model.
+
+    Only one layer of each kind is captured, and none that cannot gain.
+    """
 
     def __init__(self, *, sharded: bool = False) -> None:
         self._sharded = sharded
@@ -141,7 +140,10 @@ class LayerParts:
     def look_at(
         self, function: nn.Module, name: str, kind: Hashable, value: Any, device: torch.device, saved_bytes: int
     ) -> None:
-        """Find the storage modes of a layer on the input `value`, once for each kind of layer."""
+        """Find the storage modes of a layer on the input `value`, once for each `kind` of layer.
+
+        Autograd saves `saved_bytes` of it, without its parameters, input and output.
+        """
         self._found.pop(id(function), None)
         if kind not in self._kinds:
             gains = saved_bytes >= _LEAST_BYTES and _may_gain(function, value)
@@ -164,8 +166,7 @@ class LayerParts:
         return self.of(function)
 
     def _captured(self, function: nn.Module, name: str, value: Any, device: torch.device) -> CapturedLayer | None:
-        # Imported late: it imports TorchDynamo, which takes as long as the rest of torch.
-        from rotor_py.capture.captured_layer import CapturedLayer
+        from rotor_py.capture.captured_layer import CapturedLayer  # late: it imports TorchDynamo
 
         found = CapturedLayer(function, name, sharded=self._sharded)
         return found if found.find(value, device) else None
@@ -289,9 +290,8 @@ class GraphSource(SequenceExecutor):
     ) -> tuple[list[MeasuredCut], Any]:
         """Capture the model and measure its stages on `value`. Raises UnsupportedModelError if it cannot be cut.
 
-        Returns the variants of running the stages, and everything that the caller holds during the step. The last
-        variant is plain, and in use until another one is chosen. `room` returns the budget for a graph compiled whole,
-        from the plain step's costs and what the caller holds.
+        Returns the variants of running the stages, the plain one last and in use, and everything that the caller holds
+        during the step. `room` returns the budget for a graph compiled whole, from the plain step's costs and these.
         """
         arguments, keywords = value
         within = room and (lambda plain, shared: room(plain, (arguments, keywords, shared)))
@@ -337,9 +337,8 @@ Source = LayerSource | GraphSource
 def source_of(model: nn.Module, granularity: int, compile: Config | None = None) -> Source:
     """Return layers for a chain of layers: they need no capturing, and have names that a user knows.
 
-    Stages to `compile` with these options of Inductor are always captured. A layer may have side effects, which
-    compiling would run only once; TorchDynamo handles them. Models that `fully_shard` gathers in another dtype are
-    captured too: hooks cast the inputs of their layers, and are absent while a layer is measured.
+    Stages to `compile` with these options of Inductor are always captured, for the sake of layers' side effects. Models
+    that `fully_shard` gathers in another dtype are, too: hooks that cast inputs are absent while a layer is measured.
     """
     if compile is not None:
         return GraphSource(model, granularity, StageCompiler(compile))

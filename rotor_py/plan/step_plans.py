@@ -27,13 +27,11 @@ from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
 _MOST_WAITING = 8
-"""Waiting step plans; the one that has waited longest goes first. A guess: a GAN has two or three. Dropped ones are
-measured again."""
+"""Waiting step plans; the one that has waited longest is dropped first. A guess: a GAN has two or three."""
 _MOST_PLANS = 16
 """Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds."""
 _MOST_REFUSED = 16
-"""Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large. Others are
-measured again."""
+"""Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large."""
 
 
 class StepPlans:
@@ -187,8 +185,7 @@ class StepPlans:
 
     def take_along(self, plan: StepPlan | None) -> None:
         """Event 11: put the plan of the original of this copy in use, unless its graph is bound to the original."""
-        # Layers are copied along with the plan. Its `spec` names those of the original, so the copy's first step is
-        # compared with the file again, or measured; until then the plan can be inspected.
+        # Its `spec` names the original's layers, so the copy's first step is compared with the file again, or measured.
         if plan is not None and not self.blank.captured:
             self.in_use = replace(plan, source=self.blank)
         elif plan is not None and plan.file is not None:

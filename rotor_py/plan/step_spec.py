@@ -261,13 +261,11 @@ def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
         return
     takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     if len(arguments) > takes and not any(each.kind == each.VAR_POSITIONAL for each in parameters):
-        raise UnsupportedModelError(
-            f"the sample has {len(arguments)} items and the forward of {type(model).__name__} takes {takes}: drop the "
-            "targets, and use them in `loss`",
-            kind="too_many_arguments",
-            name="custom_input",
-            got=len(arguments),
+        text = (
+            f"drop the targets from the sample, and use them in `loss`: it has {len(arguments)} items, and the forward "
+            f"of {type(model).__name__} takes {takes}"
         )
+        raise UnsupportedModelError(text, kind="too_many_arguments", name="custom_input", got=len(arguments))
 
 
 def model_fingerprint(model: nn.Module) -> dict[str, Any]:

@@ -29,11 +29,9 @@ from rotor_solver.in_flight import Footprint, with_room_at_loss
 _log = logging.getLogger("rotor_py")
 
 _ENOUGH = 3
-"""Steps in reverse, after which reverse order is planned for. A guess: more steps delay the faster plan; fewer risk a
-wrong order, which takes more memory than the limit."""
+"""Steps in reverse, after which reverse order is planned for. A guess: fewer risk a wrong order and more memory."""
 _MOST_KNOWN = 64
-"""Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn; others are solved
-again."""
+"""Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn."""
 
 
 @dataclass(eq=False)
@@ -88,7 +86,10 @@ class Forwards:
             if flying[-1] is forward:
                 forward.plan.in_reverse += len(flying) == forward.plan.budget.forwards > 1
             else:
-                self._record_other_order(flying, model)
+                for each in flying:
+                    if each.plan.budget.backward_order == "reverse" and not each.plan.in_other_order:
+                        self._warn_of_order(flying, each.plan, model)
+                    each.plan.in_other_order = True
         forward.used = not retains_graph()  # a retained graph keeps its tensors
         if forward.used or self._knows_split:
             return
@@ -98,12 +99,6 @@ class Forwards:
         if for_inputs:
             self._knows_split = True
             self._warn_of_split_backwards(forward, model)
-
-    def _record_other_order(self, flying: list[ForwardInFlight], model: TrainedModel) -> None:
-        for each in flying:  # a backward begins that is not of the last of them
-            if each.plan.budget.backward_order == "reverse" and not each.plan.in_other_order:
-                self._warn_of_order(flying, each.plan, model)
-            each.plan.in_other_order = True
 
     def _warn_of_order(self, flying: list[ForwardInFlight], plan: StepPlan, model: TrainedModel) -> None:
         if plan.unlimited(model.settings):
