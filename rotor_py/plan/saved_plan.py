@@ -286,12 +286,14 @@ _FIELDS = _hints(Plan) | {
     "beside": list[str],
     "costs": Any,
     "digest": str,
+    "model": _Model,
+    "input": _Input,
+    "step_in_backward": _Stepping | None,
+    "solver": _Solver,
+    "moves": Moves | None,
 }
-_FIELDS |= {"model": _Model, "input": _Input, "solver": _Solver, "step_in_backward": _Stepping | None}
-_FIELDS["moves"] = Moves | None
 """Types of `Plan`'s fields as a file has them, and of further ones: `beside` are the sequences of further forwards in
-flight, where they differ; `digest` is the SHA-256 of everything else: it shows damage, but does not protect against
-forgery.
+flight, where they differ; `digest`, the SHA-256 of everything else, shows damage, not forgery.
 """
 
 
