@@ -60,10 +60,9 @@ _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "pureli
 
 
 def code_of(kind: type) -> str | None:
-    """Return a digest of the code that a class may run; None if unknown.
+    """Return a digest of the code that a class may run, all imported files and library versions; None if unknown.
 
-    A layer calls its file's imports, which call other files. So all imported files and all library versions count. None
-    for a class made in a function or a notebook, which a later process cannot find, and if a file changed since.
+    It is for a class made in a function or a notebook, which a later process cannot find, and if a file changed since.
     """
     module = sys.modules.get(kind.__module__)
     if module is None or "<locals>" in kind.__qualname__ or not isinstance(getattr(module, "__file__", None), str):
@@ -217,8 +216,7 @@ def measurement_cache(device: torch.device, *settings: Hashable) -> MeasurementC
 class MeasurementCache:
     """Bytes and seconds by stage signature in `folder`, measured in the same environment.
 
-    Findings of the discovery pass are not kept: some weights show that a stage's numbers depend on the graph and others
-    do not, so every model is examined anew.
+    Findings of the discovery pass are not kept, since not all weights show that a stage's numbers depend on the graph.
     """
 
     def __init__(self, folder: Path, surroundings: Hashable) -> None:

@@ -90,10 +90,9 @@ def _hooked(module: nn.Module) -> bool:
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:
     """Cut `model` into stages by running it once on the input `value`, layer by layer, without gradients.
 
-    A layer that writes into its input or returns a view of it is joined to the layer before it: from an overwritten
-    input it could not be recomputed, and freeing an input frees nothing while the output is a view of it. If the layers
-    before only handed on the overwritten tensor, it is joined to the layer that made it. Leading layers with nothing to
-    train and no gradient are the prefix.
+    A layer that writes into its input or returns a view of it is joined to the layer before it, or to the one that made
+    the overwritten tensor: from an overwritten input it could not be recomputed, and freeing an input frees nothing
+    while the output is a view of it. Leading layers with nothing to train and no gradient are the prefix.
 
     Raises UnsupportedModelError if `model` is no nested `nn.Sequential`, has nothing to train, or has a layer that
     returns no tensor or cannot be recomputed with the same numbers. Errors of a layer pass through, with a note that

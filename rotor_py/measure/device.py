@@ -22,8 +22,7 @@ DEFAULT_SHARE = 0.9
 def limit_bytes(limit: float | str | None, device: torch.device) -> int:
     """Return the bytes of a limit on `device`: a number of bytes, `4GB`, `512MiB`, or `80%` of its total memory.
 
-    None means 90 % of the memory available to this process now. Raises ValueError for anything else, and for a limit
-    not above zero.
+    None means 90 % of the memory available to this process now. Raises ValueError for any other limit, and below one.
     """
     if limit is None:
         return int(DEFAULT_SHARE * available_bytes(device))

@@ -23,17 +23,11 @@ from rotor_py.units import exact_bytes, format_bytes
 from rotor_solver import InfeasibleError
 
 _UNSPLIT = 8 * 2**20
-# Names in texts that differ from the field's.
-_WORDS = {"optimizer": "optimizer state"}
 
 
 @dataclass(frozen=True, slots=True)
 class SteppedParameters:
-    """The stepped `parameters`, and the scratch bytes of each one's step by its id. Empty if none is stepped.
-
-    A parameter shared by stages gets its first gradient from the last of them. It is complete after the backward of the
-    first of them.
-    """
+    """The stepped `parameters`, and the scratch bytes of each one's step by its id. Empty if none is stepped."""
 
     scratch: Mapping[int, int] = field(default_factory=dict)
     parameters: tuple[torch.Tensor, ...] = ()
@@ -129,8 +123,9 @@ class FixedMemory:
 
     def in_words(self) -> str:
         """Return the nonzero parts with their sizes, as text."""
-        sizes = {_WORDS.get(each.name, each.name): getattr(self, each.name) for each in fields(self)}
-        return ", ".join(f"{format_bytes(size)} {name}" for name, size in sizes.items() if size)
+        sizes = {each.name: getattr(self, each.name) for each in fields(self)}
+        words = [f"{format_bytes(size)} {name}" for name, size in sizes.items() if size]
+        return ", ".join(words).replace(" optimizer", " optimizer state")
 
 
 def known_memory(

@@ -19,8 +19,7 @@ WELL_KNOWN, CLOSELY = 0.02, 0.005
 """Relative error of a step's time at which rounds end. A limit read off the Pareto front needs the second: GPT-2's
 moves by 2 % if a plan's overhead is wrong by one point of 20."""
 STEPS, STEPS_CLOSELY = 2.0, 24.0
-"""Most plain steps that further rounds may take. Guesses, for planning in ten steps at most: too few make times less
-accurate, too many make planning slower."""
+"""Most plain steps that further rounds may take. Guesses, for planning in ten steps at most."""
 LITTLE_SECONDS = 0.05
 """Time that they may take in any case: steps of a few milliseconds are noisy, and this wait goes unnoticed."""
 TOO_FAR = 0.10
@@ -68,7 +67,7 @@ class StageTimes:
         return {self._turn(kind, kinds) for kind in wanted}
 
     def all_ways_wanted(self, kind: Hashable) -> bool:
-        """Whether the next run of a `kind` must time all storage modes, as the first one did, not only whole."""
+        """Whether the next run of a `kind` must time all storage modes, not only whole."""
         return several_processes() or not self._runs.get(kind) or not self._missing(kind)
 
     def again_wanted(self, kind: Hashable) -> bool:

@@ -1,7 +1,7 @@
 """Measure the stages of a chain one by one, in several passes.
 
-At most one stage has a graph at a time, so measuring needs less memory than the least plan, as it must where the whole
-step does not fit. Each pass starts at the first stage:
+At most one stage has a graph at a time, so measuring needs less memory than the least plan. Each pass starts at the
+first stage:
 
  1. Discovery passes find effects of the graph, and gradient layouts until they are settled.
  2. One pass measures the bytes of each stage signature, and times it once.
@@ -92,10 +92,7 @@ class CarriedTensors:
             self.found[name] = replace(known, gradient_bytes=max(sizes[position], known.gradient_bytes))
 
     def pass_on(self, positions: Mapping[str, int], value: Any, stage: int, owned: Sequence[int]) -> None:
-        """Advance to the input `value` of `stage`, with the carried tensors at `positions`.
-
-        `owned` are storage addresses already counted: a new tensor may be a view of an old one.
-        """
+        """Advance to the input `value` of `stage`, with the carried tensors at `positions`; `owned` storages count."""
         self.now = positions
         for name, tensor in zip(positions, self.tensors(value), strict=True):
             if name not in self.found:
@@ -133,8 +130,7 @@ class MeasuringOptions:
 class StageMeasurer:
     """Measure the stages of a chain on the input `value`; of identical stages, only the first.
 
-    `silent` are the indices of the chain's output tensors without gradient. `layer_offers` finds further offers of
-    layers.
+    `silent` are the indices of the chain's output tensors without gradient.
     """
 
     def __init__(
@@ -322,8 +318,8 @@ class StageMeasurer:
         apart = tuple(carried.values())
         arriving = self._survey.arriving[number]
         last = number == len(self._chain.cut.stages) - 1
-        # The key contains the input's bytes, which do not follow from its shape, since carried or owned tensors do not
-        # count. It also contains the discovery pass's findings, which do not follow from the signature.
+        # The input's bytes do not follow from its shape, since carried or owned tensors do not count; the discovery
+        # pass's findings do not follow from the signature.
         effects = recall_effects(function)
         found, stepped = (effects.graph_dependent, effects.without_gradient), self._steps[number]
         alike = stage_signature(function, value), named_values(function)
@@ -384,13 +380,12 @@ class StageMeasurer:
 
 
 def _gradient_bytes(cut: Cut, stepped: SteppedParameters) -> tuple[int, ...]:
-    # Of parameters' gradients that each backward leaves for good. That of a parameter shared by stages exists from the
-    # first backward that adds to it, that of the last of these stages.
+    # Of parameters' gradients that each backward leaves for good: that of a shared parameter, from its last stage on.
     seen: set[int] = set()  # by id: tensors compare element by element
     result = []  # from the last stage on, in backward order
     for _, function in reversed(cut.stages):
         new = [parameter for parameter in trained_parameters(function) if id(parameter) not in seen]
-        seen.update(id(parameter) for parameter in new)
+        seen.update(map(id, new))
         result.append(bytes_like(stepped.others(new)))
     return tuple(result[::-1])
 
@@ -408,9 +403,8 @@ def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    # An upper bound of the copies, for recomputations, of buffers and attributes that a forward changes.
+    # An upper bound, for buffers that a forward changes the copy to restore, and one that the recompute writes into.
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
-    # The copy to restore, and one that the recomputation writes into.
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)
 
 
@@ -425,8 +419,6 @@ def measure(
     cut: Cut, value: Any, device: torch.device, options: MeasuringOptions, layer_offers: LayerOffers | None = None
 ) -> Measurement:
     """Measure every stage of `cut` on the input `value`, and the loss.
-
-    Without a loss in the `options`, assumes zero time and `loss_temp_bytes` of memory.
 
     Raises UnusableLossError if the loss cannot be trained with, and ValueError for a device type whose memory cannot be
     measured. Errors of a stage pass through, with a note that names it.

@@ -98,14 +98,10 @@ def _warn_of_no_plan(model: TrainedModel) -> None:
 
 
 def _detect(optimizer: torch.optim.Optimizer) -> None:
-    waiting = [plans for plans in _waiting if optimizer not in late_optimizers[plans.model]]
-    if not waiting:
-        return
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for plans in waiting:
+    for plans in [each for each in _waiting if optimizer not in late_optimizers[each.model]]:
         # Before anything is found out: each optimizer is inspected in its first step only.
         late_optimizers[plans.model][optimizer] = None
-        if not any(id(parameter) in trained for parameter in plans.model.core.parameters()):
+        if not _trained_by(optimizer, plans.model):
             continue
         try:
             cost = optimizer_cost(optimizer)
