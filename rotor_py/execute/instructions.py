@@ -104,11 +104,8 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     forwards = Counter(each.stage for each in operations if not isinstance(each, Loss | Backward))
     runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
     if moves is not None and (moves.stages & runs_again or not moves.stages <= in_graph):
-        raise InvalidValueError(
-            f"the sequence moves what stages {sorted(moves.stages)} save, some of which are recomputed",
-            kind="moved_stage_runs_again",
-            stage=min(moves.stages),
-        )
+        text = f"the sequence moves what stages {sorted(moves.stages)} save, some of which are recomputed"
+        raise InvalidValueError(text, kind="moved_stage_runs_again", stage=min(moves.stages))
     alone = runs_again | awaited if moves is None else in_graph
     return Instructions(
         tuple(steps[loss + 1 :]),

@@ -153,13 +153,8 @@ class StageNode(torch.autograd.Function):
         if torch.is_grad_enabled():
             name = ctx.tape.runners[ctx.stage].name
             ctx.tape.note_passed()
-            raise InvalidStateError(
-                f"create_graph=True cannot go through stage {name!r}, {ctx.tape.hidden_because}, or train this loss "
-                "without Checkpointable",
-                kind="create_graph",
-                stage=ctx.stage,
-                name=name,
-            )
+            text = f"create_graph=True cannot go through stage {name!r}, {ctx.tape.hidden_because}"
+            raise InvalidStateError(text, kind="create_graph", stage=ctx.stage, name=name)
         sources = [node for node, _ in ctx.next_functions]
         if all(gradient is None for gradient in gradients):
             return None, None, None, *[None] * len(sources)
@@ -207,7 +202,7 @@ class Tape:
     """
 
     hidden_because = "which is recomputed in the backward; plans of later steps store it if the limit has room"
-    """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""
+    """Why a stage is a node, and how to get its operators into the caller's graph: the end of a sentence."""
 
     def __init__(
         self,
@@ -426,13 +421,8 @@ class Tape:
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         if self._versions(value) != before:
             name = self.runners[stage].name
-            raise InvalidStateError(
-                f"use the layer {name!r} without inplace=True, or make it one stage with the layer before it: it "
-                "overwrites its own input, which is needed again",
-                kind="in_place_input",
-                stage=stage,
-                name=name,
-            )
+            text = f"use layer {name!r} without inplace=True, or join it to the one before: it overwrites its own input"
+            raise InvalidStateError(text, kind="in_place_input", stage=stage, name=name)
 
 
 class _LoneTape(Tape):

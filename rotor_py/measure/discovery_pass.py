@@ -108,12 +108,9 @@ def refuse_lost_gradients(
     known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
     lost = [each for each in leaves_behind(edges_and_owners(output)[0]) if id(each) not in known]
     if lost:
-        raise UnsupportedModelError(
-            f"make the owner of a parameter of shape {tuple(lost[0].shape)} a submodule of stage {name!r} "
-            f"({type(function).__name__}), which uses it: recomputed, the stage gives it no gradient",
-            kind="foreign_parameter",
-            name=name,
-        )
+        stage = f"stage {name!r} ({type(function).__name__}), which uses it but would recompute it without gradient"
+        text = f"make the owner of a parameter of shape {tuple(lost[0].shape)} a submodule of {stage}"
+        raise UnsupportedModelError(text, kind="foreign_parameter", name=name)
 
 
 class DiscoveryPass:
@@ -266,12 +263,9 @@ class DiscoveryPass:
         with _ForeignParameters(function, self._stepped.parameters) as reads:
             self._chain.run(self._chain.runner(number), value)
         if reads.found:
-            raise UnsupportedModelError(
-                f"make the owner of a parameter of shape {tuple(reads.found[0].shape)} a submodule of stage {name!r}, "
-                "which reads it, or leave step_in_backward out, which may step it before a recomputation",
-                kind="foreign_parameter",
-                name=name,
-            )
+            stage = f"stage {name!r}, which reads it, or leave step_in_backward out"
+            text = f"make the owner of a parameter of shape {tuple(reads.found[0].shape)} a submodule of {stage}"
+            raise UnsupportedModelError(text, kind="foreign_parameter", name=name)
 
 
 class _ForeignParameters(TorchDispatchMode):

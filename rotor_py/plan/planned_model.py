@@ -201,11 +201,8 @@ def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
         )
     # The file takes its fingerprint from the model as it is now, so it would name a step that it was not made for.
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
-        raise InvalidValueError(
-            "save the plan before the model is changed for the next kind of step: other parameters were trained, or "
-            "modes or dtypes were others",
-            kind="plan_for_other_step",
-        )
+        text = "save the plan before trained parameters, modes or dtypes change: it is for another kind of step"
+        raise InvalidValueError(text, kind="plan_for_other_step")
     assert plan.cut is not None
     predicted = prediction()
     return Plan(

@@ -127,9 +127,8 @@ class Planner:
     def in_use(self) -> StepPlan:
         """The step plan in use. Raises ValueError if nothing has been measured."""
         if self.plans.in_use is None:
-            raise InvalidValueError(
-                "nothing has been measured yet; call measure(input), or train one step", kind="not_measured"
-            )
+            text = "nothing has been measured yet; call measure(input), or train one step"
+            raise InvalidValueError(text, kind="not_measured")
         return self.plans.in_use
 
     @property
@@ -176,11 +175,8 @@ class Planner:
             extra = record_fields("moves_nothing", name=offload)
             _log.warning("the plan from the file moves nothing, so offload=%r has no effect", offload, extra=extra)
         if file.sequence.moves is not None and offload is None:
-            raise InvalidValueError(
-                f"give offload= here as well: the plan moves activations (it was made with {budget.link_name!r})",
-                kind="no_tier",
-                name="offload",
-            )
+            text = f"give offload= here as well: the plan moves activations (it was made with {budget.link_name!r})"
+            raise InvalidValueError(text, kind="no_tier", name="offload")
         self.model.reserve(budget, file.sequence)
         if (config := config_beside(file.compiled, self.settings.inductor)) != self.settings.inductor:
             self.settings.inductor = config
@@ -233,11 +229,10 @@ class Planner:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Event 5: run the model forward, with a backward by plan; without one if nothing trains."""
         if torch_compat.maybe_current_level() is not None:
-            raise UnsupportedModelError(
-                "call the attribute `model` inside of torch.func transforms (grad, vmap, jvp, ...), whose tensors have "
-                "no memory of their own to plan for",
-                kind="function_transform",
+            text = (
+                "call the attribute `model` inside of torch.func transforms (grad, vmap, ...): no plan can be followed"
             )
+            raise UnsupportedModelError(text, kind="function_transform")
         if innermost_hooks(True) is None and not torch_compat.dispatch_mode_stack():  # as in most steps
             return self._run(args, kwargs, second=False)
         with outer_regions_aside() as second:
@@ -274,11 +269,8 @@ class Planner:
         # Not in the `except`: there, the error's traceback would keep the tensors of the first attempt.
         if answers is not None:
             if not model.alone:  # others may have other batches
-                raise UnsupportedModelError(
-                    "call measure() again in all processes: the plan is for batches that are masked otherwise",
-                    kind="no_plan_for_input",
-                    name="mask",
-                )
+                text = "call measure() again in all processes: the plan is for batches that are masked otherwise"
+                raise UnsupportedModelError(text, kind="no_plan_for_input", name="mask")
             spec = replace(StepSpec.of(model.core, value), answers=answers)
             self.plans.make_ready(spec, value, in_flight=bool(self._forwards.in_flight()))
             with suppress(PlanMismatchError):  # another shape may also change the model's control flow
@@ -322,12 +314,9 @@ class Planner:
                 continue
         known = self.in_use.input_spec
         if not self.model.alone and not self.plans.blank.covers(spec.input, known):
-            raise UnsupportedModelError(
-                f"call measure() in all processes with both inputs: for {describe(spec.input)} the model runs another "
-                f"graph than for {describe(known)}, for which there is a plan",
-                kind="no_plan_for_input",
-                name="graph",
-            )
+            both = f"{describe(known)} and {describe(spec.input)}"
+            text = f"call measure() in all processes with both inputs, which have different graphs: {both}"
+            raise UnsupportedModelError(text, kind="no_plan_for_input", name="graph")
         self.plans.plan_for(spec, value)
         return by_plan(value, self._forwards.in_flight(), goes_on=True)  # what it branches on may change in every run
 

@@ -153,12 +153,8 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for an optimizer that is not known to step each parameter by itself."""
     if not steps_per_parameter(optimizer):
         name = type(optimizer).__name__
-        raise InvalidValueError(
-            f"give step_in_backward SGD, Adam, AdamW or another optimizer of torch.optim that steps each parameter by "
-            f"itself: {name} is not known to",
-            kind="unsupported_optimizer",
-            name=name,
-        )
+        text = f"give step_in_backward SGD, Adam, AdamW or another that steps each parameter alone, unlike {name}"
+        raise InvalidValueError(text, kind="unsupported_optimizer", name=name)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         text = "step_in_backward takes no gradients of steps; leave differentiable=True out"
         raise InvalidValueError(text, kind="excluded_together", name="differentiable")

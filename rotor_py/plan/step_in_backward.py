@@ -122,19 +122,13 @@ class Stepper:
         """Prepare a forward whose backward steps; other forwards may be `in_flight`. Removes consumed gradients."""
         refuse_optimizer(self._optimizer)
         if in_flight:
-            raise InvalidStateError(
-                "call backward() and optimizer.step() after each forward, or leave step_in_backward out: another "
-                "forward is still to go backward",
-                kind="forwards_in_flight",
-            )
+            text = "call backward() and optimizer.step() before the next forward, or leave step_in_backward out"
+            raise InvalidStateError(text, kind="forwards_in_flight")
         before, self._has = self._has, self._ids_of_both()
         mine = [each for each in self._model.core.parameters() if id(each) in self._groups and each.requires_grad]
         if any(each.grad is not None for each in mine):
-            raise InvalidStateError(
-                "call optimizer.zero_grad() before the forward, and for accumulation leave step_in_backward out: "
-                "parameters have gradients, which it would add to the step's",
-                kind="gradients_left",
-            )
+            text = "call optimizer.zero_grad() before the forward; to accumulate gradients, leave step_in_backward out"
+            raise InvalidStateError(text, kind="gradients_left")
         for parameter in mine:
             if self._hooked.get(id(parameter)) is not parameter:
                 self._hooked[id(parameter)] = parameter
@@ -172,11 +166,8 @@ class Stepper:
         with _one_at_a_time:
             if self._stepped_in not in (_NO_TASK, self._task):
                 parameter.grad = None
-                raise InvalidStateError(
-                    "call optimizer.step() after each backward, or leave step_in_backward out: it has stepped with the "
-                    "first, so gradients cannot add up",
-                    kind="second_backward",
-                )
+                text = "call optimizer.step() after each backward; to accumulate gradients, leave step_in_backward out"
+                raise InvalidStateError(text, kind="second_backward")
             self._stepped_in = self._task
             optimizer, groups = self._optimizer, self._optimizer.param_groups
             optimizer.param_groups = [{**group, "params": [parameter]}]  # Rule 1: the user's own optimizer
@@ -188,16 +179,13 @@ class Stepper:
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
-            raise InvalidStateError(
-                "leave create_graph=True or step_in_backward out: it changes the parameters that the graph would read",
-                kind="create_graph",
+            text = (
+                "leave create_graph=True or step_in_backward out: it changes the parameters that the graph would read"
             )
+            raise InvalidStateError(text, kind="create_graph")
         if _last == [current_task()]:
-            raise InvalidStateError(
-                "use bfloat16, which needs no GradScaler, or leave step_in_backward out: it would step with scaled "
-                "gradients",
-                kind="scaled_loss",
-            )
+            text = "step_in_backward would step with scaled gradients: leave it out, or the GradScaler (use bfloat16)"
+            raise InvalidStateError(text, kind="scaled_loss")
         self._task = current_task()
 
     def _ids_of_both(self) -> frozenset[int]:

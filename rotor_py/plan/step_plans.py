@@ -207,12 +207,8 @@ class StepPlans:
             )
         if plan is not None:
             if not self.model.alone and not self.blank.covers(plan.input_spec, value):
-                raise UnsupportedModelError(
-                    f"call measure() in all processes with the largest input there will be: the input is "
-                    f"{describe(spec.input)}, for which there is no plan",
-                    kind="no_plan_for_input",
-                    name="input",
-                )
+                text = f"call measure() in all processes with the largest input: none covers {describe(spec.input)}"
+                raise UnsupportedModelError(text, kind="no_plan_for_input", name="input")
             why, cause = "planning for another kind of step", "step"
             if plan.is_for(spec):
                 why, cause = "planning again", "input"

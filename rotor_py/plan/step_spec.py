@@ -41,12 +41,8 @@ class TensorSpec:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
         if tensor.is_nested:
-            raise UnsupportedModelError(
-                "give padded rows and a mask, or the rows one after the other and their offsets: no plan can be made "
-                "for a nested tensor's lengths",
-                kind="nested_tensor",
-                name="input",
-            )
+            text = "give padded rows and a mask, or concatenated rows and offsets: no plan covers nested tensors"
+            raise UnsupportedModelError(text, kind="nested_tensor", name="input")
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, layout_of(tensor))
 
     def covers(self, other: TensorSpec) -> bool:
@@ -261,10 +257,8 @@ def _refuse_too_many(arguments: tuple[Any, ...], model: nn.Module) -> None:
         return
     takes = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     if len(arguments) > takes and not any(each.kind == each.VAR_POSITIONAL for each in parameters):
-        text = (
-            f"drop the targets from the sample, and use them in `loss`: it has {len(arguments)} items, and the forward "
-            f"of {type(model).__name__} takes {takes}"
-        )
+        took = f"{len(arguments)} items, and {type(model).__name__}.forward takes {takes}"
+        text = f"drop the targets from the sample, and use them in `loss`: it has {took}"
         raise UnsupportedModelError(text, kind="too_many_arguments", name="custom_input", got=len(arguments))
 
 

@@ -98,28 +98,19 @@ class TrainedModel:
             return
         sharded = is_sharded(self.core) or any(hasattr(each, "device_mesh") for each in self.core.parameters())
         if offload is not None and sharded:
-            raise UnsupportedModelError(
-                f"leave offload= out: {self.name} is sharded, and {offload.why}",
-                kind="excluded_together",
-                name="offload",
-            )
+            text = f"leave offload= out: {self.name} is sharded, and {offload.why}"
+            raise UnsupportedModelError(text, kind="excluded_together", name="offload")
         if option is not None and (not self.alone or sharded):
-            raise UnsupportedModelError(
-                f"leave {option.first} out, which is for one process, while {self.name} is trained by several or "
-                f"sharded: {option.why}",
-                kind="one_process_only",
-                name=option.first,
-            )
+            text = f"leave {option.first} out: {self.name} is trained by several processes or sharded, and {option.why}"
+            raise UnsupportedModelError(text, kind="one_process_only", name=option.first)
 
     def device_of(self, spec: Any = None) -> torch.device:
         """Return the device that a step on this input trains on, and whose memory the limit is about."""
         inputs = [leaf.device for leaf in tree_leaves(spec) if isinstance(leaf, TensorSpec)]
         found = accelerators({*ModelState.of(self.core).devices, *inputs})
         if len(found) > 1:
-            raise UnsupportedModelError(
-                f"the model is spread over {', '.join(map(str, found))}; a plan is for one device",
-                kind="several_devices",
-            )
+            text = f"the model is spread over {', '.join(map(str, found))}; a plan is for one device"
+            raise UnsupportedModelError(text, kind="several_devices")
         return found[0] if found else torch.device("cpu")
 
     def stepped(self) -> SteppedParameters:
@@ -174,11 +165,8 @@ class TrainedModel:
         if (name := self.settings.offload) is not None:
             kind, other = ("cuda", "file:/path") if name == "host" else ("cpu", "host")
             if device.type != kind and prediction() is None:  # tensors of a simulated device are on the CPU
-                raise UnsupportedModelError(
-                    f"use offload={other!r}: {name!r} moves memory of {kind} devices, and the model is on {device}",
-                    kind="other_device",
-                    name="offload",
-                )
+                text = f"use offload={other!r}: {name!r} moves memory of {kind} devices, and the model is on {device}"
+                raise UnsupportedModelError(text, kind="other_device", name="offload")
             budget = replace(budget, link=link_of(name, device), link_name=name)
         budget = self.with_forwards(budget, measurement, device, self.settings.forwards_in_flight)
         return replace(budget, backward_order=self.settings.backward_order or "any")
