@@ -141,14 +141,13 @@ class Pass:
 
 class Passes:
     def __init__(self, held: Held, instructions: Instructions) -> None:
+        # what the next pass finds; None once a pass has begun that leaves nothing for another one
         self.left: Held | None = held
-        """what the next pass finds; None once a pass has begun that leaves nothing for another one"""
+        # nodes by stage, for as long as the graph lives
         self.nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
-        """nodes by stage, for as long as the graph lives"""
         self._instructions = instructions
         self._current: Pass | None = None
-        self._used: set[int] = set()
-        """stages whose backward has run in a pass that did not retain the graph"""
+        self._used: set[int] = set()  # stages whose backward has run in a pass that did not retain the graph
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
@@ -194,9 +193,9 @@ class Passes:
 
 
 Gradients = Sequence[torch.Tensor | None]
+# Whether `torch.distributed.pipelining` starts the second pass of a node from one new tensor, the sum of the gradients
+# that arrived at all outputs, as the gradient of the first output. Seen in torch 2.11, not in 2.13.
 _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-"""Whether `torch.distributed.pipelining` starts the second pass of a node from one new tensor, the sum of the gradients
-that arrived at all outputs, as the gradient of the first output. Seen in torch 2.11, not in 2.13."""
 
 
 class Unclaimed:
@@ -207,8 +206,8 @@ class Unclaimed:
     """
 
     def __init__(self) -> None:
+        # by one of the gradients that arrived: the others, the versions of all, and the gradients of parameters
         self._computed: Any = WeakTensorKeyDictionary()
-        """by one of the gradients that arrived: the others, the versions of all, and the gradients of parameters"""
 
     def keep(self, arrived: Gradients, parameters: Gradients) -> None:
         first, others = _split(arrived)

@@ -81,8 +81,7 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(Chain((Stage(1, (Option(1.0, 1.0, 1),) * options),) * stages, input_bytes=1), sequence)
     operations = tuple(sequence)
-    first: dict[int, int] = {}
-    """position of the first run of each stage"""
+    first: dict[int, int] = {}  # position of the first run of each stage
     for position, each in enumerate(operations):
         if not isinstance(each, Loss | Backward):
             first.setdefault(each.stage, position)
@@ -165,8 +164,7 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
     The `first` run of a stage, by position, takes its input from the run of the stage before, not from the tape. Inputs
     inside some ā are read from there, even if they are recomputed in the meantime.
     """
-    saved: list[frozenset[int]] = [frozenset()]
-    """for every operation, the indices of the ā that exist when it begins"""
+    saved: list[frozenset[int]] = [frozenset()]  # for every operation, the indices of the ā that exist when it begins
     for operation in operations:
         match operation:
             case ForwardEnable(stage):

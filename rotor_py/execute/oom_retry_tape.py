@@ -108,8 +108,8 @@ class OOMRetryTape(Tape):
         self._follow(instructions)
         self._input: Any = None
         self._devices: tuple[torch.device, ...] = ()
+        # versions of the chain's input, and of every stage's parameters, before the forward
         self._then: list[list[int]] = []
-        """Versions of the chain's input, and of every stage's parameters, before the forward."""
         self._not_undone: str | None = None
 
     def forward(self, value: Any) -> Any:
@@ -127,8 +127,8 @@ class OOMRetryTape(Tape):
     def _follow(self, instructions: Instructions) -> None:
         """Run the whole chain by `instructions`, with every stage in a node."""
         operations = [step.operation for step in instructions.forward if isinstance(step.operation, ForwardEnable)]
+        # options of the stages that the forward stores
         self._stored = {each.stage: each.option for each in operations if each.stage in instructions.in_graph}
-        """options of the stages that the forward stores"""
         nodes = replace(
             instructions,
             pieces=tuple((step,) for step in instructions.forward),

@@ -199,8 +199,7 @@ class _Recomputed:
 
     def run(self, first: Callable[[Any], Any], value: Any) -> Any:
         outside = innermost_run.get()
-        last = 0
-        """number of the node that saved the last tensor, in the order in which autograd makes nodes"""
+        last = 0  # number of the node that saved the last tensor, in the order in which autograd makes nodes
 
         def leave_out(tensor: torch.Tensor) -> _Later:
             nonlocal last

@@ -107,8 +107,7 @@ class Moving:
         return output
 
 
-_TENSOR = object()
-"""Marks a tensor's position in a frame. None would not do: a value may contain None."""
+_TENSOR = object()  # Marks a tensor's position in a frame. None would not do: a value may contain None.
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +220,8 @@ class Tape:
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
-        self._kept: dict[int, list[int]] = {}
-        """versions of each kept input's tensors"""
-        self.frames: dict[int, Frame] = {}
-        """frame of a stage's output, from its node: a node can return only tensors"""
+        self._kept: dict[int, list[int]] = {}  # versions of each kept input's tensors
+        self.frames: dict[int, Frame] = {}  # frame of a stage's output, from its node: a node can return only tensors
         self.passes = Passes(Held(ActivationStore() if store is None else store), instructions)
         self._moving: Moving | None = None
         if instructions.moves is not None:
@@ -249,8 +246,7 @@ class Tape:
 
     def _forward(self, held: Held, value: Any) -> Any:
         moving = self._moving
-        frontier = 0
-        """the first stage that has not run"""
+        frontier = 0  # the first stage that has not run
         position = 0
         for steps in self.instructions.pieces:
             stop = frontier + len(steps)

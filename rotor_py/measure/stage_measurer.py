@@ -143,8 +143,7 @@ class StageMeasurer:
         silent: tuple[int, ...] = (),
         layer_offers: LayerOffers | None = None,
     ) -> None:
-        self.activation_bytes = 0
-        """Bytes of the next stage's input, as the chain counts them."""
+        self.activation_bytes = 0  # bytes of the next stage's input, as the chain counts them
         self._device = device
         self._options = options
         self.stepped = options.stepped

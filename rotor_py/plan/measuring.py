@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
+# How much longer all passes through a model take than the first. A guess: it only sets a logged duration.
 _LONGER = 3.0
-"""How much longer all passes through a model take than the first. A guess: it only sets a logged duration."""
 
 
 @contextmanager

@@ -75,11 +75,10 @@ def rest_of_backward(budget: Budget, count: int) -> Budget:
 
 
 _NOT_AGAIN = "on_oom='replan' has not run this again"
-_TRIES = 3
-"""Retries of a step. The last one uses the plan that needs least."""
+_TRIES = 3  # Retries of a step. The last one uses the plan that needs least.
+# Least share of a limit that is taken off. A guess: the failed request may have been only a few kilobytes. Too large
+# costs needless recompute.
 _SHARE = 1 / 8
-"""Least share of a limit that is taken off. A guess: the failed request may have been only a few kilobytes. Too large
-costs needless recompute."""
 
 
 class Replanner:

@@ -33,17 +33,15 @@ from rotor_solver.moving import Moves
 _log = logging.getLogger("rotor_py")
 
 SCHEMA = 13
-_LARGEST_FILE = 16 * 2**20
-"""Largest file that is read. A plan has some thousand bytes per hundred stages."""
+_LARGEST_FILE = 16 * 2**20  # Largest file that is read. A plan has some thousand bytes per hundred stages.
+# Most carried tensors times stages: building a chain takes so many steps. A guess far above any model; more is refused.
 _MOST_CARRIED = 10**6
-"""Most carried tensors times stages: building a chain takes so many steps. A guess far above any model; more is
-refused."""
+# A backward may free more of its input than it needs, or gradients of later stages.
 _SIGNED = dict.fromkeys(
     ("backward_temp_bytes", "replay_temp_bytes", "waiting_gradients", "summed_gradients"), (-LARGEST_SIZE, LARGEST_SIZE)
 )
-"""A backward may free more of its input than it needs, or gradients of later stages."""
+# The least and the largest value of numbers that are not from zero to `LARGEST_SIZE`, in bytes or seconds.
 _RANGES = {"mem_limit": (1, 2**63 - 1), "room": (1, 2**63 - 1), "forwards": (1, 10**4), **_SIGNED}
-"""The least and the largest value of numbers that are not from zero to `LARGEST_SIZE`, in bytes or seconds."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -113,11 +111,11 @@ def _refuse_other_length(name: str, found: int, stages: int) -> None:
         raise InvalidValueError(text, kind="wrong_length", name=name, got=found)
 
 
+# Fields of a budget that do not follow from the measurement.
 _AROUND = (
     *("fixed", "before_bytes", "stepping_bytes", "step_bytes", "forwards", "held_beside", "backward_order"),
     *("freed_gradients", "view_bytes", "rest_bytes", "link", "link_name"),
 )
-"""Fields of a budget that do not follow from the measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +277,8 @@ class Plan:
             raise PlanMismatchError(field, self.step_in_backward or "none", found or "none")
 
 
+# Types of `Plan`'s fields as a file has them, and of further ones: `beside` are the sequences of further forwards in
+# flight, where they differ; `digest`, the SHA-256 of everything else, shows damage, not forgery.
 _FIELDS = _hints(Plan) | {
     "schema": int,
     "torch": str,
@@ -292,9 +292,6 @@ _FIELDS = _hints(Plan) | {
     "solver": _Solver,
     "moves": Moves | None,
 }
-"""Types of `Plan`'s fields as a file has them, and of further ones: `beside` are the sequences of further forwards in
-flight, where they differ; `digest`, the SHA-256 of everything else, shows damage, not forgery.
-"""
 
 
 def _read(path: str | Path) -> dict[str, Any]:

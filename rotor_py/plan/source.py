@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rotor_py")
 
-_MOST_READ = 8
-"""Parsed sequences to cache. A guess: each forward in flight may follow its own."""
+_MOST_READ = 8  # Parsed sequences to cache. A guess: each forward in flight may follow its own.
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +114,9 @@ class SequenceExecutor:
         return self.execute(cut.stages, make, value, how, context)
 
 
-_LEAST_BYTES = 2**20
-"""Least saved bytes of a layer that is captured. A guess: TorchDynamo takes up to seconds."""
+_LEAST_BYTES = 2**20  # Least saved bytes of a layer that is captured. A guess: TorchDynamo takes up to seconds.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-_OPERATORS = "torch.nn."
-"""Packages whose layers are single operators, if they have no layers inside."""
+_OPERATORS = "torch.nn."  # packages whose layers are single operators, if they have no layers inside
 
 
 class LayerParts:

@@ -38,8 +38,8 @@ from rotor_py.execute.backward_passes import current_task
 from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.trained_model import TrainedModel
 
+# The last backward pass that began at a loss that a `GradScaler` has scaled; nothing before the first.
 _last: list[int] = []
-"""The last backward pass that began at a loss that a `GradScaler` has scaled; nothing before the first."""
 
 
 @functools.cache
@@ -99,8 +99,7 @@ class ConsumedGradient(torch.Tensor):
 
 
 _NO_TASK = -1
-_one_at_a_time = threading.Lock()
-"""A backward on several devices has a thread for each."""
+_one_at_a_time = threading.Lock()  # a backward on several devices has a thread for each
 
 
 class Stepper:

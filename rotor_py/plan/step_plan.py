@@ -31,8 +31,8 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_py.units import format_bytes
 from rotor_solver import ForwardEnable, Loss, Sequence, store_all
 
+# Forms of steps by a plan that are told apart. A guess: each is watched once, and models that draw lots have many.
 _MOST_FORMS = 32
-"""Forms of steps by a plan that are told apart. A guess: each is watched once, and models that draw lots have many."""
 
 
 @dataclass(slots=True)

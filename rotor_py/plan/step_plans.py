@@ -26,12 +26,11 @@ from rotor_py.plan.trained_model import TrainedModel
 from rotor_solver import InfeasibleError
 
 _log = logging.getLogger("rotor_py")
+# Waiting step plans; the one that has waited longest is dropped first. A guess: a GAN has two or three.
 _MOST_WAITING = 8
-"""Waiting step plans; the one that has waited longest is dropped first. A guess: a GAN has two or three."""
-_MOST_PLANS = 16
-"""Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds."""
+_MOST_PLANS = 16  # Plans for growing inputs, before the user is asked for the largest. A guess: each takes seconds.
+# Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large.
 _MOST_REFUSED = 16
-"""Refusals to remember; the oldest goes first. A guess: a data set has few shapes that are too large."""
 
 
 class StepPlans:

@@ -44,8 +44,8 @@ Weak on both sides: neither a model nor an optimizer may live longer for being t
 """
 
 
+# Of each `core`, of which several planners may plan the steps.
 _planned: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""Of each `core`, of which several planners may plan the steps."""
 
 
 class TrainedModel:

@@ -28,10 +28,9 @@ from rotor_solver.in_flight import Footprint, with_room_at_loss
 
 _log = logging.getLogger("rotor_py")
 
+# Steps in reverse, after which reverse order is planned for. A guess: fewer risk a wrong order and more memory.
 _ENOUGH = 3
-"""Steps in reverse, after which reverse order is planned for. A guess: fewer risk a wrong order and more memory."""
-_MOST_KNOWN = 64
-"""Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn."""
+_MOST_KNOWN = 64  # Budgets and sequences to cache. A guess above the kinds of steps that a model takes in turn.
 
 
 @dataclass(eq=False)

@@ -25,14 +25,13 @@ from rotor_solver import InfeasibleError
 _log = logging.getLogger("rotor_py")
 
 
-_waiting: WeakSet[StepPlans] = WeakSet()
-"""The plans of models without a declared optimizer."""
+_waiting: WeakSet[StepPlans] = WeakSet()  # the plans of models without a declared optimizer
+# The one hook on all optimizers. Registered once a model waits: importing this library changes no optimizer.
 _hooks: list[Any] = []
-"""The one hook on all optimizers. Registered once a model waits: importing this library changes no optimizer."""
 
 
+# By optimizer, the model's `planned` at its last step; None if it trains another model.
 _followed: WeakKeyDictionary[TrainedModel, WeakKeyDictionary[torch.optim.Optimizer, int | None]] = WeakKeyDictionary()
-"""By optimizer, the model's `planned` at its last step; None if it trains another model."""
 _watched: WeakKeyDictionary[TrainedModel, ref[WatchedSteps]] = WeakKeyDictionary()
 _told: WeakSet[TrainedModel] = WeakSet()
 
