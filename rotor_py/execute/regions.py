@@ -138,8 +138,7 @@ class _Chain:
     """The stages in one forward: runners to recompute (`again`), and the forward state of each first run."""
 
     runners: Operations[StageRunner] | Runners
-    stored: list[StageRunner]
-    """the stages with their storage options"""
+    stored: list[StageRunner]  # with their storage options
     again: frozenset[int]
     context: tuple[Any, ...]
     known: dict[int, Surroundings] = field(default_factory=dict)

@@ -116,8 +116,7 @@ class Frame:
 
     spec: TreeSpec | Structure
     leaves: tuple[Any, ...]
-    tensors: int
-    """number of leaves that are tensors"""
+    tensors: int  # number of leaves that are tensors
 
     @classmethod
     def of(cls, value: Any) -> tuple[Frame, list[torch.Tensor]]:

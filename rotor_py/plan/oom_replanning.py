@@ -28,9 +28,8 @@ _log = logging.getLogger("rotor_py")
 def guarded(plan: StepPlan) -> StepPlan:
     """Return the plan with the budget of steps on an `OOMRetryTape`, which cost more than those on a `Tape`.
 
-    Every stage is a node, so the backward of a stored stage takes as much as that of a recomputed one. And every plan
-    keeps copies of the mutable buffers, not only where it recomputes, plus those that undo the forward of one stage;
-    copies of all buffers where the stages are not known yet.
+    Every stage is a node. And every plan keeps copies of the mutable buffers, not only where it recomputes, plus those
+    that undo the forward of one stage; copies of all buffers where the stages are not known yet.
     """
     budget, fixed = plan.budget, plan.budget.fixed
     copies = budget.snapshot_bytes + (undo_bytes(plan.functions) if plan.functions else fixed.buffers)

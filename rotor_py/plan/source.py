@@ -61,8 +61,7 @@ class Following:
     smaller: SmallerPlans | None = None
     tier: Tier | None = None
     changed: set[str] | None = None
-    goes_on: bool = False
-    """Run other captured graphs than the planned ones as they are, since no plan is left to try."""
+    goes_on: bool = False  # run other captured graphs than the planned ones as they are: no plan is left to try
 
 
 class SequenceExecutor:
