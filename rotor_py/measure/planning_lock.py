@@ -20,7 +20,7 @@ too.
 def freeze_gc() -> Iterator[None]:
     """Exclude existing objects from Python's garbage collector inside this context.
 
-    Capturing a graph makes objects by the hundred thousand, so the collector would scan those of torch repeatedly, for as
+    Capturing a graph makes objects by the hundred thousand, so the collector would scan those of torch repeatedly, as
     long as ten steps of a small model. Existing garbage is collected afterwards.
     """
     if gc.get_freeze_count():  # the caller's own frozen objects would be unfrozen
