@@ -44,7 +44,7 @@ class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.last = nn.Linear(WIDTH, 512)
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:

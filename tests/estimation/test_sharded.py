@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,27 +37,31 @@ def report(shard: Any = None, **options: Any) -> Report:
     return estimate(blocks, BATCH, "h100:2", **told, **options)
 
 
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
+    with Processes(2, tmp_path_factory.mktemp("sharded") / "meeting") as found:
+        yield found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "precision", "share"), [("blocks", torch.bfloat16, 0.5), ("llama", None, 0.0)])
 def test_peaks_of_planned_steps_are_those_of_real_processes_which_measure_if_a_first_step_takes_more(
-    kind: str, precision: torch.dtype | None, share: float, tmp_path: Path
+    kind: str, precision: torch.dtype | None, share: float, processes: Processes, tmp_path: Path
 ) -> None:
-    path = tmp_path / "plan.json"
-    with Processes(2, tmp_path / "meeting") as processes:
-        plan = sharded_steps.planned_step(kind, 2, precision, share, path)
-        real = processes.run(sharded_steps.real_peaks, kind, precision, path, plan.peaks)
-        assert re.search(NOT_WHOLE, plan.sequence)
-        for phase in ("forward", "backward"):
-            measured = max(each[phase] for each in real)
-            assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), phase
-            assert plan.present + measured <= plan.promised
-        if kind == "blocks":  # measured once any process has seen it, and all have a batch as large as the plan's
-            whole = [ROWS, ROWS]
-            promised = sharded_steps.planned_step(kind, 2, None, share, path).promised
-            follow = processes.run
-            assert follow(sharded_steps.first_measured, kind, path, [whole] * 3, [promised] * 2) == [None] * 2
-            rows = [whole, [ROWS, ROWS // 2], whole]
-            assert follow(sharded_steps.first_measured, kind, path, rows, [promised, 2 * promised]) == [2, 2]
+    path, follow = tmp_path / "plan.json", processes.run
+    plan = sharded_steps.planned_step(kind, 2, precision, share, path)
+    real = follow(sharded_steps.real_peaks, kind, precision, path, plan.peaks)
+    assert re.search(NOT_WHOLE, plan.sequence)
+    for phase in ("forward", "backward"):
+        measured = max(each[phase] for each in real)
+        assert plan.peaks[phase] == pytest.approx(measured, rel=0.005), phase
+        assert plan.present + measured <= plan.promised
+    if kind == "blocks":  # measured once any process has seen it, and all have a batch as large as the plan's
+        whole = [ROWS, ROWS]
+        promised = sharded_steps.planned_step(kind, 2, None, share, path).promised
+        assert follow(sharded_steps.first_measured, kind, path, [whole] * 3, [promised] * 2) == [None] * 2
+        rows = [whole, [ROWS, ROWS // 2], whole]
+        assert follow(sharded_steps.first_measured, kind, path, rows, [promised, 2 * promised]) == [2, 2]
 
 
 def test_a_step_by_the_plan_takes_no_more_than_is_predicted(tmp_path: Path) -> None:
