@@ -80,8 +80,22 @@ def test_every_n_layers_keeps_the_inputs_of_the_stages_0_n_2n() -> None:
         assert checkpointed(staged(), rows(), **none).sequence == store_all(planned.chain)
 
 
-def test_a_limit_below_what_the_strategy_needs_is_refused_with_both_numbers() -> None:
+def test_memory_says_by_stage_what_is_kept_at_the_loss_and_a_limit_below_what_is_needed_is_refused() -> None:
     planned = checkpointed(staged(), rows(), level=2)
+    memory, chain = planned.memory(), planned.chain
+    assert [stage.name for stage in memory.stages] == planned.names
+    block = 256 * 48 * 4
+    assert [stage.kept_bytes for stage in memory.stages][1:5] == [chain.saved[1], block, block, block]
+    assert [stage.kept_bytes + stage.not_kept_bytes for stage in memory.stages][2:6] == list(chain.saved[2:6])
+    assert [stage.not_kept_bytes for stage in memory.stages][:2] == [0, 0]
+    loss = list(planned.sequence).index(Loss())
+    held = simulate(chain, planned.sequence).after[loss - 1]
+    assert memory.kept_bytes + memory.input_bytes == held
+    assert memory.share_saved == memory.not_kept_bytes / (memory.kept_bytes + memory.not_kept_bytes) > 0.5
+    with raises(ValueError, "not_measured"):
+        Checkpointable(staged(), level=2).memory()
+    stored = checkpointed(staged(), rows(), level=0).memory()
+    assert (stored.not_kept_bytes, stored.share_saved) == (0, 0.0)
     needed = planned.budget.peak_bytes(planned.sequence)
     assert planned.compute_sequence(needed) == planned.sequence
     with raises(InfeasibleError, "strategy_over_limit", min_bytes=needed) as caught:
@@ -129,24 +143,6 @@ def test_plans_by_hand_are_saved_like_others(tmp_path: Any) -> None:
 def test_bad_strategies_are_refused_in_a_sentence(options: dict[str, Any], kind: str, name: str | None) -> None:
     with raises(ValueError, kind, name=name):
         Checkpointable(staged(), **options)
-
-
-def test_memory_says_by_stage_what_is_kept_when_the_loss_runs() -> None:
-    planned = checkpointed(staged(), rows(), level=2)
-    memory, chain = planned.memory(), planned.chain
-    assert [stage.name for stage in memory.stages] == planned.names
-    block = 256 * 48 * 4
-    assert [stage.kept_bytes for stage in memory.stages][1:5] == [chain.saved[1], block, block, block]
-    assert [stage.kept_bytes + stage.not_kept_bytes for stage in memory.stages][2:6] == list(chain.saved[2:6])
-    assert [stage.not_kept_bytes for stage in memory.stages][:2] == [0, 0]
-    loss = list(planned.sequence).index(Loss())
-    held = simulate(chain, planned.sequence).after[loss - 1]
-    assert memory.kept_bytes + memory.input_bytes == held
-    assert memory.share_saved == memory.not_kept_bytes / (memory.kept_bytes + memory.not_kept_bytes) > 0.5
-    with raises(ValueError, "not_measured"):
-        Checkpointable(staged(), level=2).memory()
-    stored = checkpointed(staged(), rows(), level=0).memory()
-    assert (stored.not_kept_bytes, stored.share_saved) == (0, 0.0)
 
 
 def test_memory_agrees_with_the_simulator_for_any_sequence() -> None:

@@ -79,7 +79,7 @@ def _check_comments(page: Path, printed: str) -> None:
 
 
 @pytest.mark.parametrize("page", pages(), ids=names)
-def test_what_is_not_run_says_why(page: Path) -> None:
+def test_what_is_not_run_says_why_and_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert len(blocks(page)) * 2 == text.count("\n```")
     for block in blocks(page):
@@ -87,11 +87,7 @@ def test_what_is_not_run_says_why(page: Path) -> None:
     # Indented commands would not be seen here. The two of the README are read by .ci/run.
     stray = re.findall(r"^    (?:rotor-plan|python|pip|torchrun) .*", text, re.MULTILINE)
     assert all(page.name == "README.md" and "<!--" in text for _ in stray), stray
-
-
-@pytest.mark.parametrize("page", pages(), ids=names)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8")):
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 

@@ -41,7 +41,7 @@ def test_the_line_has_a_corner_for_every_limit_and_time_is_logarithmic(report: R
     assert [text.endswith("(outside the picture)") for _, text in picture.legend] == [False, True]
 
 
-def test_the_plan_lies_on_the_curve_which_fills_the_width_of_a_screen_and_of_a_phone(report: Report) -> None:
+def test_the_plan_lies_on_the_curve_which_fills_screen_and_phone_and_letters_stand_apart(report: Report) -> None:
     found = sweep_of(report)
     picture = curve_picture(report, found)
     assert 0 <= picture.limit_x - picture.plan.x < WIDTH / 4
@@ -58,6 +58,13 @@ def test_the_plan_lies_on_the_curve_which_fills_the_width_of_a_screen_and_of_a_p
     assert [column.title for column in phone.columns] == [column.title for column in picture.columns]
     assert 2 <= len(phone.sizes) < len(picture.sizes)
     assert all(LEFT <= x <= LEFT + phone.width for x, _ in corners(phone.line))
+    plan = Point("twin", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
+    picture = curve_picture(report, replace(found, strategies=(plan,) * 6))
+    places = [(picture.plan.x, picture.plan.y), *((mark.letter_x, mark.letter_y) for mark in picture.marks)]
+    assert len(places) == 7
+    for at, (x, y) in enumerate(places):
+        assert at == 0 or abs(x - picture.limit_x) >= 8
+        assert all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in places[:at])
 
 
 def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Report, tmp_path: Path) -> None:
@@ -78,16 +85,6 @@ def test_a_page_finds_out_the_curve_by_itself_or_shows_what_is_known(report: Rep
 def test_numbers_on_an_axis_are_round() -> None:
     for low, high, numbers in ((0, 10, [0, 2, 4, 6, 8, 10]), (7.2, 9.1, [7.5, 8, 8.5, 9]), (3, 3, [3])):
         assert curve_pictures.round_numbers(low, high, 6) == pytest.approx(numbers)
-
-
-def test_letters_stand_apart_and_beside_the_plan_and_its_limit(report: Report) -> None:
-    plan = Point("twin", report.peak_bytes, report.step_seconds, report.overhead, report.sequence)
-    picture = curve_picture(report, replace(sweep_of(report), strategies=(plan,) * 6))
-    places = [(picture.plan.x, picture.plan.y), *((mark.letter_x, mark.letter_y) for mark in picture.marks)]
-    assert len(places) == 7
-    for at, (x, y) in enumerate(places):
-        assert at == 0 or abs(x - picture.limit_x) >= 8
-        assert all(abs(x - a) >= 10 or abs(y - b) >= 13 for a, b in places[:at])
 
 
 STORED = (BatchPoint(2, 10.0, 10.0, True), BatchPoint(4, 16.0, 16.0, True))

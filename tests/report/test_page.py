@@ -65,7 +65,9 @@ def elements(text: str) -> Elements:
     return Elements(text)
 
 
-def test_nothing_is_loaded_from_elsewhere_and_names_are_escaped(text: str, elements: Elements) -> None:
+def test_nothing_is_loaded_from_elsewhere_names_are_escaped_and_all_that_is_known_is_there(
+    text: str, elements: Elements, report: Report
+) -> None:
     assert sum(tag == "script" for tag, _ in elements.found) == 1
     assert EVIL not in text
     assert any(EVIL in cell for cell in elements.texts["td"])
@@ -76,9 +78,7 @@ def test_nothing_is_loaded_from_elsewhere_and_names_are_escaped(text: str, eleme
         assert loads not in text
     policy = next(attributes for tag, attributes in elements.found if attributes.get("http-equiv"))
     assert str(policy["content"]).startswith("default-src 'none';")
-
-
-def test_verdict_remarks_stages_and_operations_are_there(report: Report, elements: Elements) -> None:
+    # The verdict, remarks, stages and operations.
     begin, rest = report.verdict()
     assert elements.texts["b"][0] == begin
     assert elements.texts["h1"] == [rest]
@@ -108,18 +108,6 @@ def test_the_page_says_how_to_use_it_and_where_it_comes_from(report: Report) -> 
         assert part in end
     assert "Use it" not in page(report, known)
     assert f"Made on {datetime.now(timezone.utc):%Y-}" in page(report, known)
-
-
-def test_wide_things_scroll_in_their_own_box_and_colours_follow_the_reader(text: str) -> None:
-    boxes = text.split('<div class="box"')[1:]
-    assert len(boxes) == 4
-    for box, inside in zip(boxes, ("<svg", "<svg", "<svg", "<table"), strict=True):
-        found = box.partition("</div>")[0]
-        assert found.count(inside) == (2 if inside == "<svg" else 1), "a picture is there for a screen and for a phone"
-    assert text.count("<svg") == 6
-    assert re.search(r"\.box \{ overflow: auto;", text)
-    assert "@media (prefers-color-scheme: dark)" in text
-    assert 'name="viewport" content="width=device-width' in text
 
 
 def test_colours_used_are_defined_for_light_and_dark_and_can_be_told_from_their_ground(text, mixed, report) -> None:

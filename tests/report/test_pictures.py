@@ -72,7 +72,7 @@ def test_what_is_kept_and_freed_follows_the_sequence(report: Report) -> None:
 KINDS = ["part", "packed", "rounded", "elsewhere", "input", *["kept"] * 7]
 
 
-def test_every_row_of_the_table_has_its_kind_beside_its_words(mixed: Report, report: Report) -> None:
+def test_every_row_of_the_table_has_its_kind_beside_its_words_and_a_style_in_a_terminal(mixed, report) -> None:
     plain = list(stage_rows(report))
     assert {row.kind for row in plain if row.action.startswith("recomputed")} <= {""}
     assert {row.kind for row in plain if row.action.startswith("stored")} == {"kept"}
@@ -80,9 +80,6 @@ def test_every_row_of_the_table_has_its_kind_beside_its_words(mixed: Report, rep
     assert [row.kind for row in rows] == KINDS
     for row, word in zip(rows, ("in part:", "packed:", "in bf16:", "elsewhere:", "checkpointed"), strict=False):
         assert word in row.action
-
-
-def test_a_terminal_has_a_style_for_every_kind(mixed: Report) -> None:
     console = Console(file=(file := io.StringIO()), width=100, force_terminal=True, color_system="standard")
     console.print(stage_table(mixed))
     assert len({*re.findall(r"\x1b\[(\d+)mstored (?:in|packed|else)", file.getvalue())}) == 4
