@@ -1,5 +1,6 @@
 """`largest_batch` and `best_batch` on real models: against measuring every batch."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from rotor_py.batch_size.measured_batches import MeasuredBatches
 from rotor_py.estimation.device_table import find_device
 from rotor_py.validate.verification import default_loss
 from rotor_solver import store_all
+from tests.checkpointable.steps import Residual
 from tests.fields import raises
 
 
@@ -41,17 +43,6 @@ class Masked(nn.Module):
             q, k, v = layer(x).chunk(3, dim=-1)
             x = x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         return {"loss": nn.functional.mse_loss(x, labels)}
-
-
-class Wide(nn.Module):
-    """Most of what it saves can leave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).tanh().exp())
 
 
 def sequences(batch: int) -> dict[str, torch.Tensor]:
@@ -118,7 +109,8 @@ def test_batches_whose_activations_move_are_as_large_and_take_less_time(tmp_path
         return torch.randn(16 * batch, 64)
 
     torch.manual_seed(0)
-    model, plain = (nn.Sequential(*(Wide() for _ in range(3))) for _ in range(2))
+    wide = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
+    model, plain = (nn.Sequential(*(Residual(*copy.deepcopy(wide)) for _ in range(3))) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     options = {"loss": default_loss, "fresh_grads": True}
     limit = needs(model, rows, 12, fresh_grads=True)[0] + 1000

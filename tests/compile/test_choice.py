@@ -19,8 +19,8 @@ from tests.fields import logged
 
 def test_stages_of_one_kind_are_compiled_once_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     compilations, told = Compilations(monkeypatch), list[str]()
-    found = network(blocks=6, progress=lambda done, total, name: told.append(name))
-    assert len(found.names) >= 6
+    found = network(blocks=5, progress=lambda done, total, name: told.append(name))
+    assert len(found.names) >= 5
     assert {f"{name}, compiled" for name in found.names} <= set(told)
     assert compilations.count <= 4
     with stage_by_stage():
@@ -70,12 +70,6 @@ def test_a_stage_that_cannot_be_compiled_runs_as_it_is(monkeypatch, caplog) -> N
     assert 1 < len(names) <= 5  # one for each kind
     assert any(name in names[1] for name in found.names)
     assert_same_step(found, copy.deepcopy(found.model), batch(), loss=loss)
-
-
-def test_the_others_are_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    Compilations(monkeypatch, failing=range(1))
-    found = network(blocks=2)
-    assert 0 < len(found.compiled) < len(found.names)
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ BATCH = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
 
 def blocks() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(5)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(4)))
 
 
 def planned(model: nn.Module, share: float) -> Checkpointable:
