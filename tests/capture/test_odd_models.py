@@ -22,7 +22,7 @@ WIDTH = 32
 
 
 class Layers(nn.Module):
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 3) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
 
@@ -106,8 +106,8 @@ def handed_on() -> nn.Module:
 class Scored(Layers):
     """A vmap in which trained tensors from outside are read, and random numbers drawn."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__(depth)
         self.weight = nn.Parameter(torch.rand(WIDTH))
 
     def step(self, value: torch.Tensor) -> torch.Tensor:
@@ -146,19 +146,6 @@ class BreakingBefore(Layers):
         torch._dynamo.graph_break()
         logits = self.head(value)
         return logits.logsumexp(-1).mean(), logits, seen
-
-
-class LateLoss(Layers):
-    """The loss has a graph of its own, after large logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 400)
-
-    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = self.head(super().forward(value))
-        torch._dynamo.graph_break()
-        return F.cross_entropy(logits, torch.arange(len(value)) % 400), logits
 
 
 class Masked(Layers):
@@ -223,7 +210,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "vmap with random numbers": (Scored, (512, WIDTH), 0),
     "large buffer": (Buffered, (4, 16, WIDTH), 0.97),
     "early and late graph": (BreakingBefore, (256, WIDTH), 0),
-    "loss in a late graph": (LateLoss, (512, WIDTH), 0),
     "overwritten after a break": (Masked, (512, WIDTH), 0),
     "checkpointed regions": (Regions, (512, WIDTH), 0),
     "chain of checkpointed regions": (lambda: nn.Sequential(*(region() for _ in range(4))), (512, WIDTH), 0),
@@ -267,7 +253,7 @@ class Also(Scored):
     """Another function inside of vmap, which is made for the batch."""
 
     def __init__(self, inner: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]) -> None:
-        super().__init__()
+        super().__init__(1)
         self.inner = inner
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -317,7 +303,7 @@ def test_overwritten_tensors_are_found_in_any_notation(write: Callable[[Any], An
 
 
 class Normalized(Layers):
-    def __init__(self, momentum: float | None = 0.1, blocks: int = 4) -> None:
+    def __init__(self, momentum: float | None = 0.1, blocks: int = 3) -> None:
         super().__init__(blocks)
         self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH, momentum=momentum) for _ in range(blocks))
 
@@ -337,7 +323,7 @@ def chain() -> nn.Module:
 
 
 def test_copies_of_statistics_of_equal_stages_are_inside_the_limit() -> None:
-    planned, batch = Checkpointable(Normalized(blocks=16), loss=square), torch.randn(8, WIDTH)
+    planned, batch = Checkpointable(Normalized(blocks=8), loss=square), torch.randn(8, WIDTH)
     planned.measure(batch)
     for share in (0.1, 0.0):
         planned.compute_sequence(limit := between(planned, share))
