@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.capture.graph.graph_nodes import written_by
+from rotor_py.capture.graph.graph_rewrites import _kind_of
 from rotor_solver import store_all
 from tests.capture.steps import assert_same_step, assert_trains_inside, limits
 from tests.checkpointable.steps import between, planned_at, square, step_peak, without_collector
@@ -247,6 +248,14 @@ def test_a_step_with_own_autograd_functions_keeps_to_the_plan_without_the_collec
     (gradient,) = torch.autograd.grad(planned(value.requires_grad_()).sum(), value, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         gradient.square().sum().backward()
+
+
+def test_a_number_in_a_region_is_not_taken_for_an_input() -> None:
+    with_input, with_number, again = (
+        fx.symbolic_trace(region).graph
+        for region in (lambda a, b: (a + b) * b, lambda a, b: (a + 1) * b, lambda a, b: (a + b) * b)
+    )
+    assert _kind_of(with_input) == _kind_of(again) != _kind_of(with_number)
 
 
 class Also(Scored):

@@ -175,12 +175,12 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
 
 
 def _kind_of(graph: fx.Graph) -> Hashable:
-    numbers = {node: number for number, node in enumerate(graph.nodes)}
+    names = {node: f"%{number}" for number, node in enumerate(graph.nodes)}  # unlike numbers among the arguments
     return tuple(
         (
             node.op,
             node.op != "placeholder" and node.target,
-            *map(str, fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)),
+            *map(str, fx.node.map_arg((node.args, node.kwargs), names.__getitem__)),
         )
         for node in graph.nodes
     )
