@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rotor_solver.chain import Chain
+from rotor_solver.chain import Chain, check_chain
 from rotor_solver.described_error import (
     InfeasibleError,
     InvalidValueError,
@@ -27,7 +27,7 @@ from rotor_solver.described_error import (
 )
 from rotor_solver.grouping import coarse_chain, fine_sequence, joined, stored_bound
 from rotor_solver.persistent.layout import Problem, Spacing
-from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent, common_divisor, parts_of, solved, units
+from rotor_solver.persistent.recurrence import BRIEF, Effort, Persistent, common_divisor, parts_of, solved, units
 from rotor_solver.persistent.table import Table
 from rotor_solver.segments import store_all
 from rotor_solver.sequence import Sequence
@@ -116,18 +116,27 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     divided into at least `slots`, which also bounds the number of steps. Raises ValueError if a limit is not a number
     of bytes, or if `slots` < 1.
     """
+    check_chain(chain)
     check_count(slots, "slots")
-    stored = store_all(chain)
-    if (groups := joined(chain)) is not None:
-        coarse = frontier(coarse_chain(chain, groups), limits, slots=min(slots, _FEW))
-        bounds = [stored_bound(chain, limit, stored.lower_bound or 0.0) for limit in coarse.limits]
-        bounds = list(map(min, bounds, coarse.makespans))
-        fine = [
-            Sequence(fine_sequence(chain, groups, each), "persistent", bound)
-            for each, bound in zip(coarse.sequences, bounds, strict=True)
-        ]
-        return replace(coarse, sequences=tuple(fine), lower_bounds=tuple(bounds))
-    problem = Problem(chain)
+    asked = None if limits is None else sorted({*map(bytes_of_limit, listed(limits, "limits"))})
+    groups = joined(chain)
+    if groups is None:
+        return _frontier(chain, asked, slots, Persistent(slots))
+    few = min(slots, _FEW)
+    coarse = _frontier(coarse_chain(chain, groups), asked, few, Persistent(few, _EACH, work=0))
+    stored = store_all(chain).lower_bound or 0.0
+    bounds = [stored_bound(chain, limit, stored) for limit in coarse.limits]
+    bounds = list(map(min, bounds, coarse.makespans))
+    fine = [
+        Sequence(fine_sequence(chain, groups, each), "persistent", bound)
+        for each, bound in zip(coarse.sequences, bounds, strict=True)
+    ]
+    return replace(coarse, sequences=tuple(fine), lower_bounds=tuple(bounds))
+
+
+def _frontier(chain: Chain, asked: list[int] | None, slots: int, at_least: Persistent) -> Frontier:
+    """Compute `frontier` of a chain that is planned stage by stage; `at_least` solves for its least limit."""
+    problem, stored = Problem(chain), store_all(chain)
     best, whole = problem.least_sequence(), simulate(chain, stored)
     seconds = simulate(chain, best).makespan
     least = chain.input_bytes + problem.needed
@@ -135,13 +144,10 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
     needs = (costs.forward_need, costs.backward_need, costs.check_need, costs.base, np.array([costs.loss_need]))
     divisor = common_divisor(costs.activation, costs.taken, costs.released, *needs)
     tables = _tables(problem, whole.peak - chain.input_bytes, seconds - problem.stored, slots, divisor)
-    if limits is None:
-        asked = [least, *_steps(tables, slots), whole.peak]
-    else:
-        asked = [*map(bytes_of_limit, listed(limits, "limits"))]
+    tried = sorted({least, *_steps(tables, slots), whole.peak}) if asked is None else asked
     found: list[_Step] = []
     proven: dict[int, float] = {}
-    tried, progress = sorted(set(asked)), watcher()
+    progress = watcher()
     for position, limit in enumerate(tried):
         if progress is not None:
             progress(position, len(tried), "limits")
@@ -150,7 +156,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
         if limit >= whole.peak:
             best, seconds = stored, whole.makespan
         elif limit == least:  # hardly a choice is left, so rounding to slots matters most
-            best = Persistent(slots).solve(chain, least)
+            best = at_least.solve(chain, least)
             seconds = simulate(chain, best).makespan
         else:
             room = limit - chain.input_bytes
@@ -166,7 +172,7 @@ def frontier(chain: Chain, limits: Iterable[float] | None = None, *, slots: int 
         read = problem.stored + _table_for(tables, room).lower_bound(room)
         return max(read, *(other for above, other in proven.items() if above >= limit), 0.0)
 
-    if limits is None:
+    if asked is None:
         most = min(_SINGLE, int(_PAIRS / max(1, sum(table.guess for table in tables))))
         found = _closer(chain, _steepest(chain, [each for _, each in found]), slots, most, bound, proven)
     bounds = [bound(limit) for limit, _ in found]
@@ -198,6 +204,9 @@ _FAR = 0.02  # Makespan / bound - 1 from which a limit gets its own solve. Not m
 _SINGLE = 40  # Most own solves. Not measured; too many cost solve time.
 # Own solves times pairs of slots that the tables visit, at most. Not measured; too high costs solve time.
 _PAIRS = 5e5
+# Each of several tables that are in memory at once has 256 MiB, and takes a second. With thorough ones, chains of 400
+# stages took up to 8 GiB and three minutes.
+_EACH = Effort(close=0.01, pairs=2e9, numbers=2**25)
 # Rows relative to the first table of a solve, as no finer one follows. Not measured; too high costs solve time.
 _CLOSER = 4
 
@@ -210,7 +219,7 @@ def _tables(problem: Problem, room: int, scale: float, slots: int, divisor: int)
         later = np.zeros(len(problem.chain) + 1)
         spacing = Spacing(_CLOSER * parts_of(problem, room), max(1, problem.period))
         table = Table(problem, room, unit, scale or 1.0, later, exact=exact, spacing=spacing)
-        excess = THOROUGH.excess(table)
+        excess = _EACH.excess(table)
         if excess > 1:
             table = Table(problem, room, math.ceil(unit * excess), scale or 1.0, later, spacing=spacing)
         table.fill()

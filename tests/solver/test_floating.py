@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rotor_solver import Chain, InfeasibleError, Persistent, frontier, limit_for, min_bytes, simulate, solve, store_all
 from rotor_solver.floating import Floating
 from rotor_solver.max_flow import Network
+from rotor_solver.persistent.table import Table
 from tests.fields import raises
 from tests.solver.long_chains import limit_between, random_chain
 from tests.solver.naive import beside, columns_of, exhaustive_optimum, naive_optimum, with_graph
@@ -156,6 +157,15 @@ def test_a_long_chain_has_a_frontier_close_to_single_plans_and_bounds_that_hold(
     found, whole = frontier(chain), simulate(chain, store_all(chain)).peak
     for limit in range(min_bytes(chain), whole, (whole - min_bytes(chain)) // 20):
         assert found.makespan(limit) <= simulate(chain, solve(chain, limit)).makespan
+
+
+def test_all_tables_of_a_frontier_fit_into_memory_at_once(monkeypatch) -> None:
+    tables, chain = [], random_chain(100)
+    monkeypatch.setattr(Table, "fill", lambda table: tables.append(table))
+    with pytest.raises(TypeError):  # they are empty
+        frontier(chain, slots=100_000)
+    assert len(tables) > 2
+    assert sum(8 * table.size for table in tables) < 1.2 * 2**30
 
 
 def test_only_the_limits_that_were_asked_for() -> None:
