@@ -196,7 +196,7 @@ class Chain:
         set_field(self, "input_bytes", checked_size(self.input_bytes, "input_bytes"))
         set_field(self, "loss_time", checked_seconds(self.loss_time, "loss_time"))
         set_field(self, "loss_temp", checked_size(self.loss_temp, "loss_temp"))
-        set_field(self, "output_held", bool(self.output_held))
+        check_type(self.output_held, bool, "output_held", "pass True or False")
         stages: list[Stage] = []
         for index, stage in enumerate(listed(self.stages, "stages")):
             check_type(stage, Stage, f"stage {index}", "pass Stage(activation, (Option(…), …))")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rotor_solver.chain import Chain, check_chain
-from rotor_solver.described_error import InvalidValueError, check_count, check_fits, whole_bytes
+from rotor_solver.described_error import check_count, check_fits, check_type, is_number, whole_bytes
 from rotor_solver.least_memory import Costs, Floats, Ints, costs_of, operations_of
 from rotor_solver.segments import even_segments, fastest_forwards, recompute_segments, segments_from
 from rotor_solver.sequence import Sequence
@@ -48,6 +48,7 @@ class Revolve:
 
         Tries all numbers of snapshots: if stages differ, fewer snapshots may need more memory.
         """
+        check_chain(chain)
         most = max(1, len(chain) - 1)  # every input is stored then
         tried = range(1, most + 1) if self.snapshots is None else [min(self.snapshots, most)]
         schedules = [_input_sequence(chain, _revolve(len(chain), count), self.name) for count in tried]
@@ -61,8 +62,9 @@ def forward_steps(steps: int, snapshots: int) -> int:
     the least with β(s, r) ≥ n.
     """
     check_count(snapshots, "snapshots")
-    if steps < 1:
+    if is_number(steps) and steps <= 0:
         return 0
+    check_count(steps, "steps")
     repeats = 0
     while math.comb(snapshots + repeats, repeats) < steps:
         repeats += 1
@@ -115,6 +117,7 @@ class Periodic:
 
         Raises InfeasibleError otherwise, with the least limit.
         """
+        check_chain(chain)
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
         segments = [segments_from(range(0, length, n)[: self.max_checkpoints], length) for n in distances]
@@ -135,6 +138,7 @@ class Sqrt:
 
         Raises InfeasibleError otherwise, with the least limit.
         """
+        check_chain(chain)
         count = max(1, round(math.sqrt(len(chain))))
         segments = even_segments(len(chain), count)
         return _fastest_fitting(chain, mem_limit, [_all_but_last_again(chain, segments, self.name)])
@@ -159,8 +163,7 @@ class GriewankHeterogeneous:
     own backward, or before the loss. `attached` keeps every checkpoint a_j together with ā_{j+1}, so that Fe_j runs in
     the forward; only a_0 and a_L are ever kept alone.
 
-    Memory is divided into `slots`, or fewer where that is exact. Raises ValueError if `slots` < 1, or if `attached` is
-    not a bool.
+    Memory is divided into `slots`, or fewer where that is exact. Raises ValueError if `slots` < 1.
     """
 
     slots: int = 500
@@ -168,10 +171,7 @@ class GriewankHeterogeneous:
 
     def __post_init__(self) -> None:
         check_count(self.slots, "slots")
-        if not isinstance(self.attached, bool):
-            raise InvalidValueError(
-                f"attached is {self.attached!r}; it has to be True or False", kind="not_a_bool", name="attached"
-            )
+        check_type(self.attached, bool, "attached", "pass True or False")
 
     @property
     def name(self) -> str:

@@ -12,18 +12,20 @@ from collections.abc import Sequence as Many
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
+from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage, check_chain
 from rotor_solver.described_error import (
     InfeasibleError,
     InvalidValueError,
     bytes_of_limit,
     check_count,
     check_fits,
+    check_type,
+    listed,
     within_memory,
 )
 from rotor_solver.persistent import Persistent
 from rotor_solver.segments import min_bytes, recompute_all, store_all
-from rotor_solver.sequence import Loss, Operation, Sequence
+from rotor_solver.sequence import Loss, Operation, Sequence, check_sequence
 from rotor_solver.simulate import Machine, simulate
 
 
@@ -115,11 +117,13 @@ def simulate_forwards(
     backward, input and output included, stays to the end. Raises ValueError if a sequence is not valid, or if `order`
     does not name every forward three times.
     """
+    sequences = listed(sequences, "sequences")
     for each in sequences:
+        check_sequence(each)
         simulate(chain, each)  # for its errors, which name the operation
     forwards = list(range(len(sequences)))
-    order = [*forwards, *forwards, *reversed(forwards)] if order is None else list(order)
-    if sorted(order) != sorted(3 * forwards):
+    order = [*forwards, *forwards, *reversed(forwards)] if order is None else listed(order, "order")
+    if sorted(map(str, order)) != sorted(map(str, 3 * forwards)):
         raise InvalidValueError(
             f"the order {order} does not name each of {len(sequences)} forwards three times",
             kind="wrong_order",
@@ -242,7 +246,9 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
 
     Raises ValueError if `forwards` < 1, or if the order is not one of `ORDERS`.
     """
+    check_chain(chain)
     check_count(forwards, "forwards")
+    check_type(order, str, "order", f"use {' or '.join(ORDERS)}")
     if order not in ORDERS:
         raise InvalidValueError(
             f"the order is {order!r}; it has to be {' or '.join(ORDERS)}", kind="unknown_value", name="order"

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 from rotor_solver.chain import Chain
 from rotor_solver.segments import store_all
-from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
+from rotor_solver.sequence import (
+    Backward,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Operation,
+    Sequence,
+    check_sequence,
+)
 from rotor_solver.simulate import Machine, simulate
 
 
@@ -42,6 +51,7 @@ def moments(chain: Chain, sequence: Sequence) -> tuple[Moment, ...]:
     Bytes that move are in memory until an operation waits for their copy out, and again from the operation before which
     they are fetched. Copies take no time here (see `transfers.timed_moments`).
     """
+    check_sequence(sequence)
     simulate(chain, sequence)  # for its errors, which name the operation
     machine = Machine(chain, sequence)
     ran: set[int] = set()

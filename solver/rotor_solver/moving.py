@@ -29,7 +29,7 @@ from functools import partial
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
-from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage
+from rotor_solver.chain import LARGEST_SIZE, Chain, Option, Stage, check_chain
 from rotor_solver.described_error import InfeasibleError, bytes_of_limit, check_fits
 from rotor_solver.memory_timeline import moments
 from rotor_solver.persistent.recurrence import BRIEF, THOROUGH, Persistent
@@ -41,6 +41,7 @@ from rotor_solver.transfers import (
     MovesSimulation,
     Transfer,
     Trip,
+    check_link,
     simulate_moves,
     timed_moments,
     transfers,
@@ -147,6 +148,8 @@ def solve_moving(chain: Chain, limit: float, link: Link, slots: int = 500) -> Mo
     keep the rules of Note [Moves]. Raises InfeasibleError, with the exact least limit, if even moving all that can move
     does not fit; ValueError if the limit is not a number of bytes.
     """
+    check_chain(chain)
+    check_link(link)
     search = _Search(chain, bytes_of_limit(limit), link, slots)
     search.explore(chain, 0)
     largest = max((option.moved for stage in chain for option in stage.options), default=0)
@@ -276,7 +279,8 @@ def plan_moves(chain: Chain, sequence: Sequence, link: Link, limit: int) -> Move
     which they begin, and copies back begin in the order of the backwards, to which their bytes stay. A stage does not
     move if that fits and takes no longer over `link`. Raises InfeasibleError if moving all that can move needs more.
     """
-    step = _TimedSequence(chain, sequence, link, limit)
+    check_link(link)
+    step = _TimedSequence(chain, sequence, link, bytes_of_limit(limit))
     moving: list[Trip] = []
     moves = step.timetable(moving)
     if moves is None:

@@ -10,9 +10,10 @@ import collections.abc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import overload
+from numbers import Integral
+from typing import Any, overload
 
-from rotor_solver.described_error import InvalidValueError, check_type, listed
+from rotor_solver.described_error import InvalidValueError, check_count, check_type, is_number, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,15 @@ class Sequence(collections.abc.Sequence[Operation]):
         moves: Moves | None = None,
     ) -> None:
         object.__setattr__(self, "operations", tuple(listed(operations, "operations")))
-        object.__setattr__(self, "beside", tuple(beside))
+        object.__setattr__(self, "beside", tuple(listed(beside, "beside")))
         object.__setattr__(self, "moves", moves)
         object.__setattr__(self, "algorithm", algorithm)
         object.__setattr__(self, "lower_bound", lower_bound)
-        for position, operation in enumerate(self.operations):
-            if not isinstance(operation, Operation):
+        for each in self.beside:
+            check_sequence(each, "beside")
+        for position, operation in enumerate(() if isinstance(operations, Sequence) else self.operations):
+            numbers = (getattr(operation, "stage", 0), getattr(operation, "option", 0))
+            if not isinstance(operation, Operation) or not all(is_number(each, Integral) for each in numbers):
                 raise InvalidValueError(
                     f"item {position} is no operation: {operation!r}", kind="not_an_operation", position=position
                 )
@@ -148,6 +152,7 @@ class Sequence(collections.abc.Sequence[Operation]):
 
     def of_forwards(self, forwards: int) -> tuple[Sequence, ...]:
         """Return the sequences of `forwards` forwards in flight, in order; the last repeats if there are too few."""
+        check_count(forwards, "forwards")
         known = (self, *self.beside)[:forwards]
         return (*known, *(known[-1:] * (forwards - len(known))))
 
@@ -166,6 +171,11 @@ class Sequence(collections.abc.Sequence[Operation]):
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.operations))
+
+
+def check_sequence(sequence: Any, name: str = "sequence") -> None:
+    """Raise InvalidTypeError unless `sequence` is a sequence."""
+    check_type(sequence, Sequence, name, "build one by Sequence(operations)")
 
 
 def _operation(position: int, token: str) -> Operation:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from numbers import Integral
 from typing import Any, NoReturn
 
 from rotor_solver.chain import Chain, Option, check_chain
-from rotor_solver.described_error import InvalidValueError
+from rotor_solver.described_error import InvalidValueError, listed
 from rotor_solver.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 
 
@@ -46,7 +45,7 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
 
 def skipped_outputs(sequence: Sequence) -> frozenset[int]:
     """Return the positions of forwards with unread output: those right before the backward of the same stage."""
-    operations = tuple(sequence)
+    operations = listed(sequence, "sequence")
     return frozenset(
         position
         for position, (operation, following) in enumerate(pairwise(operations))
@@ -94,7 +93,7 @@ class Machine:
         if isinstance(operation, Loss):
             return self._loss()
         stage = operation.stage
-        if not isinstance(stage, Integral) or not 0 <= stage < len(self.chain):
+        if not 0 <= stage < len(self.chain):
             self._refuse(
                 f"is about a stage that is not there: the chain has {len(self.chain)}", "no_such_stage", stage=stage
             )

@@ -9,11 +9,12 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InvalidValueError
+from rotor_solver.described_error import InvalidValueError, check_type, is_number
 from rotor_solver.memory_timeline import Moment, moments
-from rotor_solver.sequence import Backward, ForwardEnable, Loss, Moves, Sequence
+from rotor_solver.sequence import Backward, ForwardEnable, Loss, Moves, Sequence, check_sequence
 from rotor_solver.simulate import Machine, simulate
 
 
@@ -30,7 +31,7 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("out_bytes_per_second", "in_bytes_per_second"):
             rate = getattr(self, name)
-            if not (math.isfinite(rate) and rate > 0):
+            if not is_number(rate) or not 0 < rate < math.inf:
                 raise InvalidValueError(
                     f"{name} must be finite and above zero, got {rate!r}", kind="not_a_rate", name=name
                 )
@@ -43,6 +44,11 @@ class Link:
     def slowest(cls, links: Iterable[Link]) -> Link:
         out, back = zip(*((link.out_bytes_per_second, link.in_bytes_per_second) for link in links), strict=True)
         return cls(min(out), min(back))
+
+
+def check_link(link: Any) -> None:
+    """Raise InvalidTypeError unless `link` is a link."""
+    check_type(link, Link, "link", "pass Link(out_bytes_per_second, in_bytes_per_second)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,9 @@ def simulate_moves(chain: Chain, sequence: Sequence, moves: Moves, link: Link) -
 
     Raises ValueError for a sequence that is not valid, and for moves that break a rule of Note [Moves].
     """
+    check_sequence(sequence)
+    check_type(moves, Moves, "moves", "take those of plan_moves")
+    check_link(link)
     simulate(chain, sequence)  # for its errors, which name the operation
     trips = _checked_trips(chain, sequence, moves)
     machine, copies = Machine(chain, sequence), CopyQueues(trips, moves, link)
@@ -218,6 +227,7 @@ def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[
 
 def transfers(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Transfer, ...]:
     """Return all copies of a step over `link`; none where nothing moves. Raises ValueError like `simulate_moves`."""
+    check_sequence(sequence)
     if link is None or sequence.moves is None:
         return ()
     return simulate_moves(chain, sequence, sequence.moves, link).transfers

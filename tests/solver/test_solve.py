@@ -16,23 +16,36 @@ from rotor_solver import (
     ALGORITHMS,
     Backward,
     Chain,
+    Floating,
     ForwardCheck,
     ForwardEnable,
     ForwardNograd,
+    GriewankHeterogeneous,
     InfeasibleError,
     InvalidTypeError,
     Loss,
     Option,
+    Periodic,
     Persistent,
+    Revolve,
     Sequence,
+    Sqrt,
     Stage,
+    forward_steps,
     frontier,
+    least_in_flight,
     min_bytes,
+    moments,
+    plan_pipeline,
     recompute_all,
     simulate,
+    simulate_forwards,
+    skipped_outputs,
     solve,
     store_all,
 )
+from rotor_solver.moving import Link, plan_moves, simulate_moves, solve_moving, transfers
+from rotor_solver.pipeline import equal_cuts
 from rotor_solver.segments import RecomputeAll, StoreAll, recompute_segments
 from tests.fields import raises
 from tests.quick import run_python
@@ -148,10 +161,47 @@ STAGE = Stage(1, (Option(1, 1, 1),))
         (lambda: frontier(unit_chain(2), 5), "limits"),
         (lambda: simulate(unit_chain(1), None), "operations"),
         (lambda: Sequence.parse(None), "text"),
+        (lambda: Sequence((), beside=[()]), "beside"),
+        (lambda: skipped_outputs(None), "sequence"),
+        (lambda: moments(unit_chain(1), [Loss()]), "sequence"),
+        (lambda: transfers(unit_chain(1), None, None), "sequence"),
+        (lambda: simulate_forwards(unit_chain(1), [None]), "sequence"),
+        *((lambda a=a: a.solve(None, 5), "chain") for a in (Sqrt(), Periodic(), Revolve(), Floating(), StoreAll())),
+        (lambda: least_in_flight(None, 2), "chain"),
+        (lambda: least_in_flight(unit_chain(1), 2, np.ones(2)), "order"),
+        (lambda: plan_pipeline(None, 1, 5, 1), "chain"),
+        (lambda: plan_pipeline(unit_chain(1), 1, 5, 1, ["1f1b"]), "schedule"),
+        (lambda: plan_pipeline(unit_chain(1), 1, 5, 1, fixed=3), "fixed"),
+        (lambda: plan_pipeline(unit_chain(1), 1, 5, 1, boundaries=3), "boundaries"),
+        (lambda: equal_cuts(unit_chain(1), None), "plan"),
+        (lambda: solve_moving(unit_chain(1), 5, None), "link"),
+        (lambda: plan_moves(unit_chain(1), store_all(unit_chain(1)), None, 5), "link"),
+        (lambda: simulate_moves(unit_chain(1), store_all(unit_chain(1)), None, Link(1, 1)), "moves"),
+        (lambda: Chain((STAGE,), 1, output_held=np.ones(2)), "output_held"),
+        (lambda: GriewankHeterogeneous(attached=1), "attached"),
     ],
 )
 def test_wrong_types_are_refused_in_words(call, name: str) -> None:
     with raises(InvalidTypeError, "wrong_type", name=name):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "kind"),
+    [
+        (lambda: Link(None, 1), "not_a_rate"),
+        (lambda: simulate(unit_chain(1), [ForwardEnable([0])]), "not_an_operation"),
+        (lambda: simulate(unit_chain(1), [ForwardEnable(0, None)]), "not_an_operation"),
+        (lambda: store_all(unit_chain(1)).of_forwards(None), "not_a_count"),
+        (lambda: forward_steps(None, 1), "not_a_count"),
+        (lambda: plan_pipeline(unit_chain(2), 2, 5, 1, boundaries=["a"]), "no_such_stage"),
+        (lambda: plan_pipeline(unit_chain(2), 2, 5, 1, virtual_stages=np.ones(2)), "not_a_count"),
+        (lambda: simulate_forwards(unit_chain(1), [store_all(unit_chain(1))], [None, 0, 0]), "wrong_order"),
+        (lambda: plan_moves(unit_chain(1), store_all(unit_chain(1)), Link(1, 1), None), "not_bytes"),
+    ],
+)
+def test_wrong_numbers_are_refused_in_words(call, kind: str) -> None:
+    with raises(ValueError, kind):
         call()
 
 

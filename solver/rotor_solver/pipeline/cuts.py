@@ -18,12 +18,21 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 
-from rotor_solver.chain import Chain, checked_size
-from rotor_solver.described_error import InfeasibleError, InvalidValueError, bytes_of_limit, check_count
+from rotor_solver.chain import Chain, check_chain, checked_size
+from rotor_solver.described_error import (
+    InfeasibleError,
+    InvalidValueError,
+    bytes_of_limit,
+    check_count,
+    check_type,
+    is_number,
+    listed,
+)
 from rotor_solver.least_memory import Floats
 from rotor_solver.pipeline.plan import DividedLimits, Part, PipelinePlan, part_of
 from rotor_solver.pipeline.schedules import Schedule
@@ -88,13 +97,14 @@ def _cheapest(costs: Floats, bottleneck: float) -> list[int]:
 def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
     """Return the stages of `wanted`, or of all, at which a part may begin, as no gradient passes; 0 and the end too."""
     length = len(chain)
-    inner = range(1, length) if wanted is None else sorted(set(wanted) - {0, length})
-    for point in inner:
-        if not 0 < point < length:
+    given = list(range(length)) if wanted is None else listed(wanted, "boundaries")
+    for point in given:
+        if not is_number(point, Integral) or not 0 <= point <= length:
             raise InvalidValueError(
                 f"boundaries must be 0 to {length - 1}, got {point}", kind="no_such_stage", name="boundaries"
             )
     # No later stage leaves a gradient that an earlier one frees.
+    inner = sorted(set(given) - {0, length})
     return [0, *(each for each in inner if min(accumulate(reversed(chain.gradient[:each]))) >= 0), length]
 
 
@@ -217,7 +227,10 @@ def plan_pipeline(
     parts, another division of its limit might need less); ValueError for an unknown schedule, fewer stages than parts,
     and invalid numbers.
     """
-    virtual_stages = virtual_stages or (2 if schedule == "interleaved" else 1)
+    check_chain(chain)
+    check_type(buffers, bool, "buffers", "pass True or False")
+    if virtual_stages is None:
+        virtual_stages = 2 if str(schedule) == "interleaved" else 1
     order = Schedule(schedule, ranks, microbatches, virtual_stages)
     check_count(slots, "slots")
     points = cut_points(chain, boundaries)
@@ -230,11 +243,8 @@ def plan_pipeline(
             parts=order.parts,
         )
     limits = limits if isinstance(limits, Several) else [limits] * ranks
-    fixed = [0] * len(chain) if fixed is None else fixed
     _check_length("limits", limits, ranks)
-    _check_length("fixed", fixed, len(chain))
-    sizes = tuple(checked_size(size, f"fixed of stage {stage}") for stage, size in enumerate(fixed))
-    divided = DividedLimits(order, tuple(map(bytes_of_limit, limits)), sizes, buffers)
+    divided = DividedLimits(order, tuple(map(bytes_of_limit, limits)), _fixed_sizes(chain, fixed), buffers)
     if order.virtual_stages == 1:
         return _best_plan(PartCosts(chain, divided, slots), points)
     plans, refusals = [], []
@@ -269,6 +279,12 @@ def _best_plan(search: PartCosts, points: list[int]) -> PipelinePlan:
         return plan
     _, lower = best_cuts(bounds, along(search.guess), along(search.lower_bound))
     return replace(plan, lower_bound=min(lower, plan.slowest_seconds))
+
+
+def _fixed_sizes(chain: Chain, fixed: Several[int] | None) -> tuple[int, ...]:
+    sizes = [0] * len(chain) if fixed is None else listed(fixed, "fixed")
+    _check_length("fixed", sizes, len(chain))
+    return tuple(checked_size(size, f"fixed of stage {stage}") for stage, size in enumerate(sizes))
 
 
 def _check_length(name: str, values: Several[float], needs: int) -> None:
@@ -331,9 +347,11 @@ def equal_cuts(
 
     The other arguments are those of `plan_pipeline`, which has checked them.
     """
+    check_chain(chain)
+    check_type(plan, PipelinePlan, "plan", "take that of plan_pipeline")
     points, count = cut_points(chain, boundaries), plan.schedule.parts
     cuts = [points[(len(points) - 1) * each // count] for each in range(count + 1)]
-    divided = DividedLimits(plan.schedule, plan.limits, tuple(fixed or (0,) * len(chain)), buffers)
+    divided = DividedLimits(plan.schedule, plan.limits, _fixed_sizes(chain, fixed), buffers)
     chains = [part_of(chain, begin, end) for begin, end in pairwise(cuts)]
 
     found = []

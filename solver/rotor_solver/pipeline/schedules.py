@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rotor_solver.chain import Chain
-from rotor_solver.described_error import InvalidValueError, check_count
+from rotor_solver.described_error import InvalidValueError, check_count, check_type
 
 # Forward, the whole backward, the backward for the inputs only, and the one for the weights: torch's letters.
 Kind = Literal["F", "B", "I", "W"]
@@ -46,6 +46,7 @@ class Schedule:
     virtual_stages: int = 1
 
     def __post_init__(self) -> None:
+        check_type(self.name, str, "schedule", f"use one of {', '.join(SCHEDULES)}")
         if self.name not in SCHEDULES:
             raise InvalidValueError(
                 f"there is no schedule {self.name!r}; there are {', '.join(SCHEDULES)}",
