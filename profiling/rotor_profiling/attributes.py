@@ -141,15 +141,31 @@ def sets_attributes(function: Callable[..., Any]) -> bool:
 def kept_bytes(function: Callable[..., Any]) -> int:
     """Return the bytes of tensor attributes held for a recomputation of `function`, as far as known."""
     modules = modules_of(function, but=HasKind)
-    # Recurrent layers have lists of their parameters.
-    tables = [table for module in modules for table in (module._parameters, module._buffers)]
-    owned = storages(each for table in tables for each in table.values() if each is not None)
+    owned = _owned(modules)
     found = 0
     for module in modules:
         for name in _changing.get(module, ()):
             copies = 2 if name in _written[module] else 1  # the recomputation writes into a copy
             found += copies * storage_bytes(tensors_in(vars(module).get(name)), owned)
     return found
+
+
+def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
+    """Return the tensors in attributes that each run of `function` is known to set anew.
+
+    Such a tensor, for example a weight that a hook normalizes, stays in memory until the next forward.
+    """
+    modules = modules_of(function, but=HasKind)
+    names = [(module, name) for module in modules for name in _changing.get(module, set()) - _written[module]]
+    owned = _owned(modules).keys() if names else set()
+    tensors = [each for module, name in names for each in tensors_in(vars(module).get(name))]
+    return [each for each in tensors if owned.isdisjoint(storages([each]))]
+
+
+def _owned(modules: Iterable[nn.Module]) -> dict[int, int]:
+    # Recurrent layers have lists of their parameters.
+    tables = [table for module in modules for table in (module._parameters, module._buffers)]
+    return storages(each for table in tables for each in table.values() if each is not None)
 
 
 def with_gradients(changes: Iterable[Change]) -> list[str]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from rotor_profiling import OptimizerCost, tensors_in, view_bytes
+from rotor_profiling import OptimizerCost, storage_bytes, tensors_in, view_bytes
+from rotor_profiling.attributes import left_tensors
 from rotor_py.measure.fixed_memory import (
     NONE_STEPPED,
     FixedMemory,
@@ -183,7 +184,7 @@ class Budget:
         # How much of the loss's memory its backward needs is unknown: all of it counts.
         held = measurement.held_bytes if measurement.outputs_held else 0
         batch = self.view_bytes if measurement.prefix else 0
-        return batch + carried + held + loss.kept_bytes + loss.temp_bytes
+        return batch + carried + held + measurement.left_bytes + loss.kept_bytes + loss.temp_bytes
 
     def _covered(self, forwards: int) -> int:
         return min(self.rest_bytes, (forwards - 1) * self.view_bytes)
@@ -324,7 +325,8 @@ def make_budget(
     bytes for `communication` are already allocated, as DistributedDataParallel's buckets are.
     """
     known = known_memory(model, sample, device, fresh_gradients=fresh_gradients, optimizer=optimizer, stepped=stepped)
-    accounted = known.parameters + known.buffers + known.batch + (communication if buckets else 0)
+    left = storage_bytes(each for each in left_tensors(model) if each.device == device) if measurement.left_bytes else 0
+    accounted = known.parameters + known.buffers + known.batch + left + (communication if buckets else 0)
     view = min(known.batch, view_bytes(tensor for tensor in tensors_in(sample) if tensor.device == device))
     fixed = replace(
         known,
@@ -332,6 +334,7 @@ def make_budget(
         batch=known.batch if measurement.prefix else known.batch - view,
         other=measurement.loss.kept_bytes
         + measurement.returned_bytes
+        + measurement.left_bytes
         + unsplit_bytes(device, sum(stage.saved_bytes for stage in measurement.stages))
         + unaccounted_bytes(device, list(model.parameters()), accounted, optimizer),
     )

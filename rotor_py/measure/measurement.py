@@ -54,7 +54,7 @@ class Way:
 class Measurement:
     """Seconds and bytes of every part of a step.
 
-    `snapshot_bytes` are what recomputations keep: copies of changing buffers, and decisions.
+    `snapshot_bytes` are what recomputations keep: copies of changing buffers and attributes, and decisions.
     """
 
     names: tuple[str, ...]
@@ -97,6 +97,11 @@ class Measurement:
         """
         carried = sum(each.nbytes for each in self.carried if each.last == len(self.stages))
         return carried + (self.other_outputs if self.outputs_held else 0)
+
+    @property
+    def left_bytes(self) -> int:
+        """Bytes that the stages' forwards leave in attributes until the next step."""
+        return sum(cost.left_bytes for cost in self.stages)
 
     @property
     def output_bytes(self) -> int:

@@ -45,12 +45,12 @@ def pipeline_costs(
     trained = [bytes_like(p for p in trained_parameters(stage) if p.device == device) for stage in stages]
     known: set[int] = set()
     fixed = []
-    for stage, gradients in zip(stages, trained, strict=True):
+    for stage, gradients, cost in zip(stages, trained, measurement.stages, strict=True):
         own = storages(tensor for tensor in (*stage.parameters(), *stage.buffers()) if tensor.device == device)
         known.update(own)
         # Snapshots of changing buffers: the copy to restore, and one that the recomputation writes into.
         snapshots = 2 * microbatches * bytes_like(moving_buffers(stage))
-        fixed.append(sum(own.values()) + gradients + snapshots)
+        fixed.append(sum(own.values()) + gradients + snapshots + microbatches * cost.left_bytes)
     rest = storages(tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device == device)
     fixed[0] += sum(size for address, size in rest.items() if address not in known) + microbatches * batch_bytes
     fixed[-1] += measurement.loss.kept_bytes * microbatches + measurement.returned_bytes

@@ -237,7 +237,8 @@ class StageMeasurer:
             input_bytes=self._input_bytes,
             loss=loss,
             prefix=self._prefix,
-            snapshot_bytes=_snapshot_bytes(cut) + self._decided_bytes,
+            # A recomputation makes another one of each tensor that the stage's forward has left in an attribute.
+            snapshot_bytes=_snapshot_bytes(cut) + self._decided_bytes + sum(each.left_bytes for each in stages),
             carried=tuple(self._carried.found.values()),
             held_bytes=self._held_bytes,
             ways=ways if any(ways) else (),

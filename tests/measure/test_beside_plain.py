@@ -209,3 +209,49 @@ def test_the_sum_of_a_tied_weights_gradients_counts(fresh: bool) -> None:
         planned.sequence = sequence
         predicted = planned.budget.peak_bytes(sequence)
         assert peak(planned) <= predicted <= 1.02 * plain
+
+
+class Normed(nn.Module):
+    """A hook computes its weight anew in every forward, and leaves it in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.weight_norm(nn.Linear(64, 64))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value + self.inner(value).tanh()
+
+
+class Watched(nn.Module):
+    """It leaves its weights of the features in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.seen = nn.Linear(64, 64), None
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        weights = self.inner(value).softmax(-1)
+        self.seen = weights.detach()
+        return value * weights
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("kind", [Normed, Watched])
+def test_what_a_forward_leaves_in_an_attribute_counts(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, value = nn.Sequential(*(kind() for _ in range(5))), torch.randn(256, 64)
+
+    def peak(network: nn.Module) -> int:
+        for _ in range(2):
+            network.zero_grad()
+            found = measured_peak(lambda: square(network(value)).backward(), [*network.parameters(), value], CPU)
+        return found
+
+    plain = peak(model)
+    planned = Checkpointable(model, value, fresh_grads=True, loss=square)
+    least, whole = planned.budget.least_bytes(), planned.budget.peak_bytes(stored(planned))
+    assert least <= plain + FIRST_GRADIENTS
+    assert plain <= whole <= plain + FIRST_GRADIENTS + value.nbytes  # the output may be held
+    for sequence in (planned.compute_sequence(least), stored(planned)):
+        planned.sequence = sequence
+        assert peak(planned) <= planned.budget.peak_bytes(sequence)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rotor_profiling.attributes import left_tensors
 from rotor_profiling.backends import memory_meter
 from rotor_profiling.isolate import RandomState, isolated
 from rotor_profiling.memory import MemoryMeter, Phase
@@ -64,6 +65,9 @@ class StageBytes:
     """Bytes of silent outputs that are freed where the caller drops them before the backward."""
     held_backward_bytes: int = 0
     """Bytes that the backward takes more where the caller holds them."""
+    left_bytes: int = 0
+    """Bytes of tensors that a forward leaves in attributes, beyond the backward. Not in `saved_bytes`, where they are
+    apart from the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +126,11 @@ def _measure_once(
 ) -> tuple[tuple[StageBytes, ...], StageRun | None]:
     with memory_meter(context.device) as meter, torch.no_grad():
         output, surroundings = runners[0].first(value)
-    del output
     rise = meter.phases[""].rise
+    given, made = {*context.owned, *storages(tensors_in(value))}, storages(tensors_in(output))
+    left = {at: size for at, size in storages(left_tensors(runners[0].function)).items() if at not in given}
+    saved_left = sum(size for at, size in left.items() if at not in made)
+    del output
     seconds, shown = [], []
     for runner in runners:
         runner.make_ready()
@@ -151,7 +158,9 @@ def _measure_once(
     elsewhere = {*context.owned, *carried, *storages(tensors_in(value))}
     silent_bytes = sum(size for address, size in silent.items() if address not in elsewhere)
     nograd_temp = max(0, max(rise, meter.phases["again"].rise) - activation)
-    ways = tuple(_bytes_of(*each, activation, carried_bytes, silent_bytes, nograd_temp, context) for each in shown)
+    apart = carried_bytes + saved_left
+    ways = tuple(_bytes_of(*each, activation, apart, silent_bytes, nograd_temp, context) for each in shown)
+    ways = tuple(replace(way, left_bytes=sum(left.values())) for way in ways)
     return ways, None if watch is None else StageRun(tuple(seconds))
 
 
@@ -167,7 +176,7 @@ def _bytes_of(
     input_freed: int,
     output_freed: int,
     activation: int,
-    carried_bytes: int,
+    apart: int,
     silent_bytes: int,
     nograd_temp: int,
     context: StageContext,
@@ -179,7 +188,7 @@ def _bytes_of(
     own = max(release.peak, phases["replay"].peak) - release.start + phases["gradient"].kept
     # Silent outputs are saved as far as the graph keeps them.
     dropped = min(silent_bytes, max(0, -phases["dropping"].kept)) if "dropping" in phases else silent_bytes
-    saved = max(0, max(forward.kept, attach.kept) - carried_bytes - dropped)
+    saved = max(0, max(forward.kept, attach.kept) - apart - dropped)
     # The gradients of output and input, of the same sizes, which the solver adds.
     both = activation + context.input_bytes
     return StageBytes(
@@ -229,6 +238,7 @@ def _run_in_graph(
     """
     entered = enter_graph(torch.empty(0, requires_grad=True), value)
     torch.clear_autocast_cache()  # else weights cast by an earlier run would not count
+    before = left_tensors(runner.function)  # in training, the stage's saved bytes include those that replace them
 
     def begin_backward(_: list[torch.Tensor]) -> None:
         meter.mark("backward")
@@ -242,6 +252,7 @@ def _run_in_graph(
     if watch is not None:
         watch.lap()
     meter.mark("between")
+    del before
     source = scalar_after(output, context.silent, context.arriving, made=begin_backward)
     del entered
     if not context.output_held:
