@@ -25,7 +25,7 @@ from rotor_py.capture.captured_graph import CapturedGraph
 from rotor_py.capture.fsdp_markers import FSDPMarks
 from rotor_py.capture.graph.stage_graph import run_graph
 from rotor_py.capture.patches import NOW, Answers, Asking, OtherAnswerError, functions_replaced
-from rotor_py.capture.tracing import Tracing, keep_image_sizes, known_image_sizes
+from rotor_py.capture.tracing import MOST_GRAPHS, Tracing, keep_image_sizes, known_image_sizes
 from rotor_py.distributed.sharding import groups_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import autocast_now
@@ -49,6 +49,8 @@ _compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
 @dataclass(slots=True)
 class _Compiled:
     run: Callable[..., Any]
+    # How often TorchDynamo was asked for a graph.
+    traced: int = 0
     # Lines of the graph breaks: path:number, and its text. Kept here, since models built alike are traced once.
     breaks: list[str] = field(default_factory=list)
 
@@ -62,7 +64,7 @@ class _Call:
     inputs: Any
     # Told of the first graph that is traced.
     recaptured: Callable[[], None] | None
-    breaks: list[str] = field(default_factory=list)
+    compiled: _Compiled | None = None
 
     def begin_tracing(self) -> None:
         """By TorchDynamo's callbacks, or, while another thread compiles, by the new graph."""
@@ -92,7 +94,8 @@ def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_
     """A compiled forward that models built alike share; `marks` are from `fully_shard`."""
     key = _structure(model), marks, answers, open_sizes
     # `model` is an argument of the function, not a part of it, so a function keeps no model alive.
-    if key not in _compiled:
+    # One at TorchDynamo's limit makes no more graphs.
+    if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS:
         # Does what `torch.compile` does, which does not expose its context with the callback.
         backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)
         context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_alone)
@@ -125,11 +128,12 @@ def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
-        if call is None:
+        if call is None or call.compiled is None:
             return callback(*args, **kwargs)
         if prediction() is None:
             _refuse_modes()
-        with call.tracing.as_the_note_says(call.begin_tracing, call.breaks.append):
+        call.compiled.traced += 1
+        with call.tracing.as_the_note_says(call.begin_tracing, call.compiled.breaks.append):
             keep_image_sizes(tensors_in(call.inputs))
             return callback(*args, **kwargs)
 
@@ -249,8 +253,7 @@ class CapturedForward:
                     signature = marks.signature if marks else None
                     made = _compiled_forward(self.model, signature, asking.answers, self.open_sizes)
                     self._forwards[asking.answers] = made
-                compiled = self._forwards[asking.answers]
-                call.breaks = compiled.breaks
+                call.compiled = compiled = self._forwards[asking.answers]
                 return compiled.run(self.model, args, self._without_cache(kwargs), asking)
         except Unsupported as error:
             if marks is None:

@@ -46,6 +46,9 @@ RunStages = Callable[[Cut, Any], Any]
 _branching: WeakSet[nn.Module] = WeakSet()
 """Models that have come to another graph after a graph break."""
 
+_uncaptured: WeakSet[nn.Module] = WeakSet()
+"""Models of which a forward had no graph at all, which was said."""
+
 
 class _Beginning:
     """The state of a model before a forward: `whole`, or what code of TorchDynamo may change before the first graph."""
@@ -100,11 +103,11 @@ class CaptureSession:
         *,
         goes_on: bool = False,
     ) -> Any:
-        """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Raises
-        UnsupportedModelError if Dynamo did not call the main graph, and PlanMismatchError if it captured another graph
-        than the plan is for: OtherDataError if the batch's data caused that. The model is then as before the forward.
-        If it cannot be, or if the forward `goes_on`, the other graph runs unplanned, with a warning. The model's own
-        errors pass through.
+        """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Warns if
+        Dynamo hands over no graph, as the step may exceed the limit. Raises PlanMismatchError if it captured another
+        graph than the plan is for: OtherDataError if the batch's data caused that. The model is then as before the
+        forward. If it cannot be, or if the forward `goes_on`, the other graph runs unplanned, with a warning. The
+        model's own errors pass through.
         """
         self._followed_plan = self._went_on = False
         self._beginning = _Beginning(self.model, whole=self.model in _branching)
@@ -117,17 +120,15 @@ class CaptureSession:
             raise
         finally:
             self._beginning = None
-        # An error, not a warning: without the plan, the step may have exceeded the limit.
-        if not (self._followed_plan or self._went_on):
+        if not (self._followed_plan or self._went_on or self.model in _uncaptured):
+            _uncaptured.add(self.model)
             breaks_at = self._forward.breaks_at
-            broken = f". The graph breaks at {breaks_at}" if breaks_at else ""
-            raise UnsupportedModelError(
-                "TorchDynamo did not hand over the model's graph this time, so the step would not have followed the "
-                f"plan; it makes {MOST_GRAPHS} graphs at most, and TORCH_LOGS=recompiles,graph_breaks says for what"
-                f"{broken}",
-                kind="no_graph",
-                name=breaks_at,
-            )
+            _log.warning(
+                "TorchDynamo did not hand over the graph of %s this time, so such steps follow no plan and may go over "
+                "the limit; it makes %s graphs at most, and TORCH_LOGS=recompiles,graph_breaks says for what%s",
+                type(self.model).__name__, MOST_GRAPHS, f". The graph breaks at {breaks_at}" if breaks_at else "",
+                extra=record_fields("unplanned_graph", name=breaks_at),
+            )  # fmt: skip
         return output
 
     def measure(

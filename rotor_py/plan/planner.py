@@ -20,8 +20,8 @@
 #     measured and run once more, or goes on unplanned where it cannot be undone (`session.py`). If the batch's data,
 #     such as padding, are the cause, it is another kind of step, and a waiting plan may cover it. On any error, the
 #     earlier plans stay. An input that no plan fits is remembered, and one as large is refused at once, unless it may
-#     mask less. Two things are refused: with several processes, an input that no plan covers, since each would plan for
-#     itself; and measuring for ever larger inputs.
+#     mask less. With several processes, an input that no plan covers is refused, since each would plan for itself. Of
+#     measuring for ever larger inputs, a warning tells once.
 #  6. An optimizer is detected. It counts in every budget. A sequence without room for it is replaced; if no other fits,
 #     training goes on with it. Several processes solve together at the next forward, since each detects its own.
 #  7. A step shows undeclared memory (`observers`). Unexpected gradients at the beginning of a forward are planned for

@@ -284,10 +284,10 @@ class Counting(Skips):
         return super().forward(value * sum(self.factors))
 
 
-def test_a_model_that_needs_more_graphs_than_there_may_be_is_told_where_its_graph_breaks(monkeypatch: Any) -> None:
+def test_a_model_that_needs_more_graphs_than_there_may_be_trains_on_with_one_warning(monkeypatch, caplog) -> None:
     monkeypatch.setattr(tracing, "MOST_GRAPHS", 3)
     planned = Checkpointable(Counting(16, 4), mem_limit="1GB")
-    with raises(UnsupportedModelError, "no_graph") as caught:
-        for _ in range(6):
-            planned(torch.randn(8, 16)).sum().backward()
-    assert re.search(r"test_session.py:\d+ \(assert value.isfinite", str(caught.value.name))
+    for _ in range(6):
+        planned(torch.randn(8, 16)).sum().backward()
+    (record,) = logged(caplog, "unplanned_graph")
+    assert re.search(r"test_session.py:\d+ \(assert value.isfinite", str(record.subject))

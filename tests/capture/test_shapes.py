@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from rotor_py import Checkpointable, InfeasibleError
-from rotor_py.capture import captured_forward
+from rotor_py.capture import captured_forward, tracing
 from tests.capture.steps import assert_same_step, planned_for
 from tests.checkpointable.steps import CPU, Tower, said_in, step_peak
 from tests.fields import logged
@@ -157,6 +157,16 @@ def test_lengths_with_a_graph_each_follow_the_plan_which_is_said_while_another_t
         assert_follows(planned, plain, rows, *((8, length) for length in lengths))
     assert len(captured) == len({*lengths})
     assert len(said_in(caplog)) == len(logged(caplog, "captured_again")) == len(captured) - 1
+
+
+def test_lengths_beyond_the_most_graphs_of_a_model_are_planned_for_too(captured, monkeypatch) -> None:
+    for module in (tracing, captured_forward):
+        monkeypatch.setattr(module, "MOST_GRAPHS", 2)
+    planned, plain = planned_and_plain(Asking(), rows(8, 30))
+    planned.mem_limit = "1GB"
+    for length in range(31, 38):
+        assert_trains_like(planned, plain, rows(8, length))
+    assert len(captured) >= 8
 
 
 class Repeating(nn.Module):
