@@ -79,10 +79,10 @@ MUTATIONS = [
         "torch.enable_grad(), surroundings.restored(self.function, graph=False)",
         "chain",
     ),
-    # What a second run finds
-    mutation("the random state is not restored for a second run", "self.random.restore()\n", "pass\n", "chain"),
+    # What a recomputation finds
+    mutation("the random state is not restored for a recomputation", "self.random.restore()\n", "pass\n", "chain"),
     mutation(
-        "the random stream goes on from a second run",
+        "the random stream goes on from a recomputation",
         "undo.append(RandomState.now(tuple(device for device, _ in self.random.devices)).restore)\n",
         "pass\n",
         "chain",
@@ -101,17 +101,18 @@ MUTATIONS = [
         "autocast",
     ),
     mutation(
-        "a second run finds a buffer as the first one has left it",
-        "                table[name] = before.clone()\n",
-        "                pass\n",
+        "a recomputation finds a buffer as the first run has left it",
+        "                copy = before.clone()\n",
+        "                copy = table[name].clone()\n",
         "chain",
     ),
     mutation(
-        "a second run moves a buffer again",
-        "            for (table, name, _), before in self.buffers:\n"
+        "a recomputation moves a buffer again",
         "                undo.append(partial(table.__setitem__, name, table[name]))\n"
-        "                table[name] = before.clone()\n",
-        "            for (table, name, _), before in self.buffers:\n                table[name].copy_(before)\n",
+        "                copy = before.clone()\n"
+        '                vars(copy)["lasting"] = table[name]\n'
+        "                table[name] = copy\n",
+        "                table[name].copy_(before)\n",
         "chain",
     ),
     # Measuring
