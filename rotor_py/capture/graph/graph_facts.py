@@ -217,6 +217,8 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
 _HUGE = 0.3
 # Fewest new cuts for which one more tensor is carried. A guess: fewer cost more than they gain.
 _WORTHWHILE = 4
+# Share of all bytes up to which results are carried in any case. Chosen: a thousand of them take a tenth.
+_TINY = 1e-4
 # Share of an average stage's bytes below which a stage is joined to the next. A guess: a cut after every reshape would
 # slow down the solver, and save nothing.
 _SMALL = 0.25
@@ -266,7 +268,10 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
     if losses_of(facts.outputs):
         owned = [at for at, node in enumerate(facts.body) if not facts.owned.keys().isdisjoint(node.all_input_nodes)]
         results = {*facts.outputs}.intersection(facts.body[max(owned, default=0) :])
-    carried: list[fx.Node] = []
+    # A small result of each layer (a logged mean, a router's loss) lives to the end, too.
+    most = _TINY * sum(weights)
+    tiny = {node for node, size in zip(facts.body, weights, strict=True) if size <= most and tensors_of(node)}
+    carried = [node for node in facts.body if node in tiny.intersection(facts.outputs) - results]
     while True:
         main = {at: [node for node in nodes if node not in carried] for at, nodes in positions.items()}
         possible = [*(at for at, nodes in main.items() if is_one(nodes)), len(facts.body) - 1]
