@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotor_py.batch_size.choose import PlannedBatch, best_batch, largest_batch
-    from rotor_py.by_hand.checkpointer import (
-        ActivationCheckpointer,
-        Checkpoint,
-        CheckpointConfig,
-        CheckpointedNetwork,
-    )
+    from rotor_py.by_hand.checkpointer import ActivationCheckpointer, Checkpoint, CheckpointConfig, CheckpointedNetwork
     from rotor_py.by_hand.levels import ActivationCheckpointing, AssignedLevel, assign_levels
     from rotor_py.by_hand.strategy import ByLevel
     from rotor_py.checkpointable import Checkpointable
@@ -61,6 +56,7 @@ if TYPE_CHECKING:
     )
     from rotor_solver.memory_timeline import PlanMemory, StageMemory
 
+# The module of each public name; the imports above say the same to type checkers.
 _MODULES = {
     name: module
     for module, names in {
@@ -90,7 +86,6 @@ _MODULES = {
     }.items()
     for name in names.split()
 }
-"""The module of each public name; the imports above say the same to type checkers."""
 
 __all__ = [
     "ActivationCheckpointer", "ActivationCheckpointing", "AssignedLevel", "ByLevel", "Chain", "Checkpoint",

@@ -11,15 +11,14 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 if TYPE_CHECKING:
     import torch
 
+# Bytes that the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
+# are seen, and they grow with the kernels that a program has used.
 CONTEXT_BYTES = 520 * 2**20
-"""Bytes that the driver, the context and the loaded kernels take outside PyTorch's allocator. Assumed: 400 to 650 MiB
-are seen, and they grow with the kernels that a program has used."""
 
-LAUNCH_SECONDS = 4e-6
-"""Seconds that Python takes to launch a kernel. Assumed: 3 to 10 µs are measured in eager mode."""
+LAUNCH_SECONDS = 4e-6  # Seconds that Python takes to launch a kernel. Assumed: 3 to 10 µs are measured in eager mode.
 
+# cuBLAS workspaces: one for the thread that runs forwards, one for the engine's thread that runs backwards.
 WORKSPACES = 2
-"""cuBLAS workspaces: one for the thread that runs forwards, one for the engine's thread that runs backwards."""
 _SETTING = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
@@ -66,8 +65,8 @@ class Efficiencies:
         return "no anchor" if self.taken_from is None else f"no anchor: taken from {self.taken_from}"
 
 
+# For devices without known times: between the values fitted for the H100 and for the A100.
 UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention_backward=0.22, streaming=0.5)
-"""For devices without known times: between the values fitted for the H100 and for the A100."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +144,11 @@ class Reservation:
 
     device: str
     usable_bytes: int
-    step_bytes: int
-    """Peak bytes of the tensors of such a step; a plan promises no less."""
+    step_bytes: int  # peak bytes of the tensors of such a step; a plan promises no less
     reserved_bytes: int
     expandable_bytes: int
+    # Whether it fits only because the allocator returns free segments to the driver when memory runs out.
     gives_back: bool
-    """Whether it fits only because the allocator returns free segments to the driver when memory runs out."""
 
     def at_least(self, size: int) -> Reservation:
         reserved, expandable = max(self.reserved_bytes, size), max(self.expandable_bytes, size)

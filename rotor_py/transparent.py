@@ -18,8 +18,8 @@ from rotor_py.errors import record_fields
 
 _log = logging.getLogger("rotor_py")
 # Read from an empty module: torch releases add tables.
+# Names of the dictionaries that hold a module's parameters, buffers, children and hooks.
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
-"""Names of the dictionaries that hold a module's parameters, buffers, children and hooks."""
 
 
 class Transparent(nn.Module):

@@ -10,10 +10,8 @@ from rotor_py.errors import InvalidValueError
 _SIZE = re.compile(r"\s*(?P<number>\d+(_\d+)*(\.\d*)?|\.\d+)(e(?P<power>\d+))?\s*(?P<unit>[a-z%]*)\s*", re.IGNORECASE)
 _DECIMAL = {"": 0, "k": 3, "m": 6, "g": 9, "t": 12, "p": 15}
 _BINARY = {"ki": 10, "mi": 20, "gi": 30, "ti": 40, "pi": 50}
-_MOST = 2**63 - 1
-"""The largest byte count: no address is larger."""
-_MOST_DIGITS = 30
-"""The largest power of ten that is computed."""
+_MOST = 2**63 - 1  # the largest byte count: no address is larger
+_MOST_DIGITS = 30  # the largest power of ten that is computed
 _HINT = "write for example 4GB (4·10⁹ bytes), 512MiB (512·2²⁰ bytes) or 80%"
 
 

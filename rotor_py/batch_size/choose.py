@@ -38,21 +38,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
-_MOST = 2**16
-"""Default for the largest candidate batch."""
+_MOST = 2**16  # default for the largest candidate batch
+# Most times that the limit is lowered to the reserved bytes. A guess: they follow the limit closely; too few may not
+# fit.
 _LOWERED = 3
-"""Most times that the limit is lowered to the reserved bytes. A guess: they follow the limit closely; too few may not
-fit.
-"""
+# Most batches measured as candidates for the best. A guess: times vary, so a limit is needed; too low misses the best.
 _ROUNDS = 4
-"""Most batches measured as candidates for the best. A guess: times vary, so a limit is needed; too low misses the best.
-"""
-_TOLERANCE = 0.005
-"""Least share of time that another batch must save to be measured: the solver's gap may be as large."""
+_TOLERANCE = 0.005  # least share of time that another batch must save to be measured: the solver's gap may be as large
+# Bytes per stage by which CUDA's rounding to 512 bytes may bend the line of a size. A guess: four growing blocks. Too
+# few measure more batches.
 _ROUNDED = 4 * 512
-"""Bytes per stage by which CUDA's rounding to 512 bytes may bend the line of a size. A guess: four growing blocks. Too
-few measure more batches.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

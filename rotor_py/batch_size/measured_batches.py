@@ -27,14 +27,11 @@ from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
+# Options of `Checkpointable` that leave no choice or concern one batch; and `step_in_backward`, with which each plan
+# would step the same parameters.
 _EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
-"""Options of `Checkpointable` that leave no choice or concern one batch; and `step_in_backward`, with which each plan
-would step the same parameters.
-"""
-_SEVERAL = 3
-"""Steps whose least peak counts, if peaks may be overestimated. A guess; too few overestimate the peak."""
-_TURNS = 3
-"""Rounds of timed steps. A guess; too few let a disturbance decide."""
+_SEVERAL = 3  # Steps whose least peak counts, if peaks may be overestimated. A guess; too few overestimate the peak.
+_TURNS = 3  # Rounds of timed steps. A guess; too few let a disturbance decide.
 
 
 class MeasuredBatches:
@@ -43,8 +40,7 @@ class MeasuredBatches:
     `options` are those of `Checkpointable`. Raises ValueError for those that leave no choice.
     """
 
-    predicted: ClassVar[bool] = False
-    """Whether the device is simulated, so that nothing is measured."""
+    predicted: ClassVar[bool] = False  # whether the device is simulated, so that nothing is measured
 
     def __init__(
         self,

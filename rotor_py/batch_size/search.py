@@ -27,20 +27,15 @@ from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
 from rotor_solver.moving import Link
 
+# Most growth from one measured batch to the next. A guess: a batch that needs more than its line must show that while
+# memory remains.
 _GROWTH = 4
-"""Most growth from one measured batch to the next. A guess: a batch that needs more than its line must show that while
-memory remains.
-"""
+# Measurements by lines before bisection starts, for sizes that are not convex. A guess; costs measurements, not
+# accuracy.
 _PATIENCE = 8
-"""Measurements by lines before bisection starts, for sizes that are not convex. A guess; costs measurements, not
-accuracy.
-"""
-_POINTS = 24
-"""Batches planned at equal ratios to find the best and to draw the curve. A guess; too few miss the best."""
-_CLOSER = 8
-"""The same between the neighbours of the best."""
-_FINE = 0.01
-"""Relative distance between neighbours at which the search for the best batch ends."""
+_POINTS = 24  # Batches planned at equal ratios to find the best and to draw the curve. A guess; too few miss the best.
+_CLOSER = 8  # the same between the neighbours of the best
+_FINE = 0.01  # relative distance between neighbours at which the search for the best batch ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +251,8 @@ class Curve:
     optimizer_seconds: float = 0.0
     effective_batch: int | None = None
     slots: int = 500
+    # Seconds of forward, loss and backward by the fastest plan, by batch; infinite if none fits.
     planned: dict[int, float] = field(default_factory=dict)
-    """Seconds of forward, loss and backward by the fastest plan, by batch; infinite if none fits."""
 
     def seconds(self, batch: int) -> float:
         if batch not in self.planned:

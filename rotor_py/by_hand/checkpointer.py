@@ -28,10 +28,8 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable
 from rotor_solver.segments import recompute_segments, segments_from
 
-_INPUT = -1
-"""Index of the network's input, the output of the layer before the first."""
-Forward = Callable[[Any, Any], Any]
-"""Callable of a layer and its input that returns the layer's output."""
+_INPUT = -1  # index of the network's input, the output of the layer before the first
+Forward = Callable[[Any, Any], Any]  # callable of a layer and its input that returns the layer's output
 Segment = Callable[[Any], Any]
 
 
@@ -77,8 +75,7 @@ class ActivationCheckpointer:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = CheckpointConfig() if config is None else config
-        self._stored_layers: set[int] = set()
-        """Layers whose output is stored when they run."""
+        self._stored_layers: set[int] = set()  # layers whose output is stored when they run
         self.clear()
 
     def is_checkpoint_layer(self, layer_idx: int) -> bool:
@@ -119,10 +116,8 @@ class ActivationCheckpointer:
         """Release everything."""
         self._half = self.config.storage_dtype if self.config.use_mixed_precision else None
         self._store = _KeptOutputs(self._half)
-        self._input = _KeptOutputs()
-        """The network's input, owned by the caller and never rounded."""
-        self._seen: dict[int, int] = {}
-        """Bytes of the output of each layer that was run or saved."""
+        self._input = _KeptOutputs()  # the network's input, owned by the caller and never rounded
+        self._seen: dict[int, int] = {}  # bytes of the output of each layer that was run or saved
         self._surroundings: dict[int, Surroundings] = {}
 
     @property

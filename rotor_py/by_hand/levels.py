@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotor_py.errors import InvalidValueError
 
+# The parts of a model for each level.
 LEVELS = {
     0: "none",
     1: "single layers: linear plus activation, convolution plus dropout",
@@ -25,7 +26,6 @@ LEVELS = {
     4: "groups or stages of layers",
     5: "whole encoders or decoders",
 }
-"""The parts of a model for each level."""
 
 
 class ActivationCheckpointing(nn.Module):
@@ -73,18 +73,17 @@ def checked_level(value: object, what: str = "level") -> int:
     return value
 
 
+# Names of small blocks in transformers and torchvision.
 _SMALL = re.compile(
     r"attention|attn|mlp|ffn?\b|ff$|feed_?forward|residual|resblock|bottleneck|basicblock|denserelu|moe|experts?\b",
     re.IGNORECASE,
 )
-"""Names of small blocks in transformers and torchvision."""
+# Names of whole encoders and decoders: the last word of a class or an attribute.
 _WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
-"""Names of whole encoders and decoders: the last word of a class or an attribute."""
+# Least number of consecutive single layers that form a group; fewer are a small block. A guess: VGG's classifier has
+# three layers and is a block, its eight and more convolutions are a group. A wrong one recomputes larger or smaller
+# parts.
 _GROUP = 4
-"""Least number of consecutive single layers that form a group; fewer are a small block. A guess: VGG's classifier has
-three layers and is a block, its eight and more convolutions are a group. A wrong one recomputes larger or smaller
-parts.
-"""
 
 
 class AssignedLevel(NamedTuple):

@@ -19,14 +19,13 @@ from rotor_solver import Chain, Option, Sequence, Stage, frontier
 from rotor_solver.max_flow import Network
 from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
+# Most stages: cuts are at least a 64th of all allocated bytes apart. A guess: more take longer to solve for little.
 _MOST_STAGES = 64
-"""Most stages: cuts are at least a 64th of all allocated bytes apart. A guess: more take longer to solve for little."""
+# Number of cuts over which a small value is live to be kept outside all stages: masks, tables of rotary embeddings.
 _SPREAD = 4
-"""Number of cuts over which a small value is live to be kept outside all stages: masks, tables of rotary embeddings."""
+# Size of a small value, as a share of all allocated bytes. A guess: larger ones cost memory if always kept.
 _SMALL = 0.01
-"""Size of a small value, as a share of all allocated bytes. A guess: larger ones cost memory if always kept."""
-_THRESHOLDS = 6
-"""Limits of seconds per byte tried in cuts of a stage. A guess: more give more options to solve for."""
+_THRESHOLDS = 6  # Limits of seconds per byte tried in cuts of a stage. A guess: more give more options to solve for.
 
 
 @dataclass
@@ -332,18 +331,15 @@ def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], 
 # been chosen before.
 
 
+# Slots of memory in the solver. A guess: too few miss candidates; results are weighed exactly in any case.
 _SLOTS = 300
-"""Slots of memory in the solver. A guess: too few miss candidates; results are weighed exactly in any case."""
-_WORK = 300_000
-"""Nodes weighed for all partitions together, about. A guess: it takes some seconds."""
+_WORK = 300_000  # Nodes weighed for all partitions together, about. A guess: it takes some seconds.
+# Budgets of PyTorch's partitioner to try. A guess: each takes about a second, and those between hardly differ.
 _THEIRS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
-"""Budgets of PyTorch's partitioner to try. A guess: each takes about a second, and those between hardly differ."""
+# How much longer Inductor's code takes for our partitions than for PyTorch's with equally fast operators. Of a
+# ConvNeXt, three of each were timed: ours took 2 to 6 % more.
 _OURS_LONGER = 1.04
-"""How much longer Inductor's code takes for our partitions than for PyTorch's with equally fast operators. Of a
-ConvNeXt, three of each were timed: ours took 2 to 6 % more.
-"""
-_FEWEST = 32
-"""Fewest partitions weighed of each kind, however large the graph is. A guess: fewer miss good ones."""
+_FEWEST = 32  # Fewest partitions weighed of each kind, however large the graph is. A guess: fewer miss good ones.
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from rotor_profiling.torch_compat import CustomPartitionerFn, TreeSpec
 
 _log = logging.getLogger("rotor_py")
-_DEVICES = (torch.device("cpu"), torch.device("cuda"))
-"""Devices whose autocast a stage may depend on."""
-MOST_SHAPES = 8
-"""Most input shapes for which a stage is compiled: TorchDynamo's default for a function."""
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))  # devices whose autocast a stage may depend on
+MOST_SHAPES = 8  # most input shapes for which a stage is compiled: TorchDynamo's default for a function
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
@@ -70,10 +68,8 @@ class StageCompiler:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.seconds = 0.0
-        """Seconds spent compiling so far."""
-        self.seconds_of: dict[StageCode, float] = {}
-        """Per kind of stages compiled so far."""
+        self.seconds = 0.0  # seconds spent compiling so far
+        self.seconds_of: dict[StageCode, float] = {}  # per kind of stages compiled so far
         self._codes: dict[Hashable, StageCode | None] = {}
         self._has_tools = True
 
@@ -157,8 +153,8 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self.plain = plain
         self._name = name
         self._compiler = compiler
+        # By shape and storage mode; None is AOTAutograd's default.
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
-        """By shape and storage mode; None is AOTAutograd's default."""
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient

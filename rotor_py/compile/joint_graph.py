@@ -27,14 +27,13 @@ from rotor_py.errors import record_fields
 # of a buffer that the forward overwrites would read the new content.
 
 
+# `optimization_hint` since torch 2.13, `size_hint` in torch 2.11.
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
-"""`optimization_hint` since torch 2.13, `size_hint` in torch 2.11."""
+# Namespaces of operators known to be functions of their arguments. Custom operators may not be.
 _REPLAYED = ("aten", "prims", "_quantized", "quantized", "quantized_decomposed")
-"""Namespaces of operators known to be functions of their arguments. Custom operators may not be."""
-UNKNOWN_SIZE = 4096
-"""Size assumed where none is known while compiling; PyTorch's own partitioner takes the same number."""
+UNKNOWN_SIZE = 4096  # size assumed where none is known while compiling; PyTorch's own partitioner takes the same number
+# Arguments of a batch norm that its outputs do not depend on in training.
 _RUNNING_STATISTICS = {"running_mean", "running_var"}
-"""Arguments of a batch norm that its outputs do not depend on in training."""
 
 
 @dataclass

@@ -26,10 +26,9 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.units import exact_bytes, limit_text, parse_bytes
 
 _log = logging.getLogger("rotor_py")
+# Operators in one kernel, after wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
+# 5.7 MB, where 5.9 were predicted. Inductor's own limit is 64.
 _FUSION = 4
-"""Operators in one kernel, after wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
-5.7 MB, where 5.9 were predicted. Inductor's own limit is 64.
-"""
 
 Call = Callable[..., Any]
 
@@ -48,8 +47,8 @@ class GraphWatch:
     """
 
     def __init__(self, device: torch.device, held_bytes: int) -> None:
+        # The graph's peak in bytes; None until the step is over, or if it could not be measured.
         self.peak: int | None = None
-        """The graph's peak in bytes; None until the step is over, or if it could not be measured."""
         self._held_bytes = held_bytes
         self._watch = watch_step(device, 0, 0)
         self._gradients: list[torch.Tensor] = []
@@ -144,8 +143,7 @@ class WatchedGraph:
         self._compile: Callable[..., Call] | None = compilation
         self._partitioner = partitioner.for_one_graph(0)
         self._call = compilation(self._partitioner, narrow=False)
-        self._first: tuple[int, Call] | None = None
-        """The first code, if it is over the budget, and its peak."""
+        self._first: tuple[int, Call] | None = None  # the first code, if it is over the budget, and its peak
         self._watch: GraphWatch | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -300,8 +298,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 _current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)
 
 
-_blocks = 0
-"""Number of blocks that threads are inside now; while there are any, `torch.compile` is replaced."""
+_blocks = 0  # Number of blocks that threads are inside now; while there are any, `torch.compile` is replaced.
 _lock = threading.Lock()
 _plain_compile: Any = torch.compile
 

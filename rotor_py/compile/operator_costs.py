@@ -33,8 +33,7 @@ from rotor_py.errors import record_fields
 # deep in a U-Net, scratch memory is three times as large as for the layout of the graph, and early in it, a tenth.
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""Per number of dimensions, the layout with channels last."""
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # per number of dimensions, the layout with channels last
 
 
 def laid_out(node: fx.Node) -> int:
@@ -67,10 +66,10 @@ def copied_bytes(node: fx.Node, last: int) -> int:
 
 _log = logging.getLogger("rotor_py")
 
+# Assumed memory bandwidth, for operators that cannot run by themselves. A guess: a wrong one ranks these badly.
 _BYTES_PER_SECOND = 1e10
-"""Assumed memory bandwidth, for operators that cannot run by themselves. A guess: a wrong one ranks these badly."""
+# Timings of an operator; the fastest counts, since disturbances only add. A guess: more make planning slower.
 _RUNS = 3
-"""Timings of an operator; the fastest counts, since disturbances only add. A guess: more make planning slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +84,12 @@ class Cost:
     keeping: float = 0.0
 
 
+# Costs by kind of operator, for the whole process: equal budgets find equal partitions.
 _known: dict[Hashable, Cost] = {}
-"""Costs by kind of operator, for the whole process: equal budgets find equal partitions."""
 
 
+# By kind of operator, a function that makes its arguments and returns its call.
 _Runs = dict[Hashable, Callable[[], Callable[[], Any]]]
-"""By kind of operator, a function that makes its arguments and returns its call."""
 
 
 def operator_costs(joint: JointGraph, *, inductor: bool = False) -> dict[fx.Node, Cost]:
@@ -222,12 +221,10 @@ def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
 # are faster to recompute. Keeping a value costs one kernel that writes it and another that reads it.
 
 
+# Share of its time that a fused operator takes: computing without memory traffic. A guess: too much keeps values that
+# are faster to recompute, too little the reverse.
 _SHARE = 0.15
-"""Share of its time that a fused operator takes: computing without memory traffic. A guess: too much keeps values that
-are faster to recompute, too little the reverse.
-"""
-_REDUCED_SHARE = 0.5
-"""The same for reductions, whose input is read once more."""
+_REDUCED_SHARE = 0.5  # the same for reductions, whose input is read once more
 _SAMPLE_BYTES = 1 << 22
 _FUSED_RUNS = 5
 

@@ -51,11 +51,10 @@ class BackwardWriter:
     """Writes the backward, run by run. Recomputes missing values right before they are read."""
 
     joint: JointGraph
-    kept: set[fx.Node]
-    """Values that the forward keeps: allocating nodes, including early ones."""
+    kept: set[fx.Node]  # values that the forward keeps: allocating nodes, including early ones
     runs: list[Run] = field(default_factory=list)
+    # Recomputed values of the forward, and values of the backward.
     there: dict[fx.Node, Run] = field(default_factory=dict)
-    """Recomputed values of the forward, and values of the backward."""
 
     def __post_init__(self) -> None:
         self.forward = set(self.joint.forward)
@@ -247,15 +246,13 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
 # afterwards: the peak is then an estimate, for code that is measured.
 
 
-_Memory = dict[int, "_Block"]
-"""The memory behind a value: blocks, by storage of the joint graph."""
+_Memory = dict[int, "_Block"]  # the memory behind a value: blocks, by storage of the joint graph
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
     size: int
-    last: int = 0
-    """The position of the last run that reads it."""
+    last: int = 0  # the position of the last run that reads it
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +263,7 @@ class Weight:
     saved: int
     seconds: float
     replayed_seconds: float
-    curve: tuple[int, ...] = field(default=(), repr=False)
-    """Live bytes during each run of the backward."""
+    curve: tuple[int, ...] = field(default=(), repr=False)  # live bytes during each run of the backward
 
     def taking_longer(self, factor: float) -> Weight:
         return replace(self, seconds=factor * self.seconds, replayed_seconds=factor * self.replayed_seconds)
@@ -279,10 +275,8 @@ class GraphCosts:
 
     joint: JointGraph
     operators: dict[fx.Node, Cost]
-    estimated: bool = False
-    """Whether peaks are estimates for fused code."""
-    loss: int = 0
-    """Bytes in use between forward and backward, beyond the outputs and their gradients."""
+    estimated: bool = False  # whether peaks are estimates for fused code
+    loss: int = 0  # bytes in use between forward and backward, beyond the outputs and their gradients
 
     @classmethod
     def of(cls, joint: JointGraph, *, fused: bool, estimated: bool = False, loss: int = 0) -> GraphCosts:

@@ -30,10 +30,9 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Chain
 
 _log = logging.getLogger("rotor_py")
+# Factor by which the least partition's estimated peak may exceed the limit and still be tried: Inductor's fusion and
+# layouts are not known before. A guess: the graph overstated by up to a tenth where measured.
 _UNCERTAIN = 1.2
-"""Factor by which the least partition's estimated peak may exceed the limit and still be tried: Inductor's fusion and
-layouts are not known before. A guess: the graph overstated by up to a tenth where measured.
-"""
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -68,18 +67,14 @@ class BudgetPartitioner(_Partitioner):
     """Partitions joint graphs so that each stays within `limit`. Partitioners of equal limits are equal."""
 
     limit: int | str
-    fused: bool = False
-    """Whether Inductor fuses the operators of the graphs."""
-    estimated: bool = False
-    """Whether the peak is an estimate for fused code, and no bound: the caller measures."""
-    loss: int = 0
-    """Bytes in use between forward and backward, beyond the outputs and their gradients."""
+    fused: bool = False  # whether Inductor fuses the operators of the graphs
+    estimated: bool = False  # whether the peak is an estimate for fused code, and no bound: the caller measures
+    loss: int = 0  # bytes in use between forward and backward, beyond the outputs and their gradients
+    # Last choice per frame of the model. Graph breaks begin new frames.
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
-    """Last choice per frame of the model. Graph breaks begin new frames."""
-    reserve: int = 0
-    """Bytes of the limit reserved for the compiler's own buffers."""
+    reserve: int = 0  # bytes of the limit reserved for the compiler's own buffers
+    # The choice for the last graph, and all candidates.
     _last: dict[str, list[Weight]] = field(default_factory=dict, compare=False, repr=False)
-    """The choice for the last graph, and all candidates."""
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
         return replace(self, reserve=reserve, _last={})

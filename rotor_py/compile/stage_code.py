@@ -43,16 +43,15 @@ if TYPE_CHECKING:
 # The numbers therefore depend on which stages are compiled, which may differ between plans, not on what is stored.
 
 
-Config = tuple[tuple[str, Any], ...]
-"""Options of Inductor, by name."""
+Config = tuple[tuple[str, Any], ...]  # options of Inductor, by name
 
 
 class NotCompilableError(Exception):
     """The stage cannot be compiled; the text says why."""
 
 
+# Source of a leaf of a stage's output: made by the code or given to it, each by position, or a constant.
 _Output = tuple[Literal["made", "given", "constant"], Any]
-"""Source of a leaf of a stage's output: made by the code or given to it, each by position, or a constant."""
 
 
 class StageCode:
@@ -62,8 +61,8 @@ class StageCode:
         self._call = call
         self._outputs = outputs
         self._spec = spec
+        # Per stage that has run, the places of its tensors: finding them takes longer than a small kernel.
         self._places: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
-        """Per stage that has run, the places of its tensors: finding them takes longer than a small kernel."""
 
     def run(self, stage: nn.Module, value: Any) -> Any:
         if stage not in self._places:
@@ -224,8 +223,7 @@ def _compile(
     return cast(Callable[..., Any], call)
 
 
-Compile = bool | str | Mapping[str, Any]
-"""True, a mode of `torch.compile`, or options of Inductor by name."""
+Compile = bool | str | Mapping[str, Any]  # True, a mode of `torch.compile`, or options of Inductor by name.
 
 
 def config_of(given: Compile) -> Config | None:
@@ -260,7 +258,6 @@ def config_of(given: Compile) -> Config | None:
     return tuple(sorted(found.items()))
 
 
+# Storage modes of a compiled stage, and the share that each keeps of what PyTorch's partitioner keeps without one; the
+# backward also recomputes operators such as matrix products. A guess: further ones often give the same partition.
 WAYS = {f"within a budget of {budget:.0%}": budget for budget in (0.6, 0.3, 0.1)}
-"""Storage modes of a compiled stage, and the share that each keeps of what PyTorch's partitioner keeps without one; the
-backward also recomputes operators such as matrix products. A guess: further ones often give the same partition.
-"""

@@ -21,8 +21,7 @@ from rotor_py.errors import InvalidValueError
 # follow one plan: none may wait in a collective that another enters later.
 
 
-_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}
-"""Joined groups by the names of their parts."""
+_joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # joined groups by the names of their parts
 
 
 def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:

@@ -23,28 +23,19 @@ if TYPE_CHECKING:
 
 
 Tensors = tuple[torch.Tensor, ...]
-HookPlace = tuple[dict[int, Any], int]
-"""A table of hooks, and the key of one of them."""
+HookPlace = tuple[dict[int, Any], int]  # A table of hooks, and the key of one of them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParameter:
-    sharded: nn.Parameter
-    """This process's shard, a DTensor with the shape of the whole parameter."""
-    places: tuple[tuple[nn.Module, str], ...]
-    """Modules that use the parameter, with its name in each."""
-    dtype: torch.dtype
-    """Gathered dtype."""
-    device: torch.device
-    """Gathered device."""
-    size: torch.Size
-    """Gathered shape in this process: with tensor parallelism, a part of the whole parameter's."""
-    layout: Any
-    """The `DTensorSpec` of the gathered parameter with tensor parallelism; None without."""
-    mesh: DeviceMesh
-    """Mesh of the processes that it is gathered from, and of those with the same shard."""
-    dim: int
-    """Sharded tensor dimension."""
+    sharded: nn.Parameter  # this process's shard, a DTensor with the shape of the whole parameter
+    places: tuple[tuple[nn.Module, str], ...]  # modules that use the parameter, with its name in each
+    dtype: torch.dtype  # gathered dtype
+    device: torch.device  # gathered device
+    size: torch.Size  # gathered shape in this process: with tensor parallelism, a part of the whole parameter's
+    layout: Any  # the `DTensorSpec` of the gathered parameter with tensor parallelism; None without
+    mesh: DeviceMesh  # mesh of the processes that it is gathered from, and of those with the same shard
+    dim: int  # sharded tensor dimension
 
     def gather(self) -> torch.Tensor:
         """Gather as FSDP does; with tensor parallelism, this process's part as a DTensor. All processes call it."""
@@ -80,8 +71,7 @@ class ShardGroup:
         policy = state._mp_policy
         self.input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype: torch.dtype | None = policy.output_dtype
-        self.reduce_dtype: torch.dtype | None = policy.reduce_dtype
-        """Dtype of sent gradients; None for the parameter's."""
+        self.reduce_dtype: torch.dtype | None = policy.reduce_dtype  # dtype of sent gradients; None for the parameter's
         self._gathered_here = False
         self._before = _ids(state._pre_forward_hook_handle)
         self._after = _ids(state._post_forward_hook_handle)
@@ -190,8 +180,7 @@ def groups_of(model: nn.Module) -> list[ShardGroup]:
     return [ShardGroup(state) for state in dict.fromkeys(module._get_fsdp_state() for module in modules)]
 
 
-Sharding = Mapping[int, ShardedParameter]
-"""Sharded parameters of a model by the `id` of this process's shard."""
+Sharding = Mapping[int, ShardedParameter]  # sharded parameters of a model by the `id` of this process's shard
 
 
 def sharding_of(model: nn.Module, *, mixed_precision: bool) -> Sharding:

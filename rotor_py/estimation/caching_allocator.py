@@ -67,8 +67,7 @@ class Pool:
 
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, Block] = field(default_factory=dict)
-    """Free and unmapped blocks by address."""
+    blocks: dict[int, Block] = field(default_factory=dict)  # free and unmapped blocks by address
 
     def add(self, block: Block) -> None:
         self.blocks[block.address] = block
@@ -151,8 +150,7 @@ class DeviceFullError(DescribedError, ValueError):
         )
 
 
-_ENDLESS = LARGE_SEGMENT * 2**26
-"""Address space of an expandable segment, never reached."""
+_ENDLESS = LARGE_SEGMENT * 2**26  # address space of an expandable segment, never reached
 
 
 def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | None = None) -> Reserved:

@@ -20,8 +20,7 @@ from rotor_profiling.backends import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.data_sheet import CONTEXT_BYTES, Device, Efficiencies, Rates
 
-_LAUNCHES = 200
-"""Small additions in a row; their mean time is a launch's."""
+_LAUNCHES = 200  # small additions in a row; their mean time is a launch's
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+# Arguments are cast to the region's dtype.
 LOWER_PRECISION = _names("""
     _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
     conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul
@@ -35,8 +36,8 @@ LOWER_PRECISION = _names("""
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention
 """)
-"""Arguments are cast to the region's dtype."""
 
+# Arguments are cast to 32 bits.
 FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
@@ -47,29 +48,26 @@ FLOAT32 = _names("""
     _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
 """)
-"""Arguments are cast to 32 bits."""
 
+# Operators with a result dtype: 32 bits unless the caller sets one.
 FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
-"""Operators with a result dtype: 32 bits unless the caller sets one."""
 
+# The same by another overload, whose last argument is the dtype.
 FLOAT32_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
-"""The same by another overload, whose last argument is the dtype."""
 
+# Arguments of mixed dtypes are cast to the widest.
 WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
-"""Arguments of mixed dtypes are cast to the widest."""
 
-REFUSED = ("binary_cross_entropy",)
-"""Raises an error: its logarithm overflows in low precision."""
+REFUSED = ("binary_cross_entropy",)  # raises an error: its logarithm overflows in low precision
 
 
 _KEY = "AutocastCPU"
-_WIDTHS = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes that autocast casts; 64 bits stay."""
+_WIDTHS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that autocast casts; 64 bits stay
 _inside: ContextVar[bool] = ContextVar("rotor_py.estimation.cuda_autocast", default=False)
 _Call = Callable[..., Any]
 

@@ -140,10 +140,7 @@ _BACKWARD: Any = getattr(_aten, "_fused_rms_norm_backward", None)
 
 
 def _rms_norm(
-    input: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    eps: float | None = None,
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     if torch.is_autocast_enabled("cpu") and input.dtype in (*_HALF, torch.float32):
         input, weight = input.float(), None if weight is None else weight.float()

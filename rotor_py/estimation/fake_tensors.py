@@ -26,6 +26,8 @@ from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_o
 _aten = torch.ops.aten
 
 
+# Position of the argument that the first result is laid out as: channels last or contiguous (`suggest_memory_format`).
+# None: always contiguous.
 _LAYOUTS: dict[Any, int | None] = {
     _aten.native_layer_norm_backward.default: None,
     _aten._log_softmax_backward_data.default: None,
@@ -33,19 +35,13 @@ _LAYOUTS: dict[Any, int | None] = {
     _aten.native_batch_norm_backward.default: 1,
     _aten.native_dropout_backward.default: 0,  # CUDA only
 }
-"""Position of the argument that the first result is laid out as: channels last or contiguous
-(`suggest_memory_format`). None: always contiguous.
-"""
 
+# Operators that allocate a result as large as their input and then resize it, so that a smaller result keeps the memory
+# (`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`).
 _MADE_AS_LARGE = (_aten.col2im.default, _aten.im2col.default)
-"""Operators that allocate a result as large as their input and then resize it, so that a smaller result keeps the
-memory (`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`).
-"""
 
+# Operators with a storage argument. The cache of fake tensors is keyed by arguments and would hold the storage forever.
 _OF_STORAGES = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset)
-"""Operators with a storage argument. The cache of fake tensors is keyed by arguments and would hold the storage
-forever.
-"""
 
 
 class DeviceFakeMode(FakeTensorMode):
@@ -83,8 +79,8 @@ class DeviceFakeMode(FakeTensorMode):
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+# Modules that initialize tensors; some functions read values.
 _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
-"""Modules that initialize tensors; some functions read values."""
 
 
 class FakeCopies:
@@ -93,8 +89,8 @@ class FakeCopies:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._storages: dict[int, torch.Tensor] = {}
+        # originals, kept alive so that their ids stay unique, and their copies
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """originals, kept alive so that their ids stay unique, and their copies"""
 
     def model(self, model: nn.Module) -> nn.Module:
         held = [*model.parameters(), *model.buffers()]

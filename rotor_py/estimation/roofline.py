@@ -47,20 +47,20 @@ def query_key_value(
 
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
+# A whole LSTM layer on a CPU, in place of cuDNN's. Other recurrent layers come as matrix products.
 _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
-"""A whole LSTM layer on a CPU, in place of cuDNN's. Other recurrent layers come as matrix products."""
+# Operators other than views that touch no element.
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
-"""Operators other than views that touch no element."""
+# Operators that do not read the tensor they overwrite.
 _WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, aten.bernoulli_, aten.random_,
                aten._foreach_copy_, aten._foreach_zero_}  # fmt: skip
-"""Operators that do not read the tensor they overwrite."""
+# Operators that read as many elements of their first tensor as they return.
 _ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-"""Operators that read as many elements of their first tensor as they return."""
+# Operators that read one number per target. The backwards write all of their result.
 _ONE_OF_EACH_ROW = {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.nll_loss_backward, aten.nll_loss2d_backward}
-"""Operators that read one number per target. The backwards write all of their result."""
+# Collectives are assumed to overlap with computation, so they take no time.
 _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
-"""Collectives are assumed to overlap with computation, so they take no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,8 @@ def _dtype(args: Sequence[Any]) -> torch.dtype:
 # Scratch bytes that CUDA's kernels allocate through PyTorch's allocator, which no graph shows. Each formula cites
 # PyTorch's code. cuDNN's workspace for convolutions depends on its heuristics and is assumed.
 
-_RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)
-"""Since torch 2.8."""
-_THREADS = 132 * 2048
-"""Resident threads of an H100."""
+_RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)  # Since torch 2.8.
+_THREADS = 132 * 2048  # resident threads of an H100
 _FLOAT = 4
 _LONG = 8
 _Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]

@@ -118,8 +118,7 @@ class FollowedStep(FollowedStorages):
 
     def __init__(self, present: Iterable[torch.Tensor] = (), device: Device | None = None) -> None:
         super().__init__()
-        self.stream = 0
-        """Stream of the requests: each stream has its own pools."""
+        self.stream = 0  # stream of the requests: each stream has its own pools
         self.events: list[Event] = []
         if device is not None:
             size = workspace_bytes(device) // WORKSPACES
@@ -169,10 +168,8 @@ def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
     return much
 
 
+# Replans with a smaller limit. A guess: reserved bytes follow the limit closely; too few keep a plan that does not fit.
 _ROUNDS = 2
-"""Replans with a smaller limit. A guess: reserved bytes follow the limit closely; too few keep a plan that does not
-fit.
-"""
 
 
 def find_reservation(
@@ -243,13 +240,10 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
         group.foreach_all_gather = gather
 
 
+# Slack added to the bytes of the last step, by round, as a share. Guesses: too little does not converge, too much
+# wastes memory. A plan with less memory recomputes other stages, which gathers other parameters and may need more
+# memory again. Without slack, this did not converge for a Llama of 80 layers.
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
-"""Slack added to the bytes of the last step, by round, as a share. Guesses: too little does not converge, too much
-wastes memory.
-
-A plan with less memory recomputes other stages, which gathers other parameters and may need more memory again. Without
-slack, this did not converge for a Llama of 80 layers.
-"""
 
 
 class Communication:

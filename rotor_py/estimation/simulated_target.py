@@ -33,14 +33,13 @@ from rotor_py.estimation.fake_tensors import DeviceFakeMode, FakeCopies, constru
 from rotor_py.estimation.roofline import operator_seconds, scratch_bytes
 from rotor_py.estimation.simulated_step import Communication, SimulatedStep, find_reservation, followed_by_plan
 
+# Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
+# Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53).
 _BOTH_WAYS = 0.8
-"""Share of the data sheet's bandwidth reached by copies in both directions at once: 51 of 64 GB/s were measured on PCI
-Express 5 (https://github.com/NVIDIA/nvbandwidth/issues/53).
-"""
 
 
+# Predicted seconds of (operator, arguments, keywords, result).
 OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
-"""Predicted seconds of (operator, arguments, keywords, result)."""
 
 
 class PredictedStopwatch(torch_compat.TorchDispatchMode):
@@ -228,11 +227,9 @@ class SimulatedDevices:
         self._mesh: DeviceMesh | None = None
         self._communication = Communication(devices.each)
         self._mode = DeviceFakeMode()
-        self.fakes = FakeCopies(self._mode)
-        """makes fake copies of models, samples and optimizers"""
+        self.fakes = FakeCopies(self._mode)  # makes fake copies of models, samples and optimizers
 
-    making = staticmethod(construct_on_meta)
-    """Build models on the meta device within the context."""
+    making = staticmethod(construct_on_meta)  # build models on the meta device within the context
 
     @contextmanager
     def together(self) -> Iterator[None]:

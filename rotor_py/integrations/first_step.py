@@ -33,18 +33,12 @@ from rotor_py.stage.forward_state import Autocast, autocast_now, restored_autoca
 class FirstStep:
     """Observations of a first training step, right before its optimizer steps."""
 
-    network: Checkpointable
-    """The model, measured and, if a plan fits, planned."""
-    sample: ForwardArguments
-    """Arguments of the call."""
-    autocast: tuple[Autocast, ...]
-    """Autocast state around the call."""
-    optimizer: torch.optim.Optimizer | None
-    """None if no optimizer of the model stepped."""
-    own_loss: bool
-    """Whether the model returned its loss: a single number with a gradient."""
-    others: tuple[nn.Module, ...]
-    """Smaller models that the step trains as well."""
+    network: Checkpointable  # the model, measured and, if a plan fits, planned
+    sample: ForwardArguments  # arguments of the call
+    autocast: tuple[Autocast, ...]  # autocast state around the call
+    optimizer: torch.optim.Optimizer | None  # None if no optimizer of the model stepped
+    own_loss: bool  # whether the model returned its loss: a single number with a gradient
+    others: tuple[nn.Module, ...]  # smaller models that the step trains as well
 
 
 class NoTrainingStepError(UnsupportedModelError):
@@ -84,14 +78,12 @@ class FirstTrainingStep:
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)
         self._limited, self._closely = limited, closely
         self._planned: FollowedModel | None = None
-        self._plain: dict[nn.Module, int] = {}
-        """sizes of models that are called and not planned"""
+        self._plain: dict[nn.Module, int] = {}  # sizes of models that are called and not planned
         self._refused: UnsupportedModelError | None = None
-        self._stepped: list[torch.optim.Optimizer] = []
-        """optimizers of other models that have stepped"""
+        self._stepped: list[torch.optim.Optimizer] = []  # optimizers of other models that have stepped
         self._over = False
+        # the error that ended the program: from `found`, or because nothing can fit
         self._ended: BaseException | None = None
-        """the error that ended the program: from `found`, or because nothing can fit"""
         self._cannot_fit: InfeasibleError | None = None
 
     @contextmanager
@@ -324,8 +316,8 @@ def _optimizers() -> list[torch.optim.Optimizer]:
     return [each for each in found if "param_groups" in each.__dict__]
 
 
+# Called instead of a module, with the arguments of the call, and a function that makes the original call.
 Handler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
-"""Called instead of a module, with the arguments of the call, and a function that makes the original call."""
 
 
 @contextmanager

@@ -28,10 +28,9 @@ from rotor_py.errors import OffloadError
 from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
+# Bytes of one system call; a copy can stop between calls. A guess: a few milliseconds on NVMe; larger stops later.
 _CHUNK = 8 * 2**20
-"""Bytes of one system call; a copy can stop between calls. A guess: a few milliseconds on NVMe; larger stops later."""
-ALIGNMENT = 4096
-"""Ranges begin and end at multiples of this, in bytes, so that no two copies write to one page."""
+ALIGNMENT = 4096  # ranges begin and end at multiples of this, in bytes, so that no two copies write to one page
 
 
 class FileTier(Tier):
@@ -44,8 +43,8 @@ class FileTier(Tier):
         self._file = NamelessFile(self.folder)
         self._space = FileSpace()
         self._lock = threading.Lock()
+        # Released ranges, each free once its last copy is over. Appending needs no lock.
         self._given_up: deque[tuple[Extent, Copy | None]] = deque()
-        """Released ranges, each free once its last copy is over. Appending needs no lock."""
         self.leaving, self.returning = CopyingThread("rotor writes"), CopyingThread("rotor reads")
         self._closing = weakref.finalize(self, _close, self._file, self.leaving, self.returning)
 
@@ -266,8 +265,7 @@ class FileSpace:
     """
 
     end: int = 0
-    taken: int = 0
-    """Bytes taken now."""
+    taken: int = 0  # bytes taken now
     _free: list[Extent] = field(default_factory=list)
 
     def take(self, nbytes: int) -> Extent:
@@ -303,8 +301,7 @@ class NamelessFile:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.size = 0
-        self.stopped = False
-        """Whether running copies have to end at once with an error."""
+        self.stopped = False  # whether running copies have to end at once with an error
         try:
             # On Linux it never has a name (O_TMPFILE); elsewhere it loses it before anything is written.
             with tempfile.TemporaryFile(dir=folder) as file:

@@ -26,11 +26,10 @@ from rotor_py.host_memory import available_host_bytes
 from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
-_LEAST = 2**20
-"""Bytes of the smallest buffer. A guess; smaller wastes time on pinning, larger wastes memory."""
+_LEAST = 2**20  # Bytes of the smallest buffer. A guess; smaller wastes time on pinning, larger wastes memory.
+# Most ratio of a buffer's size to its request, and of all buffers to all requests. A smaller one would give each size
+# its own buffers: requests are rounded up to a power of two, as PyTorch does anyway.
 _WASTE = 2
-"""Most ratio of a buffer's size to its request, and of all buffers to all requests. A smaller one would give each size
-its own buffers: requests are rounded up to a power of two, as PyTorch does anyway."""
 
 
 class HostTier(Tier):
@@ -156,8 +155,7 @@ class PinnedBuffer:
     """Host bytes that the device reads and writes. `used` is the event of the last copy."""
 
     memory: torch.Tensor
-    asked: int = 0
-    """Requested bytes, rounded up."""
+    asked: int = 0  # requested bytes, rounded up
     used: Any = None
 
     @property
@@ -174,12 +172,9 @@ class PinnedBuffers:
 
     def __init__(self) -> None:
         self.taken_bytes = 0
-        self.pinned_bytes = 0
-        """Bytes of all buffers, taken and free."""
-        self._asked = self._most_asked = 0
-        """Bytes requested now, rounded up, and their peak."""
-        self._free: list[PinnedBuffer] = []
-        """Sorted by size."""
+        self.pinned_bytes = 0  # bytes of all buffers, taken and free
+        self._asked = self._most_asked = 0  # bytes requested now, rounded up, and their peak
+        self._free: list[PinnedBuffer] = []  # sorted by size
         # Reentrant: the garbage collector drops handles anywhere, also inside `take`.
         self._lock = threading.RLock()
 

@@ -53,10 +53,8 @@ class Moved:
 class Tier:
     """A memory tier for storages, used by one thread at a time. This one is for fake tensors: its host is unknown."""
 
-    name = "host"
-    """Name in options: `host`, or `file:/path`."""
-    moved_bytes = 0
-    """Bytes offloaded so far."""
+    name = "host"  # name in options: `host`, or `file:/path`
+    moved_bytes = 0  # bytes offloaded so far
 
     @property
     def held_bytes(self) -> int:
@@ -80,8 +78,8 @@ class Tier:
 # elsewhere, so that moving them would free nothing.
 
 
+# Smaller storages stay: passing a copy to a thread takes as long as copying this much. Rough figure of one machine.
 LEAST_BYTES = 64 * 2**10
-"""Smaller storages stay: passing a copy to a thread takes as long as copying this much. Rough figure of one machine."""
 
 
 class OffloadableStorages:

@@ -18,14 +18,12 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_solver import InvalidValueError
 from rotor_solver.moving import Link
 
+# Share of the measured bandwidth that plans use: training needs memory bandwidth, too. A guess; too high delays steps.
 _SHARE = 0.8
-"""Share of the measured bandwidth that plans use: training needs memory bandwidth, too. A guess; too high delays steps.
-"""
-_PIECE = 4 * 2**20
-"""Bytes of one copy: large enough to hide the fixed cost of a copy."""
+_PIECE = 4 * 2**20  # bytes of one copy: large enough to hide the fixed cost of a copy
 _SECONDS = 0.2
+# Most copies of a measurement; arbitrary. A slow disk is measured for 0.2 s, a fast one with 256 MiB.
 _MOST_PIECES = 64
-"""Most copies of a measurement; arbitrary. A slow disk is measured for 0.2 s, a fast one with 256 MiB."""
 
 
 def link_of(name: str, device: torch.device) -> Link:

@@ -12,12 +12,9 @@ from rotor_py.report.numbers import ReportFacts
 from rotor_py.report.sweep import BatchChoice, BatchPoint, Point, Sweep, format_rate, format_share
 from rotor_py.units import format_bytes, format_seconds
 
+# Picture widths in pixels, labels included: on a screen, and on a phone (390 wide). A page has each picture in both
+# widths and shows the one that fits: scaled letters are too small to read, and a scrolled curve is never seen whole.
 SCREEN, PHONE = 804, 354
-"""Picture widths in pixels, labels included: on a screen, and on a phone (390 wide).
-
-A page has each picture in both widths and shows the one that fits: scaled letters are too small to read, and a scrolled
-curve is never seen whole.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,9 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
 WIDTH = SCREEN - LEFT - RIGHT
-_LABEL = 90
-"""Pixels of a size label along the axis, padding included."""
+_LABEL = 90  # pixels of a size label along the axis, padding included
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
-_APART, _FINEST = 20, 0.02
-"""Least distance between time labels, in pixels; tick share for curves below a tenth."""
+_APART, _FINEST = 20, 0.02  # least distance between time labels, in pixels; tick share for curves below a tenth
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +167,7 @@ def _placed(
 # The batch axis is logarithmic: the fixed cost of a step is divided by the batch.
 
 
-_BATCH_LABEL = 32
-"""Least pixels between the centres of two batch labels."""
+_BATCH_LABEL = 32  # least pixels between the centres of two batch labels
 
 
 def batch_picture(choice: BatchChoice, room: float = SCREEN) -> SimpleNamespace | None:

@@ -19,6 +19,7 @@ from rotor_py.stage.protocol import parted
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence, Stage, store_all
 
+# Words for the kinds of stored memory.
 WORDS = {
     "kept": "all that the backward needs",
     "part": "a part of it, the rest is made again",
@@ -27,11 +28,9 @@ WORDS = {
     "elsewhere": "what stays of it while the rest is elsewhere",
     "input": "its input alone",
 }
-"""Words for the kinds of stored memory."""
 
 
-NOISY = 0.10
-"""Report relative spreads of stage times from here on: something else loads the machine."""
+NOISY = 0.10  # report relative spreads of stage times from here on: something else loads the machine
 
 
 def kept_kind(stage: Stage, option: int) -> str:
@@ -46,15 +45,12 @@ def kept_kind(stage: Stage, option: int) -> str:
     return "part" if option else "kept"
 
 
+# Error of predicted seconds, as a factor, if efficiencies were fitted to known times. A guess: half as much again as
+# the largest typical error of steps outside the fit, 7 to 17 % (docs/devices.md). Too low claims false precision.
 _ANCHORED = 1.25
-"""Error of predicted seconds, as a factor, if efficiencies were fitted to known times. A guess: half as much again as
-the largest typical error of steps outside the fit, 7 to 17 % (docs/devices.md). Too low claims false precision.
-"""
-_GUESSED = 1.6
-"""The same without a fit. A guess: the efficiencies of devices with known times differ by about as much."""
+_GUESSED = 1.6  # The same without a fit. A guess: the efficiencies of devices with known times differ by about as much.
 
-_NAMED = 3
-"""Most layers that a sentence names."""
+_NAMED = 3  # most layers that a sentence names
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,9 @@ def in_words(seconds: float) -> str:
     return f"about {round(seconds / 3600)} h left"
 
 
-PATIENCE_SECONDS = 1.0
-"""Shorter work shows nothing: a line that flashes disturbs. A guess; too long looks like a hang."""
-_REDRAWN_SECONDS = 0.1
-"""Least time between redraws: some work reports progress far more often."""
-_COUNTED = 10_000
-"""Work of more parts is shown in percent: five changing digits are hard to read."""
+PATIENCE_SECONDS = 1.0  # Shorter work shows nothing: a line that flashes disturbs. A guess; too long looks like a hang.
+_REDRAWN_SECONDS = 0.1  # least time between redraws: some work reports progress far more often
+_COUNTED = 10_000  # work of more parts is shown in percent: five changing digits are hard to read
 _BAR = 16
 
 
@@ -58,8 +55,7 @@ class Activities:
         self._clock = clock
         self._begin = self._drawn = 0.0
         self._line = ("", "", 0, 0)
-        self._first, self._since = 0, 0.0
-        """Parts done, and the time, when the current kind of work was first reported."""
+        self._first, self._since = 0, 0.0  # parts done, and the time, when the current kind of work was first reported
         self._bar: Bar | None = None
         self._timer: Timer | None = None
         self._lock = RLock()  # the timer draws in its own thread

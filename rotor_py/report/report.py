@@ -25,17 +25,14 @@ from rotor_solver import Persistent, Sequence, frontier, store_all
 from rotor_solver.watching import watcher
 
 _NONE: Mapping[str, Sequence] = {}
+# Limits that are solved one by one for plans with offload. A guess: fewer make a coarser curve, more a longer wait.
 _LIMITS = 12
-"""Limits that are solved one by one for plans with offload. A guess: fewer make a coarser curve, more a longer wait."""
+# Precision of the least limit for an overhead, as a share of all limits. A guess: a coarser one wastes memory.
 _CLOSE = 0.005
-"""Precision of the least limit for an overhead, as a share of all limits. A guess: a coarser one wastes memory."""
 
 
 def sweep_of(
-    facts: ReportFacts,
-    slots: int = 500,
-    strategies: Mapping[str, Sequence] = _NONE,
-    overhead: float | None = None,
+    facts: ReportFacts, slots: int = 500, strategies: Mapping[str, Sequence] = _NONE, overhead: float | None = None
 ) -> Sweep:
     """Solve the step of `facts` for all limits, with the sequences of `strategies` as points.
 

@@ -16,10 +16,8 @@ from rotor_solver import Backward, Chain, ForwardEnable, Loss, Moment
 from rotor_solver.moving import Moves, timed_moments, transfers
 
 HEIGHT, LEFT, TOP, RIGHT = 280, 64, 20, 8
-_NARROW, _WIDE = 9, 40
-"""Preferred least and greatest width of a column, in pixels."""
-_NEAR = 1.5
-"""Limits above this multiple of the peak are not drawn: they would flatten the rest."""
+_NARROW, _WIDE = 9, 40  # preferred least and greatest width of a column, in pixels
+_NEAR = 1.5  # limits above this multiple of the peak are not drawn: they would flatten the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +129,7 @@ def _stairs(heights: list[float], ends: list[float]) -> Iterator[str]:
 
 
 ROW, LANE = 14, 14
-_CELL, _LABEL = 18, 24
-"""Pixels: largest width of a stage, and distance between stage numbers."""
+_CELL, _LABEL = 18, 24  # Pixels: largest width of a stage, and distance between stage numbers
 
 
 @dataclass(frozen=True, slots=True)

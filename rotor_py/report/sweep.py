@@ -52,10 +52,8 @@ class Sweep:
         return list(zip(ascii_uppercase, self.strategies, strict=False))
 
 
-USUAL = 0.10
-"""Default overhead in reports."""
-_LEAST_SHOWN = 0.0005
-"""Least saved share that does not read "0.0 %"."""
+USUAL = 0.10  # default overhead in reports
+_LEAST_SHOWN = 0.0005  # Least saved share that does not read "0.0 %".
 
 
 def label(operation: Operation, names: abc.Sequence[str]) -> str:
@@ -109,10 +107,8 @@ def format_share(share: float) -> str:
 # The chosen batch, and throughput (samples a second) over all batches.
 
 
-_CLOSE = 0.01
-"""Gaps below this share are not reported. A guess: too high hides a small gain."""
-Aim = Literal["max", "best"]
-""""max": the largest batch that fits. "best": the batch with the highest throughput."""
+_CLOSE = 0.01  # Gaps below this share are not reported. A guess: too high hides a small gain.
+Aim = Literal["max", "best"]  # "max": the largest batch that fits. "best": the batch with the highest throughput.
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from rotor_py.report.numbers import HEADINGS, ReportFacts, stage_rows
 from rotor_py.units import format_bytes
 from rotor_solver import Backward, Loss, Operation
 
+# Spaces, but none between a number and its unit. No-break spaces do not suffice: rich breaks at them.
 _SPACE = r"(?:(?<!\d) +|(?<=\d) +(?!(?:[kMGT]?B\b|[mµ]?s\b|%)))"
-"""Spaces, but none between a number and its unit. No-break spaces do not suffice: rich breaks at them."""
 
 
 class Prose:
@@ -35,6 +35,7 @@ class Prose:
         return Measurement(max(map(len, re.split(_SPACE, self.text.plain))), len(self.text))
 
 
+# Styles by kind of storage; adjacent words say the same.
 _STYLES = {
     "kept": "",
     "part": "cyan",
@@ -44,7 +45,6 @@ _STYLES = {
     "input": "yellow",
     "": "yellow",
 }
-"""Styles by kind of storage; adjacent words say the same."""
 
 
 def plain_table(*headings: str, left: Container[str] = (), folded: Container[str] = ()) -> Table:

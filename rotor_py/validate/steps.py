@@ -171,11 +171,10 @@ def optimizer_restored(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state.update({parameter: tree_unflatten(leaves, spec) for parameter, leaves, spec in entries})
 
 
-TIMED_STEPS = 3
-"""Steps whose median time counts: the fewest whose median survives one disturbed step."""
+TIMED_STEPS = 3  # steps whose median time counts: the fewest whose median survives one disturbed step
 
+# The callable that a step runs: the model itself, or a plan of it with the same parameters.
 Network = Callable[..., Any]
-"""The callable that a step runs: the model itself, or a plan of it with the same parameters."""
 
 
 @dataclass(slots=True)
@@ -191,15 +190,12 @@ class TrainingStep:
     loss: Callable[[Any], torch.Tensor]
     optimizer: torch.optim.Optimizer | None
     device: torch.device
-    fresh_grads: bool
-    """Whether gradients are freed between steps, instead of set to zero."""
-    steps_optimizer: bool = True
-    """Whether the optimizer steps; its state counts as memory either way."""
+    fresh_grads: bool  # whether gradients are freed between steps, instead of set to zero
+    steps_optimizer: bool = True  # whether the optimizer steps; its state counts as memory either way
     forwards: int = 1
+    # Whether some networks step in the backward: results are then parameters, since no gradients remain.
     in_backward: bool = False
-    """Whether some networks step in the backward: results are then parameters, since no gradients remain."""
-    last_loss: float = float("nan")
-    """Loss of the last step of `taken`."""
+    last_loss: float = float("nan")  # loss of the last step of `taken`
 
     @contextmanager
     def taken(self, network: Network) -> Iterator[int]:

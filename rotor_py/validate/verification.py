@@ -59,8 +59,7 @@ class Outcome:
     peak_bytes: int
     seconds: float
     results: list[torch.Tensor]
-    buffers: int
-    """Number of buffers, which come last in the results."""
+    buffers: int  # number of buffers, which come last in the results
     loss: float
 
 
@@ -90,12 +89,10 @@ class Rounded:
     """Results of a step whose plan stores stages in the low-precision format `word` (`keep=`)."""
 
     word: str
+    # Norm of the difference of all gradients, relative to that of the plain step. (Of parameters after the step if they
+    # are stepped in the backward.)
     gradient_error: float
-    """Norm of the difference of all gradients, relative to that of the plain step. (Of parameters after the step if
-    they are stepped in the backward.)
-    """
-    buffer_difference: float
-    """Largest absolute difference of a buffer, which only the forward changes."""
+    buffer_difference: float  # largest absolute difference of a buffer, which only the forward changes
 
 
 def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
