@@ -49,11 +49,8 @@ def rotor(
     """
     chosen = options or {}
     if unknown := sorted(chosen.keys() - set(_OPTIONS)):
-        raise InvalidValueError(
-            f"{unknown[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}",
-            kind="unknown_option",
-            name=unknown[0],
-        )
+        message = f"{unknown[0]!r} is no option of the backend rotor; it has {', '.join(_OPTIONS)}"
+        raise InvalidValueError(message, kind="unknown_option", name=unknown[0])
     settings = Settings(**chosen)
     if settings.mem_limit is not None:
         # Refuse an unreadable limit now; the device is known only at the first call.

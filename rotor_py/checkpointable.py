@@ -243,11 +243,8 @@ class Checkpointable(PlannedModel):
         """
         inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for an unknown argument
         if kwargs.get("backend", "inductor") != "inductor" or kwargs.get("disable"):
-            raise InvalidValueError(
-                "stages are compiled by Inductor alone; leave backend= and disable= out",
-                kind="excluded_together",
-                name="backend",
-            )
+            message = "stages are compiled by Inductor alone; leave backend= and disable= out"
+            raise InvalidValueError(message, kind="excluded_together", name="backend")
         mode, options = kwargs.get("mode"), kwargs.get("options")
         if mode is not None and options is not None:
             raise InvalidValueError(

@@ -53,17 +53,11 @@ class CheckpointConfig:
         whole_number(self.checkpoint_every_n_layers, "checkpoint_every_n_layers")
         whole_number(self.max_checkpoints, "max_checkpoints")
         if not isinstance(self.use_mixed_precision, bool):
-            raise InvalidValueError(
-                f"use_mixed_precision is {self.use_mixed_precision!r}; it has to be True or False",
-                kind="not_a_bool",
-                name="use_mixed_precision",
-            )
+            message = f"use_mixed_precision is {self.use_mixed_precision!r}; it has to be True or False"
+            raise InvalidValueError(message, kind="not_a_bool", name="use_mixed_precision")
         if self.storage_dtype not in (torch.bfloat16, torch.float16):
-            raise InvalidValueError(
-                f"storage_dtype is {self.storage_dtype!r}; it has to be torch.bfloat16 or torch.float16",
-                kind="unknown_value",
-                name="storage_dtype",
-            )
+            message = f"storage_dtype is {self.storage_dtype!r}; it has to be torch.bfloat16 or torch.float16"
+            raise InvalidValueError(message, kind="unknown_value", name="storage_dtype")
 
 
 class ActivationCheckpointer:
@@ -171,12 +165,8 @@ class ActivationCheckpointer:
         MissingCheckpointError (a ValueError) if there is no start, and RuntimeError if the start was overwritten.
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
-            raise InvalidValueError(
-                f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0",
-                kind="no_such_layer",
-                name="target_layer",
-                got=target_layer,
-            )
+            message = f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0"
+            raise InvalidValueError(message, kind="no_such_layer", name="target_layer", got=target_layer)
         start = max((kept for kept in self._store if kept <= target_layer), default=_INPUT)
         if start == _INPUT:
             if _INPUT not in self._input:

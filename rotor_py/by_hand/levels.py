@@ -65,11 +65,8 @@ class ActivationCheckpointing(nn.Module):
 def checked_level(value: object, what: str = "level") -> int:
     """`value` if it is a level; raises ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value not in LEVELS:
-        raise InvalidValueError(
-            f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)",
-            kind="unknown_level",
-            name=what,
-        )
+        message = f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)"
+        raise InvalidValueError(message, kind="unknown_level", name=what)
     return value
 
 

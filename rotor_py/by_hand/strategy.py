@@ -36,11 +36,8 @@ class ByHand:
         if self.level is not None and self.every_n_layers is not None:
             raise InvalidValueError(f"{self} are two strategies; give only one of them", kind="excluded_together")
         if self.max_checkpoints is not None and self.every_n_layers is None:
-            raise InvalidValueError(
-                f"{self} limits the checkpoints of every_n_layers, which is not given; give both or none",
-                kind="needs_option",
-                name="max_checkpoints",
-            )
+            message = f"{self} limits the checkpoints of every_n_layers, which is not given; give both or none"
+            raise InvalidValueError(message, kind="needs_option", name="max_checkpoints")
         if self.level is not None:
             checked_level(self.level)
         for name in ("every_n_layers", "max_checkpoints"):
@@ -69,14 +66,12 @@ class ByHand:
         sequence = self.algorithm(model).solve(budget.chain, _NO_LIMIT)
         peak = budget.peak_bytes(sequence)
         if mem_limit is not None and peak > mem_limit:
-            raise InfeasibleError(
+            message = (
                 f"a training step with {self} needs {exact_bytes(peak)}, of which {budget.split()}; the limit is "
                 f"{exact_bytes(mem_limit)}, so it would run out of memory. Try {limit_text(peak)}, or leave {self} out "
-                f"for the best plan, which needs {format_bytes(budget.least_bytes())} at least.",
-                min_bytes=peak,
-                mem_limit=mem_limit,
-                kind="strategy_over_limit",
+                f"for the best plan, which needs {format_bytes(budget.least_bytes())} at least."
             )
+            raise InfeasibleError(message, min_bytes=peak, mem_limit=mem_limit, kind="strategy_over_limit")
         return sequence
 
 

@@ -264,11 +264,8 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         options = dict(options or {})
         partitioner = BudgetPartitioner(self.limit, fused=True)
         if options.get("custom_partitioner_fn", partitioner) != partitioner:
-            raise InvalidValueError(
-                "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out",
-                kind="excluded_together",
-                name="custom_partitioner_fn",
-            )
+            message = "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out"
+            raise InvalidValueError(message, kind="excluded_together", name="custom_partitioner_fn")
         options = saving_inputs({**options, "custom_partitioner_fn": partitioner})
         watched = WatchedInductor(options, settings.get("dynamic"), partitioner)
         return {**settings, "backend": watched, "mode": None, "options": None}

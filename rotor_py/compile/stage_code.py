@@ -231,11 +231,8 @@ def config_of(given: Compile) -> Config | None:
     if given is False:
         return None
     if not (given is True or isinstance(given, str | Mapping)):
-        raise InvalidTypeError(
-            f"compile is {given!r}; it can be True, a mode of torch.compile, or a dict of Inductor's options",
-            kind="unknown_value",
-            name="compile",
-        )
+        message = f"compile is {given!r}; it can be True, a mode of torch.compile, or a dict of Inductor's options"
+        raise InvalidTypeError(message, kind="unknown_value", name="compile")
     from rotor_profiling.torch_compat import inductor_config  # here, since most plans do without Inductor
 
     mode = given if isinstance(given, str) else None

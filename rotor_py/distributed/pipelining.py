@@ -50,11 +50,8 @@ def _actions(schedule: Any) -> Iterator[tuple[int, str]]:
     """Yield stage index and kind (F, B, or I and W) of each computation of this rank, in order."""
     order = getattr(schedule, "pipeline_order", None)
     if not order:
-        raise InvalidValueError(
-            f"{type(schedule).__name__} has no pipeline_order, which would tell what it runs in which order",
-            kind="unknown_schedule",
-            name=type(schedule).__name__,
-        )
+        message = f"{type(schedule).__name__} has no pipeline_order, which would tell what it runs in which order"
+        raise InvalidValueError(message, kind="unknown_schedule", name=type(schedule).__name__)
     pending = [action for action in reversed(order[schedule.rank]) if action is not None]
     while pending:
         action = pending.pop()

@@ -74,9 +74,6 @@ def largest_child(module: nn.Module) -> str:
     largest = max(sizes, key=lambda name: sizes[name], default=None)
     if largest is None or 2 * sizes[largest] <= sum(p.numel() for p in module.parameters()):
         found = ", ".join(f"{name} ({size:,})" for name, size in sizes.items() if size) or "none"
-        raise UnsupportedModelError(
-            f"no child of {type(module).__name__} has more than half of its parameters ({found}); {_NAME_IT}",
-            kind="which_network",
-            name="network",
-        )
+        message = f"no child of {type(module).__name__} has more than half of its parameters ({found}); {_NAME_IT}"
+        raise UnsupportedModelError(message, kind="which_network", name="network")
     return largest

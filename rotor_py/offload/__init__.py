@@ -13,8 +13,5 @@ FILE = "file:"
 def refuse_other_names(name: str) -> None:
     """Raise ValueError unless `name` is a tier."""
     if name != "host" and not (isinstance(name, str) and name.startswith(FILE) and name != FILE):
-        raise InvalidValueError(
-            f"offload is {name!r}; it can be 'host' (for a CUDA device) or 'file:/path/of/a/folder'",
-            kind="unknown_value",
-            name="offload",
-        )
+        message = f"offload is {name!r}; it can be 'host' (for a CUDA device) or 'file:/path/of/a/folder'"
+        raise InvalidValueError(message, kind="unknown_value", name="offload")

@@ -307,11 +307,8 @@ class NamelessFile:
             with tempfile.TemporaryFile(dir=folder) as file:
                 self.descriptor = os.dup(file.fileno())
         except OSError as error:
-            raise OffloadError(
-                f"no file can be made in {folder}: {error.strerror}; name a folder that takes files",
-                kind="no_file",
-                name=str(folder),
-            ) from None
+            message = f"no file can be made in {folder}: {error.strerror}; name a folder that takes files"
+            raise OffloadError(message, kind="no_file", name=str(folder)) from None
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):

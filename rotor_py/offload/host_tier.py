@@ -52,21 +52,16 @@ class HostTier(Tier):
         # Does not pin: the first step shows the number and sizes of buffers.
         available = available_host_bytes() + self.buffers.pinned_bytes
         if nbytes > available:
-            raise OffloadError(
+            message = (
                 f"a step moves {exact_bytes(nbytes)} to the host, where {exact_bytes(available)} are available; free "
-                "memory there, raise the limit of the device so that less moves, or leave offload= out",
-                kind="host_full",
-                nbytes=nbytes,
-                available=available,
+                "memory there, raise the limit of the device so that less moves, or leave offload= out"
             )
+            raise OffloadError(message, kind="host_full", nbytes=nbytes, available=available)
 
     def move_out(self, storage: torch.UntypedStorage) -> MovedToHost:
         if storage.device.type != "cuda":
-            raise OffloadError(
-                f"only memory of CUDA devices goes to the host, and this is on {storage.device}",
-                kind="other_device",
-                name=str(storage.device),
-            )
+            message = f"only memory of CUDA devices goes to the host, and this is on {storage.device}"
+            raise OffloadError(message, kind="other_device", name=str(storage.device))
         self.moved_bytes += storage.nbytes()
         return MovedToHost(self, storage)
 

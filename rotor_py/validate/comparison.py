@@ -358,14 +358,12 @@ def best_level(
             return LevelChoice(level, limit, chosen, optimal, tuple(peaks.values()))
     lowest = min(peaks, key=peaks.__getitem__)
     least = peaks[lowest]
-    raise InfeasibleError(
+    message = (
         f"no level fits: the least, level {lowest}, needs {exact_bytes(least)} for a step; the limit is "
         f"{exact_bytes(limit)}. The optimal plan needs {format_bytes(planned.budget.least_bytes())} at least: leave "
-        "the level out.",
-        min_bytes=least,
-        mem_limit=limit,
-        kind="no_level_fits",
+        "the level out."
     )
+    raise InfeasibleError(message, min_bytes=least, mem_limit=limit, kind="no_level_fits")
 
 
 def _measure_cost(planned: Checkpointable, sequence: Sequence, step: TrainingStep) -> StepCost:
