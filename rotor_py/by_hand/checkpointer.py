@@ -249,12 +249,10 @@ class _KeptOutputs(ActivationStore):
     def refuse_overwritten(self, index: int) -> None:
         if self._versions_now(index) != self._versions[index]:
             what = "the network's input" if index == _INPUT else f"the kept output of layer {index}"
-            raise InvalidStateError(
-                f"{what} was overwritten after it was kept; use layer {index + 1} without inplace=True, or give a "
-                "clone",
-                kind="kept_overwritten",
-                layer=index,
+            message = (
+                f"use layer {index + 1} without inplace=True, or give a clone: {what} was overwritten after it was kept"
             )
+            raise InvalidStateError(message, kind="kept_overwritten", layer=index)
 
     def _versions_now(self, index: int) -> list[int]:
         return [tensor._version for tensor in self.held_tensors(index)]
@@ -298,11 +296,11 @@ class Checkpoint:
 
     def _refuse_overwritten(self) -> None:
         if [tensor._version for tensor in tensors_in(self.input)] != self._versions:
-            raise InvalidStateError(
-                "the input of the segment was overwritten after the checkpoint was made, so its output cannot be "
-                "computed again; use the first layer of the segment without inplace=True, or give a clone",
-                kind="kept_overwritten",
+            message = (
+                "use the segment's first layer without inplace=True, or give a clone: the input of the segment was "
+                "overwritten after the checkpoint was made, so its output cannot be recomputed"
             )
+            raise InvalidStateError(message, kind="kept_overwritten")
 
 
 class CheckpointedNetwork(nn.Module):

@@ -252,12 +252,9 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
                 # Seen once: in a later run without a graph, tensors may have lost the flag.
                 self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
             if len(self._codes) == MOST_SHAPES:
-                _log.warning(
-                    "%s has been compiled for %d shapes, and runs as it is for another one",
-                    self._name,
-                    MOST_SHAPES,
-                    extra=record_fields("too_many_shapes", name=self._name, shapes=MOST_SHAPES),
-                )
+                said = "%s has been compiled for %d shapes, and runs as it is for another one"
+                fields = record_fields("too_many_shapes", name=self._name, shapes=MOST_SHAPES)
+                _log.warning(said, self._name, MOST_SHAPES, extra=fields)
             self._codes[shapes] = {} if len(self._codes) < MOST_SHAPES else dict.fromkeys((None, *self._ways))
         codes = self._codes[shapes]
         if way not in codes:

@@ -240,11 +240,8 @@ def guard_sizes(inputs: list[fx.Node]) -> None:
                 continue
             environment: ShapeEnv = size.node.shape_env
             if any(map(environment.is_unbacked_symint, free_symbols(size))):
-                _log.warning(
-                    "a graph's sizes depend on data (%s); its memory budget is kept for a size of %d",
-                    size.node.expr,
-                    UNKNOWN_SIZE,
-                    extra=record_fields("size_depends_on_data", name=str(size.node.expr), assumed=UNKNOWN_SIZE),
-                )
+                said = "a graph's sizes depend on data (%s); its memory budget is kept for a size of %d"
+                fields = record_fields("size_depends_on_data", name=str(size.node.expr), assumed=UNKNOWN_SIZE)
+                _log.warning(said, size.node.expr, UNKNOWN_SIZE, extra=fields)
             elif isinstance(size.node.expr, sympy.Symbol):
                 bool(size <= known(size))  # a guard: Dynamo checks it before it uses the code compiled here

@@ -166,16 +166,10 @@ class WatchedGraph:
     def _account_for(self, peak: int, device: torch.device) -> None:
         limit = limit_bytes(self._partitioner.limit, device)
         self._watch = None
-        said = (
-            f"Inductor's code of a graph takes {exact_bytes(peak)} in a training step, and its memory budget is "
-            f"{exact_bytes(limit)}"
-        )
+        sizes = exact_bytes(peak), exact_bytes(limit)
         if peak > limit and self._first is None:
-            _log.info(
-                "%s: it is compiled again to take less",
-                said,
-                extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit),
-            )
+            said = "a graph is compiled again to take less: Inductor's code takes %s a step, its memory budget is %s"
+            _log.info(said, *sizes, extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit))
             # The bytes missing beyond the partition's own peak. That is unknown if torch had the graphs in its cache:
             # then the limit counts.
             weight = self._partitioner.weight
@@ -188,11 +182,11 @@ class WatchedGraph:
             if self._first[0] <= peak:
                 peak, self._call = self._first
             _log.warning(
-                "%s, also compiled to take less: take a budget of %s or more, or a smaller batch",
-                said,
-                limit_text(peak),
+                "take a budget of %s or more, or a smaller batch: Inductor's code of a graph takes %s a step, also "
+                "compiled to take less, and its memory budget is %s",
+                limit_text(peak), *sizes,
                 extra=record_fields("graph_over_budget", peak_bytes=peak, mem_limit=limit),
-            )
+            )  # fmt: skip
         self._compile = self._first = None  # they hold code and graphs
 
 
@@ -284,12 +278,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         found = lookup_backend(backend) if isinstance(backend, str) else backend
         if isinstance(found, AotAutograd):
             return AotAutograd(**{**found.kwargs, "partition_fn": partition})
-        raise InvalidValueError(
-            f"backend {backend!r} cannot keep a memory budget: it does not partition graphs by AOTAutograd; use "
-            "inductor, aot_eager or a backend made by torch._dynamo.backends.common.aot_autograd",
-            kind="unsupported_backend",
-            name=str(backend),
+        message = (
+            "use the backend inductor, aot_eager or one of torch._dynamo.backends.common.aot_autograd: a memory budget "
+            f"needs a backend that partitions graphs by AOTAutograd, and {backend!r} does not"
         )
+        raise InvalidValueError(message, kind="unsupported_backend", name=str(backend))
 
 
 _current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)

@@ -112,12 +112,11 @@ class BudgetPartitioner(_Partitioner):
             fitting = [each for each in found if each.weight.peak <= room]
             least = found[0].weight.peak
             if not fitting and not self.reserve and least > (_UNCERTAIN if self.estimated else 1) * room:
-                raise InfeasibleError(
-                    f"the memory budget is {exact_bytes(limit)}, and a training step of this graph needs at least "
-                    f"{exact_bytes(least)}; take a budget of {limit_text(least)} or more, or a smaller batch",
-                    min_bytes=least,
-                    mem_limit=limit,
+                message = (
+                    f"take a budget of {limit_text(least)} or more, or a smaller batch: the memory budget is "
+                    f"{exact_bytes(limit)}, and a training step of this graph needs {exact_bytes(least)} at least"
                 )
+                raise InfeasibleError(message, min_bytes=least, mem_limit=limit)
             best = fitting[-1] if fitting else found[0]
         self._last.update(chosen=[best.weight], candidates=[each.weight for each in found])
         self._log(best.weight, limit)
@@ -126,9 +125,7 @@ class BudgetPartitioner(_Partitioner):
     def _log(self, weight: Weight, limit: int) -> None:
         _log.info(
             "a graph's training step takes %s of its budget of %s: %s are saved, %.1f %% of its time is recomputed",
-            format_bytes(weight.peak),
-            format_bytes(limit),
-            format_bytes(weight.saved),
+            *map(format_bytes, (weight.peak, limit, weight.saved)),
             100 * weight.replayed_seconds / max(weight.seconds, 1e-12),
             extra=record_fields("partitioned", peak_bytes=weight.peak, mem_limit=limit),
         )
@@ -137,13 +134,11 @@ class BudgetPartitioner(_Partitioner):
         together = sum(each.peak for each in self.chosen.values())
         if len(self.chosen) > 1 and together > limit:
             _log.warning(
-                "the model is compiled as %d graphs; each stays within its memory budget of %s, but one is held while "
-                "another runs, and together they may take up to %s; take out the graph breaks, or a smaller budget",
-                graphs := len(self.chosen),
-                format_bytes(limit),
-                format_bytes(together),
+                "take out the graph breaks, or a smaller budget: the model is compiled as %d graphs, each within its "
+                "memory budget of %s, but one is held while another runs, and all together may take %s",
+                graphs := len(self.chosen), format_bytes(limit), format_bytes(together),
                 extra=record_fields("graphs_over_budget", graphs=graphs, peak_bytes=together, mem_limit=limit),
-            )
+            )  # fmt: skip
 
     def uuid(self) -> Any:
         limit: object = self.limit

@@ -246,12 +246,11 @@ def config_of(given: Compile) -> Config | None:
     if "triton.cudagraphs" not in found and inductor_config.triton.cudagraphs:
         what = "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)"
     if found.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
-        raise InvalidValueError(
-            f"{what} records CUDA graphs, which keep their memory for good, while a plan frees it and uses it again; "
-            'take the mode "max-autotune-no-cudagraphs", or the default',
-            kind="cuda_graphs",
-            name=what,
+        message = (
+            'take the mode "max-autotune-no-cudagraphs", or the default: '
+            f"{what} records CUDA graphs, which keep for good the memory that a plan reuses"
         )
+        raise InvalidValueError(message, kind="cuda_graphs", name=what)
     return tuple(sorted(found.items()))
 
 

@@ -116,11 +116,8 @@ class FirstTrainingStep:
             said = f"it called {name}, and ended without a call of backward() that reached it"
             raise NoTrainingStepError(said, kind="no_backward", name=name)
         else:
-            raise NoTrainingStepError(
-                "it ended without a call of backward(): no model with parameters to train was called in training mode "
-                "with gradients on",
-                kind="no_training_call",
-            )
+            said = "it called no model with trainable parameters in training mode with gradients on, and no backward()"
+            raise NoTrainingStepError(said, kind="no_training_call")
 
     def take_away(self) -> None:
         """Restore the plain model."""
@@ -160,12 +157,9 @@ class FirstTrainingStep:
     def _plan(self, module: nn.Module, sample: ForwardArguments, size: int) -> FollowedModel | None:
         """Plan this model and no other from now on; None if it cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
-            raise UnsupportedModelError(
-                f"{type(module).__name__}, or a part of it, is planned already; its own report is "
-                "print(model.report()), after a step",
-                kind="planned_already",
-                name=type(module).__name__,
-            )
+            name = type(module).__name__
+            message = f"print(model.report()) after a step: {name}, or a part of it, is planned already"
+            raise UnsupportedModelError(message, kind="planned_already", name=name)
         optimizer = optimizer_of(module)
         try:
             network = Checkpointable(module, mem_limit=self._mem_limit, optimizer=optimizer, **self._settings)

@@ -54,12 +54,11 @@ class MemoryLimit(Callback):
     ) -> None:
         """Raise UnsupportedModelError if the first step has not called the planned network: it would save nothing."""
         if not self._models.called:
-            raise UnsupportedModelError(
-                f"training_step of {type(pl_module).__name__} does not call its {self._planned_name or 'forward'}, the "
-                f"planned network; {_NAME_IT}",
-                kind="network_not_called",
-                name=self._planned_name or "forward",
+            name = self._planned_name or "forward"
+            message = (
+                f"{_NAME_IT}: training_step of {type(pl_module).__name__} does not call {name}, the planned network"
             )
+            raise UnsupportedModelError(message, kind="network_not_called", name=name)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._models.take_away()

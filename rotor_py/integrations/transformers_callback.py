@@ -41,12 +41,11 @@ class MemoryLimit(TrainerCallback):
     ) -> None:
         """Plan the prepared model, not the one that `model_init` made before."""
         if args.n_gpu > 1:
-            raise UnsupportedModelError(
-                f"a plan is for one device, and nn.DataParallel trains the model on {args.n_gpu}; start a process for "
-                "each (torchrun), or show one of them (CUDA_VISIBLE_DEVICES=0)",
-                kind="several_devices",
-                devices=args.n_gpu,
+            message = (
+                "start a process for each device (torchrun), or show one of them (CUDA_VISIBLE_DEVICES=0): a plan is "
+                f"for one device, and nn.DataParallel trains the model on {args.n_gpu}"
             )
+            raise UnsupportedModelError(message, kind="several_devices", devices=args.n_gpu)
         self.planned = self._models.plan(kwargs["model"])
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

@@ -59,18 +59,14 @@ class FileTier(Tier):
 
     def move_out(self, storage: torch.UntypedStorage) -> MovedToFile:
         if storage.device.type != "cpu":
-            raise OffloadError(
-                f"only memory of the CPU goes to a file, and this is on {storage.device}; use offload='host' there",
-                kind="other_device",
-                name=str(storage.device),
-            )
+            message = f"use offload='host' on {storage.device}: only memory of the CPU goes to a file"
+            raise OffloadError(message, kind="other_device", name=str(storage.device))
         self._file.refuse_stopped()
         if os.getpid() != self._process:  # after a fork, two processes would write to the same ranges
-            raise OffloadError(
-                "this process was forked from the one that opened the file of moved activations; wrap the model in "
-                "Checkpointable in the process that trains it",
-                kind="forked",
+            message = (
+                "make the Checkpointable in the process that trains: this one was forked after its file was opened"
             )
+            raise OffloadError(message, kind="forked")
         extent = self._take(storage.nbytes())
         self.moved_bytes += storage.nbytes()
         return MovedToFile(self, self._file, extent, storage)
@@ -342,21 +338,19 @@ class NamelessFile:
             except OSError as error:
                 raise self._failed(f"{exact_bytes(len(data))} cannot be {done_to}", error) from error
             if not copied:
-                raise OffloadError(
-                    f"the file of moved activations in {self.folder} ends at byte {start + done}, and {len(data)} "
-                    f"bytes were written from byte {start} on: another program has cut it; run the step again",
-                    kind="file_cut_short",
-                    name=str(self.folder),
+                message = (
+                    "run the step again: another program has cut the file of moved activations in "
+                    f"{self.folder} at byte {start + done}, and {len(data)} bytes were written from byte {start} on"
                 )
+                raise OffloadError(message, kind="file_cut_short", name=str(self.folder))
             done += copied
 
     def refuse_stopped(self) -> None:
         if self.stopped:
-            raise OffloadError(
-                f"the file of moved activations in {self.folder} is closed and its content lost; run the forward again",
-                kind="file_closed",
-                name=str(self.folder),
+            message = (
+                f"run the forward again: the file of moved activations in {self.folder} is closed, its content lost"
             )
+            raise OffloadError(message, kind="file_closed", name=str(self.folder))
 
     def _failed(self, what: str, error: OSError) -> OffloadError:
         # Ask the file, since its folder may have been removed.

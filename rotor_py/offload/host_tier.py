@@ -35,12 +35,10 @@ _WASTE = 2
 class HostTier(Tier):
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise OffloadError(
-                "offload='host' moves activations from a CUDA device to the host, and there is no such device here; "
-                "use offload='file:/path' for a model on the CPU",
-                kind="no_cuda",
-                name="host",
+            message = (
+                "use offload='file:/path' for a model on the CPU: offload='host' needs a CUDA device, and here is none"
             )
+            raise OffloadError(message, kind="no_cuda", name="host")
         self.buffers = PinnedBuffers()
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
@@ -214,9 +212,8 @@ class PinnedBuffers:
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            raise OffloadError(
-                f"the host cannot pin {exact_bytes(size)} beside the {exact_bytes(self.taken_bytes)} that moved "
-                "activations take already; raise the memory limit, or leave offload= out",
-                kind="cannot_pin",
-                nbytes=size,
-            ) from error
+            message = (
+                f"raise the memory limit, or leave offload= out: the host cannot pin {exact_bytes(size)} beside the "
+                f"{exact_bytes(self.taken_bytes)} of activations already moved"
+            )
+            raise OffloadError(message, kind="cannot_pin", nbytes=size) from error

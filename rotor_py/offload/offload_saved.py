@@ -156,12 +156,11 @@ class SavedStorage:
         """The memory as a flat tensor. RuntimeError if it was modified since, OffloadError if it did not come back."""
         self._note_writes()
         if self._overwritten:
-            raise InvalidStateError(
-                f"memory of {self.nbytes} bytes that is needed for the backward has been modified by an in-place "
-                "operation since the forward; change it after the backward",
-                kind="saved_tensor_changed",
-                nbytes=self.nbytes,
+            message = (
+                "change tensors in place after the backward: an in-place operation has modified "
+                f"{self.nbytes} bytes of memory that the backward needs"
             )
+            raise InvalidStateError(message, kind="saved_tensor_changed", nbytes=self.nbytes)
         if self._memory is None:
             assert self._moved is not None
             storage = self._moved.storage()

@@ -82,10 +82,7 @@ def checked_name(name: str) -> str:
 def opened(name: str) -> Tier:
     if (found := prediction()) is not None:
         if name != "host":
-            raise OffloadError(
-                f"how fast a file is, is measured beside the device, and {found.name} is not here; use offload='host'",
-                kind="device_elsewhere",
-                name=found.name,
-            )
+            message = f"use offload='host': a file's speed is measured beside the device, and {found.name} is not here"
+            raise OffloadError(message, kind="device_elsewhere", name=found.name)
         return Tier()
     return HostTier() if name == "host" else FileTier(name.removeprefix(FILE))
