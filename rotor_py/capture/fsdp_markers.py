@@ -69,8 +69,7 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 _OLDEST = (2, 11)
 
 Table = dict[str, nn.Parameter | None]
-Place = tuple[Table, str]
-"""A module's table of parameters, and a name in it."""
+Place = tuple[Table, str]  # a module's table of parameters, and a name in it
 
 
 class FSDPMarks:

@@ -35,8 +35,7 @@ from rotor_profiling.torch_compat import BatchNorm
 from rotor_profiling.torch_compat import is_fake_tensor as is_fake
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
-Answers = tuple[bool, ...]
-"""The assumed answers of a graph's questions, in the order asked."""
+Answers = tuple[bool, ...]  # the assumed answers of a graph's questions, in the order asked
 
 
 class OtherAnswerError(Exception):
@@ -70,8 +69,8 @@ class _Now:
     asking: Asking | None = None
 
 
+# The current questions. Traced code sets them, so each forward sees its own in any thread.
 NOW = _Now()
-"""The current questions. Traced code sets them, so each forward sees its own in any thread."""
 
 
 def holds(condition: torch.Tensor) -> bool:
@@ -138,8 +137,8 @@ def _is_about_the_batch(node: fx.Node) -> bool:
     return False
 
 
+# The owner of the function, a module or a class; its name there; its replacement.
 Replaced = tuple[Any, str, Callable[..., Any]]
-"""The owner of the function, a module or a class; its name there; its replacement."""
 
 
 class _Replacement:
@@ -262,5 +261,4 @@ def _replaced() -> list[Replaced]:
     return [*found, *((masks, name, _asking(getattr(masks, name), _ASKING[name])) for name in names)]
 
 
-functions_replaced = _Replacement()
-"""Context in which traced code calls the replacements."""
+functions_replaced = _Replacement()  # context in which traced code calls the replacements

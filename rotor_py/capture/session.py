@@ -43,11 +43,9 @@ RunStages = Callable[[Cut, Any], Any]
 # one, anything may have: the model's code, and other graphs. That forward goes on unplanned. The state before all later
 # forwards of this model is copied, since models that branch on data do so often; copying takes time and memory.
 
-_branching: WeakSet[nn.Module] = WeakSet()
-"""Models that have come to another graph after a graph break."""
+_branching: WeakSet[nn.Module] = WeakSet()  # models that have come to another graph after a graph break
 
-_uncaptured: WeakSet[nn.Module] = WeakSet()
-"""Models of which a forward had no graph at all, which was said."""
+_uncaptured: WeakSet[nn.Module] = WeakSet()  # models of which a forward had no graph at all, which was said
 
 
 class _Beginning:
@@ -76,10 +74,10 @@ class CaptureSession:
         self.model = model
         self._granularity = granularity
         self._forward = CapturedForward(model, granularity)
+        # For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they differ.
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
-        """For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they differ."""
+        # The data's answers that the plan is for; None without a plan, or one without a graph.
         self.answers: Answers | None = None
-        """The data's answers that the plan is for; None without a plan, or one without a graph."""
         self._main: CapturedGraph | None = None
         # Stages of the main graph, and of the same graph for other input shapes.
         self._planned: dict[CapturedGraph, Cut] = {}

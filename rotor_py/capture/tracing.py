@@ -38,8 +38,7 @@ from rotor_profiling.torch_compat import dynamo_builder as builder
 from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
-Settings = list[tuple[Any, Mapping[str, Any]]]
-"""Modules and classes of torch, each with values for attributes of it."""
+Settings = list[tuple[Any, Mapping[str, Any]]]  # modules and classes of torch, each with values for attributes of it
 
 
 @contextmanager
@@ -56,10 +55,9 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+# Most graphs of one model. TorchDynamo's own limit is 8, after which it runs the model uncaptured, without a plan. A
+# guess: a model may ask about the length of its input, and a data set has dozens of lengths.
 MOST_GRAPHS = 64
-"""Most graphs of one model. TorchDynamo's own limit is 8, after which it runs the model uncaptured, without a plan. A
-guess: a model may ask about the length of its input, and a data set has dozens of lengths.
-"""
 # Dimensions of a batch of images: number, channels, height and width.
 _IMAGE = 4
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")

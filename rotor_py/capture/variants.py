@@ -183,21 +183,19 @@ def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulat
     return whole, whole.after[sequence.index(Loss()) - 1] + carried
 
 
+# Least predicted gain for compiling a second partition where the first one fits. A guess: it costs as much waiting.
 _WORTH_COMPILING = 0.03
-"""Least predicted gain for compiling a second partition where the first one fits. A guess: it costs as much waiting."""
+# Share of the memory left by the first partition that the second may take: it is fused differently. A guess; with all
+# of it, a Llama came out 1 % over its limit.
 _CAUTION = 0.75
-"""Share of the memory left by the first partition that the second may take: it is fused differently. A guess; with all
-of it, a Llama came out 1 % over its limit.
-"""
 
+# Timings of each variant in a comparison. A guess: fewer let noise decide.
 _TURNS = 4
-"""Timings of each variant in a comparison. A guess: fewer let noise decide."""
+# Further timings before one is rejected, after a disturbance of the machine may have passed. A guess, as above.
 _MORE_TURNS = 8
-"""Further timings before one is rejected, after a disturbance of the machine may have passed. A guess, as above."""
+# How much slower compiled code has to be for the plain graph to win. Times are known no better; a closer choice would
+# change a user's last digits from one day to the next.
 _CLEARLY_SLOWER = 0.02
-"""How much slower compiled code has to be for the plain graph to win. Times are known no better; a
-closer choice would change a user's last digits from one day to the next.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +226,8 @@ class CompileBudget:
         return whole_partitioner(limit, self.budget.chain)
 
 
+# The room that a step leaves, from its plain measurement and the graph's inputs.
 CompileBudgetOf = Callable[[Measurement, Any], CompileBudget]
-"""The room that a step leaves, from its plain measurement and the graph's inputs."""
 
 
 def compiled_whole(
@@ -299,11 +297,10 @@ def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
 Agree = Callable[[Sequence[int]], list[int]]
 Stages = Sequence[CompiledStage | None]
 
+# How much faster a compiled stage has to be, relative to its plain time, to count as faster. A guess, about the error
+# of single stages' times: with less, a plan picks stages that seemed faster by chance, and promises time that is not
+# there.
 _CLEARLY_FASTER = 0.05
-"""How much faster a compiled stage has to be, relative to its plain time, to count as faster. A guess, about the error
-of single stages' times: with less, a plan picks stages that seemed faster by chance, and promises time that is not
-there.
-"""
 
 
 def with_ways(stages: Stages, compiler: StageCompiler) -> list[CompiledStage | None]:

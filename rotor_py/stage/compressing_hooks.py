@@ -39,13 +39,10 @@ class KeptStorage:
 
     def __init__(self, tensor: torch.Tensor, need: Need = Need.NUMBERS) -> None:
         self.kept: Saved = SavedAsItIs(tensor)
-        self.need = need
-        """strictest need of its known readers"""
-        self.undecided: set[int] = set()
-        """sequence numbers of further nodes that saved it and may need its numbers"""
+        self.need = need  # strictest need of its known readers
+        self.undecided: set[int] = set()  # sequence numbers of further nodes that saved it and may need its numbers
         self.dtype = tensor.dtype
-        self._writes = tensor.detach()
-        """empty tensor that shares the version counter of the saved one"""
+        self._writes = tensor.detach()  # empty tensor that shares the version counter of the saved one
         self._writes.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._given: StorageWeakRef | None = None
 
@@ -138,8 +135,8 @@ class SavedView:
 #     So after packing, the rest may be offloaded.
 
 
+# Minimum bytes of a storage, one page. Smaller ones are saved unchanged: a call would cost more than it spares.
 LEAST_BYTES = 4096
-"""Minimum bytes of a storage, one page. Smaller ones are saved unchanged: a call would cost more than it spares."""
 
 
 class Form(Protocol):
@@ -180,8 +177,7 @@ class Keeping:
         # Weak: entries go when autograd releases them.
         self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
         self._fresh: list[ref[KeptStorage]] = []
-        self._node = -1
-        """sequence number of the node that saved the fresh tensors"""
+        self._node = -1  # sequence number of the node that saved the fresh tensors
         self._handing_over = innermost_run.get()
         self._around: Keeping | None = None
         self._hooks: Any = None
@@ -316,8 +312,8 @@ class Keeping:
         return around.form.keep(memory) or around._kept_around(memory)
 
 
+# The innermost active `Keeping`; None if tensors are saved unchanged.
 innermost_keeping: ContextVar[Keeping | None] = ContextVar("rotor_py.innermost_keeping", default=None)
-"""The innermost active `Keeping`; None if tensors are saved unchanged."""
 
 
 def owned_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:

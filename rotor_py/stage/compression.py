@@ -38,13 +38,11 @@ class Converted:
 # device.
 
 
+# byte i times byte 7 - i of this, 2**i, adds up in the highest byte; no sum carries into another byte
 _GATHER = 0x0102040810204080
-"""byte i times byte 7 - i of this, 2**i, adds up in the highest byte; no sum carries into another byte"""
 _COPIES = 0x0101010101010101
-_ONE_OF_EACH = 0x8040201008040201 - 2**64
-"""bit i of byte i, as a signed integer"""
-_CARRY = 0x7F7F7F7F7F7F7F7F
-"""added to a byte, sets its highest bit if the byte is not 0"""
+_ONE_OF_EACH = 0x8040201008040201 - 2**64  # bit i of byte i, as a signed integer
+_CARRY = 0x7F7F7F7F7F7F7F7F  # added to a byte, sets its highest bit if the byte is not 0
 
 
 def packed_bits(values: torch.Tensor) -> torch.Tensor:
@@ -71,12 +69,12 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
     return values
 
 
+# Inexact forms decline saved tensors this much smaller than the input: per-row statistics, such as a mean or a
+# logsumexp, from which a whole row is computed. Rows are usually longer: the smallest attention heads have 32 numbers.
 _STATISTICS = 16
-"""Inexact forms decline saved tensors this much smaller than the input: per-row statistics, such as a mean or a
-logsumexp, from which a whole row is computed. Rows are usually longer: the smallest attention heads have 32 numbers."""
+# Minimum share of the saved bytes that a form must spare to be worth measuring. In a stage stored in part, the share
+# may be several times larger.
 _LEAST_SHARE = 0.02
-"""Minimum share of the saved bytes that a form must spare to be worth measuring. In a stage stored in part, the share
-may be several times larger."""
 
 
 class SmallerKept(Saved, Protocol):
@@ -149,10 +147,8 @@ class _Tried:
     """A form that keeps nothing and records the bytes of another form."""
 
     def __init__(self, form: Packed) -> None:
-        self.storages: dict[int, tuple[int, int]] = {}
-        """address: (bytes unchanged, bytes in the other form)"""
-        self.memory: list[torch.Tensor] = []
-        """held, so that no address is reused"""
+        self.storages: dict[int, tuple[int, int]] = {}  # address: (bytes unchanged, bytes in the other form)
+        self.memory: list[torch.Tensor] = []  # held, so that no address is reused
         self._form = form
 
     def keep(self, memory: torch.Tensor) -> None:
@@ -177,25 +173,22 @@ class _Tried:
 # dropout and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows needs them.
 
 
+# From the narrowest; of two equally wide, the faster conversion first.
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
-"""From the narrowest; of two equally wide, the faster conversion first."""
+# Headroom for larger indices before the next type is needed. Max pooling need not select the last elements of a plane,
+# but selects some in its last rows: in the last fifth, for all planes that need more than a byte.
 _MARGIN = 1.25
-"""Headroom for larger indices before the next type is needed. Max pooling need not select the last elements of a plane,
-but selects some in its last rows: in the last fifth, for all planes that need more than a byte."""
-_SAMPLE = 1024
-"""Elements checked before the whole tensor: they rule out nearly all tensors that are no masks."""
+_SAMPLE = 1024  # elements checked before the whole tensor: they rule out nearly all tensors that are no masks
+# Integer types by bytes, for bitwise comparison: -0.0 equals 0.0, and NaN does not equal itself.
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by bytes, for bitwise comparison: -0.0 equals 0.0, and NaN does not equal itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Keep booleans, masks and signs as bits, and integers in the narrowest type that holds them."""
 
-    name: str = "packed"
-    """Name in plans and reports."""
-    exact: bool = True
-    """Whether restored tensors have the same bits."""
+    name: str = "packed"  # name in plans and reports
+    exact: bool = True  # whether restored tensors have the same bits
 
     def keep(self, memory: torch.Tensor) -> SmallerKept | None:
         if memory.dtype == torch.bool:
@@ -298,10 +291,8 @@ def _number(bits: int, dtype: torch.dtype) -> float:
 # A tensor that has or would get a non-finite number is saved unchanged.
 
 
-BLOCK = 128
-"""Numbers per scale: rows of activations are multiples of it, and the scales add 3 % to the rounded bytes."""
-_CHUNK = 2**20
-"""Numbers rounded at once, to bound the temporary memory."""
+BLOCK = 128  # numbers per scale: rows of activations are multiples of it, and the scales add 3 % to the rounded bytes
+_CHUNK = 2**20  # numbers rounded at once, to bound the temporary memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +313,8 @@ class FewerBits(Packed):
 
 
 _WORDS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+# By the words that users pass.
 FEWER_BITS = {word: FewerBits(f"in {word}", dtype=dtype) for word, dtype in _WORDS.items()}
-"""By the words that users pass."""
 
 
 @dataclass(frozen=True, slots=True)

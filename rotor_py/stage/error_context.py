@@ -15,8 +15,8 @@ import torch
 from rotor_profiling.storage import tensors_in
 from rotor_py.errors import record_fields
 
+# The CPU allocator raises a plain RuntimeError, recognizable only by its text.
 _CPU = "DefaultCPUAllocator: can't allocate memory"
-"""The CPU allocator raises a plain RuntimeError, recognizable only by its text."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -39,12 +39,10 @@ BACKWARD = "backward"
 
 _log = logging.getLogger("rotor_py")
 
+# Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and whether it begins or ends. The
+# backward of a stage in the caller's graph begins when its gradient arrives. Its end is not reported, since the engine
+# has no callback for it.
 Watcher = Callable[[str, str, bool], None]
-"""Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and whether it begins or ends.
-
-The backward of a stage in the caller's graph begins when its gradient arrives. Its end is not reported, since the
-engine has no callback for it.
-"""
 
 watchers: list[Watcher] = []
 

@@ -106,8 +106,7 @@ class World:
         return context.run(function, *args)
 
 
-_OWN = "rotor_"
-"""Beginning of the names of this project's context variables, and of its modules."""
+_OWN = "rotor_"  # beginning of the names of this project's context variables, and of its modules
 
 
 def _users_variables() -> dict[ContextVar[Any], Any]:
@@ -169,14 +168,14 @@ class Seen:
         self._name = name
         self._modules = modules_of(module)
         self._modes = [each.training for each in self._modules]
+        # of each module, its attributes now, and the tables that had entries
         self._tables: list[tuple[Table, dict[str, Table]]] = [
             (own, {key: dict(table) for key in _TABLES if (table := own.get(key))}) for own in map(vars, self._modules)
         ]
-        """of each module, its attributes now, and the tables that had entries"""
+        # whether any module has a hook
         self.hooked = any("hooks" in key for _, before in self._tables for key in before)
-        """whether any module has a hook"""
+        # `id` of each parameter that was trained
         self.trained = frozenset(id(each) for each in self._tensors(_PARAMETERS) if each.requires_grad)
-        """`id` of each parameter that was trained"""
         self._code: list[tuple[type, object]] = []
         self._marks: list[tuple[torch.Tensor, Any]] = []
 
@@ -232,8 +231,7 @@ def _is_theirs(forward: object) -> bool:
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)
-_Sample = ctypes.c_char * 16
-"""Bytes read at the beginning and at the end of a parameter."""
+_Sample = ctypes.c_char * 16  # bytes read at the beginning and at the end of a parameter
 
 
 def _mark(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -118,20 +118,20 @@ class WrittenStatistics(TorchDispatchMode):
 # derived class may read its statistics, so types must be equal.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+# Per batch norm, the statistics that its recomputations update.
 _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
-"""Per batch norm, the statistics that its recomputations update."""
 
+# Per stage, the indices of the buffers that its forward changes.
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-"""Per stage, the indices of the buffers that its forward changes."""
 
+# Per stage without hooks, the places outside of it that its code names.
 _places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
-"""Per stage without hooks, the places outside of it that its code names."""
 
+# Stages of which the user was told that they write to objects of others.
 _told_of: WeakSet[Callable[..., Any]] = WeakSet()
-"""Stages of which the user was told that they write to objects of others."""
 
+# Per stage, the indices of the buffers that other stages change, perhaps before its recomputation.
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-"""Per stage, the indices of the buffers that other stages change, perhaps before its recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,10 @@ class Surroundings:
     buffers: tuple[tuple[Slot, torch.Tensor], ...]
     decisions: Decisions = ()
     drawn: Drawn = ()
-    changes: Callable[[], Sequence[Change]] = tuple
-    """Returns the attributes that differ now, with their former values."""
+    changes: Callable[[], Sequence[Change]] = tuple  # returns the attributes that differ now, with their former values
     world: World | None = None
-    seen: Seen | None = None
-    """What the modules of a stage were; None if there was no run, or the stage is no module."""
-    named: NamedState | None = None
-    """What is outside of the stage, and its code names."""
+    seen: Seen | None = None  # what the modules of a stage were; None if there was no run, or the stage is no module
+    named: NamedState | None = None  # what is outside of the stage, and its code names
 
     @contextmanager
     def restored(self, function: Callable[..., Any], *, graph: bool, alike: bool = False) -> Iterator[None]:

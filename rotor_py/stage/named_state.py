@@ -21,10 +21,10 @@ from rotor_profiling.attributes import CONTAINERS, Contents, as_it_was, contents
 from rotor_profiling.stage.stage_signature import HasKind
 
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+# Objects looked at, at most. A guess: a large model has some ten thousand. Fewer overlook some.
 _MOST = 100_000
-"""Objects looked at, at most. A guess: a large model has some ten thousand. Fewer overlook some."""
+# Longer containers are not looked into. A guess: hooks append less in a step, and longer ones are data.
 _LONGEST = 10_000
-"""Longer containers are not looked into. A guess: hooks append less in a step, and longer ones are data."""
 _FLAGS = (bool, int, float, str, type(None))
 _MISSING = object()
 _TABLES = frozenset(vars(nn.Module()))

@@ -46,10 +46,9 @@ class Call:
         return made if self.wanted is None else made.detach()
 
 
+# Called with the numbers of the values that a call is about to read; brings some into memory.
 Reading = Callable[[Collection[int]], None]
-"""Called with the numbers of the values that a call is about to read; brings some into memory."""
-Around = Callable[[], AbstractContextManager[Reading | None]]
-"""Makes the context around a recomputation."""
+Around = Callable[[], AbstractContextManager[Reading | None]]  # makes the context around a recomputation
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +79,10 @@ class PartialSaving:
         self.autocast = autocast_now(devices)
         # Weak: once autograd has released all parts of a value, it is not needed.
         self.dropped: WeakValueDictionary[int, _Dropped] = WeakValueDictionary()
-        self._kept: dict[int, Callable[[], Any]] = {}
-        """functions that return kept values unchanged"""
+        self._kept: dict[int, Callable[[], Any]] = {}  # functions that return kept values unchanged
         self._storages: dict[int, tuple[StorageWeakRef, int, torch.dtype]] = {}
+        # tensors saved before `keep` or `drop` was called for their memory, whose address must not be reused
         self._early: dict[int, list[tuple[ref[_Saved], _View, torch.dtype, StorageWeakRef]]] = {}
-        """tensors saved before `keep` or `drop` was called for their memory, whose address must not be reused"""
         self._to_drop = len(recipe.needs)
         self._handing_over = innermost_run.get()
         self._hooks: Any = None
@@ -210,8 +208,7 @@ class _Dropped:
                     del values[read]
 
 
-_View = tuple[torch.Size, tuple[int, ...], int]
-"""Size, strides and offset of a part of a value."""
+_View = tuple[torch.Size, tuple[int, ...], int]  # Size, strides and offset of a part of a value
 
 
 class _Saved:

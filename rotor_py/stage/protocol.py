@@ -17,42 +17,37 @@ from torch import nn
 from rotor_profiling.torch_compat import has_any_global_hook
 from rotor_py.errors import InvalidValueError
 
-Run = Callable[[Any], Any]
-"""Runs a stage: maps its input to its output."""
+Run = Callable[[Any], Any]  # runs a stage: maps its input to its output
 
+# Runs several stages as one: called with the input of the first in a list, which it empties, and a function that names
+# a stage by its index, for errors. Returns the output of the last, without the values that the stages share.
 RunThrough = Callable[[list[Any], Callable[[int], str]], tuple[Any, ...]]
-"""Runs several stages as one: called with the input of the first in a list, which it empties, and a function that names
-a stage by its index, for errors. Returns the output of the last, without the values that the stages share."""
 
-Wrap = Callable[[nn.Module], nn.Module]
-"""Replaces a piece of a stage."""
+Wrap = Callable[[nn.Module], nn.Module]  # replaces a piece of a stage
 
 
 class StageOffers:
     """Offers of a stage. Every default offers nothing, so a stage overrides only what it has."""
 
+    # Output tensors handed on outside the chain: name, and index among the output tensors.
     carried: Mapping[str, int] = MappingProxyType({})
-    """Output tensors handed on outside the chain: name, and index among the output tensors."""
 
+    # Output tensors that are input tensors not otherwise used: index in the output, to index in the input. Their
+    # gradients pass the stage's backward unchanged.
     handed_on: Mapping[int, int] = MappingProxyType({})
-    """Output tensors that are input tensors not otherwise used: index in the output, to index in the input. Their
-    gradients pass the stage's backward unchanged."""
 
+    # Positions of the input values that the stage reads and hands on. Stages with one signature (`stage_signature`)
+    # cost the same whichever values they read, but compiled code reads fixed ones.
     wiring: Hashable = None
-    """Positions of the input values that the stage reads and hands on. Stages with one signature (`stage_signature`)
-    cost the same whichever values they read, but compiled code reads fixed ones."""
 
+    # For every input tensor, whether it needs a gradient in training; None if only a run shows it.
     needs_gradient: Sequence[bool] | None = None
-    """For every input tensor, whether it needs a gradient in training; None if only a run shows it."""
 
-    saves_through_hooks = True
-    """Whether saved-tensor hooks active during a run see the tensors that autograd saves."""
+    saves_through_hooks = True  # whether saved-tensor hooks active during a run see the tensors that autograd saves
 
-    shared: int = 0
-    """Number of values at the end of its input that all stages of the chain share."""
+    shared: int = 0  # number of values at the end of its input that all stages of the chain share
 
-    last: bool = True
-    """Whether its output is the chain's, without the shared values."""
+    last: bool = True  # whether its output is the chain's, without the shared values
 
     @property
     def parts(self) -> Sequence[StageOffers]:
@@ -73,9 +68,9 @@ class StageOffers:
         """Return how to run the stage right before its backward, without output values; None if that saves nothing."""
         return None
 
+    # Whether its `ways` run different code, which may round differently. Then all runs of the stage in a plan use the
+    # way in which it is stored, also those that store nothing.
     ways_are_code = False
-    """Whether its `ways` run different code, which may round differently. Then all runs of the stage in a plan use the
-    way in which it is stored, also those that store nothing."""
 
     def ways(self) -> tuple[str, ...]:
         """Return the names of the partial storage modes, as `Keeper.name`. Each keeps less than those before it."""
@@ -163,10 +158,9 @@ def base_of(way: str, ways: Collection[str]) -> str | None:
 class Trial:
     """Tells from a run of a stage whether a storage mode pays; by default it does not, whatever runs."""
 
-    pays: bool = False
-    """Whether the mode is worth measuring, as far as a run has shown."""
+    pays: bool = False  # whether the mode is worth measuring, as far as a run has shown
+    # Bytes saved by the run, without parameters, input, output and storages below a page; None before a run.
     saved_bytes: int | None = None
-    """Bytes saved by the run, without parameters, input, output and storages below a page; None before a run."""
 
     def watch(self, run: Run) -> Run:
         """Wrap `run`, which then saves unchanged. Raises RuntimeError where hooks are refused."""
@@ -176,10 +170,9 @@ class Trial:
 class Keeper:
     """Keeps the saved tensors of any stage in another form. All processes of a training need the same keepers."""
 
+    # Name of the storage mode: the text after "stored" in a report. Plan files contain it: never change it.
     name: str
-    """Name of the storage mode: the text after "stored" in a report. Plan files contain it: never change it."""
-    keeps_the_rest: ClassVar[bool] = False
-    """Whether it may keep tensors that another keeper of the same run declined."""
+    keeps_the_rest: ClassVar[bool] = False  # whether it may keep tensors that another keeper of the same run declined
 
     def suits(self, function: Callable[..., Any]) -> bool:
         return True
@@ -209,8 +202,7 @@ class _Elsewhere(Keeper):
         return "ELSEWHERE"  # a copy of a model has this very keeper
 
 
-ELSEWHERE: Keeper = _Elsewhere()
-"""Offered to runners where a plan may offload; `measure.stage_ways` has its bytes."""
+ELSEWHERE: Keeper = _Elsewhere()  # offered to runners where a plan may offload; `measure.stage_ways` has its bytes
 
 
 def calls_forward_alone(module: nn.Module, *, but_for_its_hooks: bool = False) -> bool:

@@ -30,11 +30,10 @@ class Stream(NamedTuple):
     set: Callable[[Any], object]
 
 
-Drawn = tuple[tuple[Stream, Hashable], ...]
-"""Streams that were drawn from, with their former states."""
+Drawn = tuple[tuple[Stream, Hashable], ...]  # streams that were drawn from, with their former states
 
+# Per stage, the streams that its first forward drew from.
 _drawing: WeakKeyDictionary[nn.Module, tuple[Stream, ...]] = WeakKeyDictionary()
-"""Per stage, the streams that its first forward drew from."""
 
 
 def streams_of(function: Callable[..., Any]) -> list[Stream]:
@@ -119,10 +118,11 @@ def _of_generator(generator: torch.Generator) -> Stream:
 # first run are recorded, and recomputations replay them.
 
 
-Decisions = tuple[tuple[Any, Any], ...]
-"""The deciding operators in order, each with its result."""
+Decisions = tuple[tuple[Any, Any], ...]  # the deciding operators in order, each with its result
 
 _aten = torch.ops.aten
+# Operators that select numbers and return them or their indices. Not pooling: its indices change only a gradient, and
+# would take much memory.
 _SELECTIONS = {
     _aten.topk,
     _aten.sort,
@@ -136,8 +136,7 @@ _SELECTIONS = {
     _aten.mode,
     _aten._local_scalar_dense,
 }
-"""Operators that select numbers and return them or their indices. Not pooling: its indices change only a gradient, and
-would take much memory."""
+# Operators that read no number of their argument.
 _NO_DECISIONS = {
     _aten.empty_like,
     _aten.zeros_like,
@@ -146,14 +145,11 @@ _NO_DECISIONS = {
     _aten.randint_like,
     torch.ops.prim.device,  # asked of fake tensors
 }
-"""Operators that read no number of their argument."""
 
+# Whether the operators now running do not belong to the stage.
 _not_the_stage: ContextVar[bool] = ContextVar("rotor_py.not_the_stage", default=False)
-"""Whether the operators now running do not belong to the stage."""
-_undecided: WeakSet[nn.Module] = WeakSet()
-"""The stages whose first run decided nothing."""
-_bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""The most bytes of the decisions of a run, per stage."""
+_undecided: WeakSet[nn.Module] = WeakSet()  # the stages whose first run decided nothing
+_bytes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # the most bytes of the decisions of a run, per stage
 
 
 @contextmanager

@@ -31,8 +31,7 @@ from rotor_py.stage.forward_state import Surroundings, recall_effects, recorded
 from rotor_py.stage.protocol import Keeper, StageOffers, Trial, both, offers_of, parted
 from rotor_py.stage.skipped_output import forward_skipping_output
 
-Edges = list[GradientEdge | None]
-"""Edges of tensors into their graph, in order; None for a tensor without gradient."""
+Edges = list[GradientEdge | None]  # edges of tensors into their graph, in order; None for a tensor without gradient
 
 
 @dataclass(eq=False)
@@ -137,8 +136,7 @@ class StageRunner:
         self._offers = offers_of(function) if offers is None else offers
         self._ways = ways
         self._keepers = {keeper.name: keeper for keeper in keepers}
-        self._way: str | None = None
-        """storage mode of this option; None if stored whole"""
+        self._way: str | None = None  # storage mode of this option; None if stored whole
         self.hands_on = hands_on
         self.function = function
         self.name = name

@@ -80,13 +80,12 @@ class Need(Enum):
         return other if self is Need.SHAPE else Need.NUMBERS
 
 
+# Most nodes to search for those that save a tensor; they are usually recent. A guess: if too small, numbers are kept
+# where a sign would do.
 _MOST_NODES = 256
-"""Most nodes to search for those that save a tensor; they are usually recent. A guess: if too small, numbers are kept
-where a sign would do."""
+# Name prefixes of nodes that read only the shape of their input: indices mark the largest of a window.
 _SHAPE_ALONE = ("AvgPool", "MaxPool")
-"""Name prefixes of nodes that read only the shape of their input: indices mark the largest of a window."""
-_SEEN = ("cpu", "cuda")
-"""Devices whose kernels were read for their needs."""
+_SEEN = ("cpu", "cuda")  # devices whose kernels were read for their needs
 
 
 def last_node() -> int:
@@ -211,8 +210,8 @@ class HandingOver:
         return saved
 
 
+# The surrounding run that hands over its saved tensors; None if there is none.
 innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
-"""The surrounding run that hands over its saved tensors; None if there is none."""
 
 
 class NobodyWaits:
@@ -225,8 +224,7 @@ class NobodyWaits:
         innermost_run.reset(self._outside)
 
 
-tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")
-"""Unpack hook of a saved tensor."""
+tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack hook of a saved tensor
 
 
 class SavedInOrder:

@@ -18,6 +18,7 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_map_only
 from rotor_py.stage.protocol import Run, calls_forward_alone, offers_of
 
 _aten = torch.ops.aten
+# Slow layers of which autograd saves input and weight, but not the output.
 _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.Linear,
     nn.Conv1d,
@@ -27,9 +28,8 @@ _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-"""Slow layers of which autograd saves input and weight, but not the output."""
+# Layers that may follow: their backward does not depend on their input values.
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
-"""Layers that may follow: their backward does not depend on their input values."""
 
 
 def forward_skipping_output(function: Callable[..., Any]) -> Run | None:
@@ -120,6 +120,7 @@ def _as_on_meta(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=args[0].device)
 
 
+# For each operator, a function that allocates its output, called with the operator and its arguments.
 _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.mm.default: _product,
     _aten.bmm.default: _product,
@@ -128,4 +129,3 @@ _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.add.Tensor: _sum,
     _aten.convolution.default: _as_on_meta,  # output strides follow the memory format, per backend
 }
-"""For each operator, a function that allocates its output, called with the operator and its arguments."""
