@@ -49,8 +49,7 @@ _compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
 @dataclass(slots=True)
 class _Compiled:
     run: Callable[..., Any]
-    # How often TorchDynamo was asked for a graph.
-    traced: int = 0
+    traced: int = 0  # how often TorchDynamo was asked for a graph
     # Lines of the graph breaks: path:number, and its text. Kept here, since models built alike are traced once.
     breaks: list[str] = field(default_factory=list)
 
@@ -62,8 +61,7 @@ class _Call:
     run: Handler
     tracing: Tracing
     inputs: Any
-    # Told of the first graph that is traced.
-    recaptured: Callable[[], None] | None
+    recaptured: Callable[[], None] | None  # told of the first graph that is traced
     compiled: _Compiled | None = None
 
     def begin_tracing(self) -> None:
@@ -181,8 +179,7 @@ class CapturedForward:
         # Per traced graph, one entry for each layer that runs it: layers built alike may share a traced graph.
         self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
         self.tracing = Tracing(model)
-        # The last batch's answers, assumed for the next.
-        self._answers: Answers = ()
+        self._answers: Answers = ()  # the last batch's answers, assumed for the next
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_marks": None, "_forwards": None, "_graphs": {}}

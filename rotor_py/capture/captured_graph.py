@@ -68,21 +68,16 @@ class CapturedGraph:
         self._buffers = buffers
         self._granularity = granularity
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-        # The stages; empty if nothing that the graph returns has a gradient.
-        self.layers: list[Layer] = []
-        # Whether anything that the graph returns has a gradient.
-        self.trains = False
+        self.layers: list[Layer] = []  # the stages; empty if nothing that the graph returns has a gradient
+        self.trains = False  # whether anything that the graph returns has a gradient
         self._is_split = False
         self._facts = GraphFacts(SymbolValues(), marks)
         self._cuts: CutPoints | None = None
-        # Inputs of the first stage, and outputs of the last.
-        self._entering: list[fx.Node] = []
-        self._leaving: list[fx.Node] = []
-        # The last operator that writes into an input; the context has it.
-        self.overwriting: fx.Node | None = None
-        # The context, and its results.
+        self._entering: list[fx.Node] = []  # inputs of the first stage
+        self._leaving: list[fx.Node] = []  # outputs of the last
+        self.overwriting: fx.Node | None = None  # the last operator that writes into an input; the context has it
         self._context: fx.GraphModule | None = None
-        self._made: list[fx.Node] = []
+        self._made: list[fx.Node] = []  # results of the context
         # The model's own tensors by placeholder, and their positions among the graph's inputs.
         self._owned: dict[fx.Node, torch.Tensor] = {}
         self._owned_at: list[int] = []

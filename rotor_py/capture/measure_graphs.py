@@ -64,10 +64,8 @@ class SavedOutside(saved_tensors_hooks):
         self.known = known
         self.bytes: dict[int, int] = {}
         self.lines: Counter[str] = Counter()
-        # The line that runs, where that is known otherwise than by its frame.
-        self.line: str | None = None
-        # A line that runs a recurrent layer on a packed sequence.
-        self.packed_line: str | None = None
+        self.line: str | None = None  # the line that runs, where that is known otherwise than by its frame
+        self.packed_line: str | None = None  # a line that runs a recurrent layer on a packed sequence
         # Dynamo would trace the hooks as part of the model, and recompile them for every kind of tensor.
         super().__init__(torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor))
 

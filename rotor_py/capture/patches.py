@@ -53,8 +53,7 @@ class Asking:
     # Answers assumed so far. Not a count: TorchDynamo would make a variable of it, and break the graph where it is
     # formatted as a string.
     assumed: Answers = ()
-    # Whether no graph has run yet, so that the forward can be called again.
-    open: bool = True
+    open: bool = True  # whether no graph has run yet, so that the forward can be called again
 
     def corrected(self, other: OtherAnswerError) -> Answers:
         """The answers to assume next. Questions after the wrong one may not be asked again."""

@@ -82,12 +82,9 @@ class CaptureSession:
         # Stages of the main graph, and of the same graph for other input shapes.
         self._planned: dict[CapturedGraph, Cut] = {}
         self._unplanned: set[CapturedGraph] = set()
-        # Whether the running or else the last forward reached a planned graph.
-        self._followed_plan = False
-        # Whether it went on unplanned at another graph.
-        self._went_on = False
-        # The state before it; None once a planned graph has run.
-        self._beginning: _Beginning | None = None
+        self._followed_plan = False  # whether the running or else the last forward reached a planned graph
+        self._went_on = False  # whether it went on unplanned at another graph
+        self._beginning: _Beginning | None = None  # the state before it; None once a planned graph has run
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set(), "_beginning": None}

@@ -58,8 +58,7 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
 # Most graphs of one model. TorchDynamo's own limit is 8, after which it runs the model uncaptured, without a plan. A
 # guess: a model may ask about the length of its input, and a data set has dozens of lengths.
 MOST_GRAPHS = 64
-# Dimensions of a batch of images: number, channels, height and width.
-_IMAGE = 4
+_IMAGE = 4  # dimensions of a batch of images: number, channels, height and width
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
@@ -106,8 +105,7 @@ class Tracing:
         self._model = model
         # Values of the numbers in its modules at the last trace, by module and name.
         self._seen: dict[tuple[str, str], int | float] = {}
-        # Names of those left open: they changed between two traces.
-        self._open: set[str] = set()
+        self._open: set[str] = set()  # names of those left open: they changed between two traces
 
     @contextmanager
     def as_the_note_says(self, began: Callable[[], None], broke: Callable[[str], None]) -> Iterator[None]:

@@ -76,15 +76,11 @@ class MeasuredGraphs:
 
     graphs: list[MeasuredGraph] = field(default_factory=list)
     output: Any = None
-    # Bytes that autograd saves for operators outside all graphs.
-    outside_bytes: int = 0
-    # Bytes of outputs that the main graph has neither made nor read.
-    returned_bytes: int = 0
-    # Whether the caller holds the outputs through the step: all of them if none is a loss.
-    outputs_held: bool = True
+    outside_bytes: int = 0  # bytes that autograd saves for operators outside all graphs
+    returned_bytes: int = 0  # bytes of outputs that the main graph has neither made nor read
+    outputs_held: bool = True  # whether the caller holds the outputs through the step: all of them if none is a loss
     loss: LossCost | None = None
-    # Layouts of the gradients that the loss gives to the model's output.
-    layouts: Layouts | None = None
+    layouts: Layouts | None = None  # layouts of the gradients that the loss gives to the model's output
     # The main graph compiled, the likely fastest first; empty if nothing is or can be compiled.
     variants: list[MeasuredGraph] = field(default_factory=list)
 

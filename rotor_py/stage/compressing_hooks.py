@@ -174,8 +174,7 @@ class Keeping:
         concerned = filter(self._concerns, untouched)
         self._untouched = {ref.cdata: ref for ref in (StorageWeakRef(each.untyped_storage()) for each in concerned)}
         self._references: dict[int, StorageWeakRef] = {}
-        # Weak: entries go when autograd releases them.
-        self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}
+        self._storages: dict[tuple[int, int], WeakSet[KeptStorage]] = {}  # Weak: entries go when autograd releases them
         self._fresh: list[ref[KeptStorage]] = []
         self._node = -1  # sequence number of the node that saved the fresh tensors
         self._handing_over = innermost_run.get()

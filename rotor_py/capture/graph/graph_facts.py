@@ -53,16 +53,14 @@ class GraphFacts:
     marks: FSDPMarks | None
     # Nodes without gradient that can run before all others, or nodes that have to, in the order of the graph.
     context: list[fx.Node] = field(default_factory=list)
-    # The other nodes, in the order of the graph.
-    body: list[fx.Node] = field(default_factory=list)
+    body: list[fx.Node] = field(default_factory=list)  # the other nodes, in the order of the graph
     outputs: list[Any] = field(default_factory=list)
     modes: dict[fx.Node, Modes] = field(default_factory=dict)
     # Placeholders that are parameters or buffers of the model.
     owned: dict[fx.Node, torch.Tensor] = field(default_factory=dict)
     # Nodes that name a module, such as the body of a higher-order operator.
     modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
-    # The other placeholders: the caller's inputs.
-    given: list[fx.Node] = field(default_factory=list)
+    given: list[fx.Node] = field(default_factory=list)  # the other placeholders: the caller's inputs
     # Nodes whose memory the body may write. Readers after such a write have to run in the body, too.
     written: set[fx.Node] = field(default_factory=set)
     # Owned placeholders that are holes, each with its parameter's place and FSDP group.
@@ -115,8 +113,7 @@ class _Reader:
     modes: Modes = Modes()
     # Values available before the body runs: the caller's, frozen parameters, and the context's.
     early: set[fx.Node] = field(default_factory=set)
-    # Nodes whose memory the body has read so far.
-    read_by_body: set[fx.Node] = field(default_factory=set)
+    read_by_body: set[fx.Node] = field(default_factory=set)  # nodes whose memory the body has read so far
 
     def read(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> GraphFacts:
         remaining = iter(inputs)
@@ -226,12 +223,9 @@ _SMALL = 0.25
 
 @dataclass(frozen=True, slots=True)
 class CutPoints:
-    # Position of each stage's last node in the graph's body, increasing.
-    ends: list[int]
-    # Tensors carried past cuts with the main one.
-    carried: list[fx.Node]
-    # live[p]: values made up to position p and read after it.
-    live: list[list[fx.Node]]
+    ends: list[int]  # position of each stage's last node in the graph's body, increasing
+    carried: list[fx.Node]  # tensors carried past cuts with the main one
+    live: list[list[fx.Node]]  # live[p]: values made up to position p and read after it
 
 
 def losses_of(nodes: Iterable[Any]) -> list[fx.Node]:

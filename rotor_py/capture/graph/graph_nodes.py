@@ -157,8 +157,7 @@ def attribute_of(module: Any, target: Any) -> Any:
     return module
 
 
-# Key in `meta` of a node for a sharded parameter, which is whole while the stage runs.
-GATHERED = "gathered"
+GATHERED = "gathered"  # key in `meta` of a node for a sharded parameter, which is whole while the stage runs
 
 
 def owned_by(module: Any, node: fx.Node) -> Any:

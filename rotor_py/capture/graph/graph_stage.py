@@ -181,8 +181,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._signature = tuple(emitter.signature)
         self._sizes = emitter.facts.sizes
         self._known = known
-        # The same stage for other sizes, in a list, which hides it from `nn.Module`.
-        self._like: list[GraphStage] = []
+        self._like: list[GraphStage] = []  # the same stage for other sizes, in a list, which hides it from `nn.Module`
         self._parts: dict[str, SavedPart] | None = None
         # By storage mode (None: stored whole), and by whether they skip the output.
         self._own_graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = {}

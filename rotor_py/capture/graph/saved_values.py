@@ -204,8 +204,7 @@ class _Memories:
     """The memories of a graph's values as far as it has run, recorded in `found`."""
 
     found: SavedValues
-    # The node that allocated a memory, or wrote to it last.
-    made_by: dict[int, fx.Node] = field(default_factory=dict)
+    made_by: dict[int, fx.Node] = field(default_factory=dict)  # the node that allocated a memory, or wrote to it last
     # For each node and memory of its tensors, the last of those nodes that it depends on.
     seen: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
     # Includes memory that no node has returned yet: operators save their own output, or internal tensors.

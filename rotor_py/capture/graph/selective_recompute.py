@@ -137,8 +137,7 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
 
 _log = logging.getLogger("rotor_py")
 
-# The storage mode that keeps the least from which cheap operators recompute the rest.
-IN_PART = "in part"
+IN_PART = "in part"  # the storage mode that keeps the least from which cheap operators recompute the rest
 # Least share of the saved bytes by which parts must differ. A guess: closer ones are not worth measuring.
 _WORTHWHILE = 0.1
 # Highest price of cheap operators for a byte that is not kept. A guess: most cost 50 to 100; recomputing the statistics
@@ -146,8 +145,7 @@ _WORTHWHILE = 0.1
 _FOR_A_BYTE = 1000
 # Most parts of a stage. A guess: each of them is timed.
 _MOST = 5
-# How often a line is divided: at most fifteen cuts for a stage.
-_DEEP = 4
+_DEEP = 4  # how often a line is divided: at most fifteen cuts for a stage
 _MODES = (torch_compat.enter_autocast, torch_compat.exit_autocast, torch_compat.set_grad_enabled)
 
 
