@@ -146,8 +146,8 @@ def _refuse_modes() -> None:
     if modes:
         names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
         raise UnsupportedModelError(
-            f"inside of {names}, TorchDynamo captures nothing, and for this step it would have to capture the model "
-            "anew; leave that out of training steps, or use it around the model itself, the attribute `model`",
+            f"leave {names} out of training steps, or use it around the attribute `model`: TorchDynamo would have to "
+            "capture the model anew for this step, and captures nothing inside of it",
             kind="capture_suspended",
             name=names,
         )
@@ -257,9 +257,9 @@ class CapturedForward:
                 raise
             cause = str(error).partition("\n")[0].rstrip(".: ")
             raise UnsupportedModelError(
-                f"fully_shard was applied to {type(self.model).__name__}, but TorchDynamo does not capture its forward "
-                f"as one graph: {cause}. Remove what breaks the graph, use DistributedDataParallel, or write the model "
-                "as an nn.Sequential of its blocks",
+                "remove what breaks the graph, use DistributedDataParallel, or write the model as an nn.Sequential of "
+                f"its blocks: fully_shard was applied to {type(self.model).__name__}, and TorchDynamo does not capture "
+                f"its forward as one graph: {cause}",
                 kind="graph_break",
             ) from error
         except TorchRuntimeError:

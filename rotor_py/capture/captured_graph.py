@@ -100,9 +100,8 @@ class CapturedGraph:
             raise written_input(writing)
         if (drawing := next(filter(draws_from_own_state, facts.body), None)) is not None:
             raise UnsupportedModelError(
-                f"there is dropout between recurrent layers at {line_of(drawing)}, which cuDNN draws from a random "
-                "state of its own, so that it cannot be recomputed exactly; use single-layer modules with "
-                "nn.Dropout between them, or torch.backends.cudnn.enabled = False",
+                f"use single-layer modules with nn.Dropout between them at {line_of(drawing)}, or "
+                "torch.backends.cudnn.enabled = False: cuDNN's dropout between layers cannot be recomputed exactly",
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
@@ -226,12 +225,8 @@ class CapturedGraph:
 
 def written_input(writing: fx.Node) -> UnsupportedModelError:
     line = line_of(writing)
-    return UnsupportedModelError(
-        f"the model writes into its own input at {line}, and running a stage again would write again; let it make a "
-        "new tensor there",
-        kind="in_place_input",
-        name=line,
-    )
+    text = f"let the model make a new tensor at {line}: it writes into its own input, and a recomputation would again"
+    return UnsupportedModelError(text, kind="in_place_input", name=line)
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:

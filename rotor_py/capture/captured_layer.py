@@ -202,13 +202,11 @@ class CapturedLayer(StageOffers):
     def _warn(self, cause: str) -> None:
         if not self._warned:
             self._warned = True
+            why = record_fields("stored_whole", name=self._name)
             _log.warning(
-                "layer %s is stored whole and not in part, as the plan has it: %s. The step may go over the limit; "
-                "call measure() to plan again",
-                self._name,
-                cause,
-                extra=record_fields("stored_whole", name=self._name),
-            )
+                "layer %s is stored whole and not in part: %s. Steps may go over the limit; call measure() to plan again",
+                self._name, cause, extra=why,
+            )  # fmt: skip
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:

@@ -87,16 +87,16 @@ class FSDPMarks:
         self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
         if TORCH < _OLDEST:
             raise UnsupportedModelError(
-                f"fully_shard was applied to {self.model_name}, which is no nn.Sequential; that takes torch "
-                f"{'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}",
+                f"fully_shard on {self.model_name}, which is no nn.Sequential, takes torch "
+                f"{'.'.join(map(str, _OLDEST))} or newer, got {torch.__version__}",
                 kind="torch_too_old",
                 name=self.model_name,
             )
         for group in filter(lambda each: each.unsupported, self.groups):
             name = type(group.modules[0]).__name__
             raise UnsupportedModelError(
-                f"a parameter of {name} {group.unsupported}, and the graph cannot be captured with it; shard the model "
-                "with fully_shard alone, or write it as an nn.Sequential",
+                f"shard the model with fully_shard alone, or write it as an nn.Sequential: a parameter of {name} "
+                f"{group.unsupported}, so the graph cannot be captured",
                 kind="unsupported_sharding",
                 name=name,
             )

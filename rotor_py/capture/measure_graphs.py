@@ -258,8 +258,8 @@ def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weigh
         return largest_anywhere(weights, group, device)
     except ValueError as error:
         raise UnsupportedModelError(
-            f"the processes that train the model together have captured different graphs: of operators, {error}. Give "
-            "all of them the same model, and call measure() in all of them with inputs of the same shape",
+            "call measure() in all processes with the same model and inputs of the same shape: they have captured "
+            f"different graphs: of operators, {error}",
             kind="different_graphs",
         ) from None
 
@@ -270,18 +270,17 @@ def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int,
         return
     if outside.packed_line is not None:
         raise UnsupportedModelError(
-            f"{outside.packed_line} of {model} runs a recurrent layer on a packed sequence, whose memory depends on "
-            "the lengths in each batch, so it cannot be planned beforehand; give the layer the padded tensor, and "
-            "leave the padding out of the loss",
+            f"give the recurrent layer at {outside.packed_line} of {model} the padded tensor, and leave the padding "
+            "out of the loss: the memory of a packed sequence depends on the lengths in each batch",
             kind="packed_sequence",
             name=outside.packed_line,
         )
     ((line, _),) = outside.lines.most_common(1)
     raise UnsupportedModelError(
         f"{line} of {model} runs outside the graphs that TorchDynamo captures, and keeps "
-        f"{format_bytes(outside_bytes)} for the backward, which cannot be planned ({format_bytes(captured_bytes)} "
-        f"can). The graph breaks at {breaks_at or 'a line that TORCH_LOGS=graph_breaks names'}: decide that before a "
-        "loop and not inside it, or plan a part, as in model.body = Checkpointable(model.body, ...)",
+        f"{format_bytes(outside_bytes)} for the backward, unplanned ({format_bytes(captured_bytes)} can be planned). "
+        f"Break the graph before a loop, not inside it as at {breaks_at or 'a line that TORCH_LOGS=graph_breaks names'}"
+        ", or plan a part: model.body = Checkpointable(model.body, ...)",
         kind="outside_graphs",
         name=line,
         outside_bytes=outside_bytes,

@@ -119,8 +119,8 @@ class CaptureSession:
             _uncaptured.add(self.model)
             breaks_at = self._forward.breaks_at
             _log.warning(
-                "TorchDynamo did not hand over the graph of %s this time, so such steps follow no plan and may go over "
-                "the limit; it makes %s graphs at most, and TORCH_LOGS=recompiles,graph_breaks says for what%s",
+                "TorchDynamo handed over no graph of %s, so such steps may go over the limit; it makes %s graphs at "
+                "most, and TORCH_LOGS=recompiles,graph_breaks says for what%s",
                 type(self.model).__name__, MOST_GRAPHS, f". The graph breaks at {breaks_at}" if breaks_at else "",
                 extra=record_fields("unplanned_graph", name=breaks_at),
             )  # fmt: skip

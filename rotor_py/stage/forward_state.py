@@ -241,8 +241,7 @@ def recorded(
     if named is not None and named.only_unchanged() and function not in _told_of:
         _told_of.add(function)
         _log.warning(
-            "stage %r writes to objects that are not its own, such as a list of features or a counter. Where a plan "
-            "recomputes it, it writes there again; a higher limit stores it",
+            "a higher limit stores stage %r, which writes to others' objects, and again when it is recomputed",
             name,
             extra=record_fields("writes_elsewhere", name=name),
         )
@@ -280,8 +279,8 @@ def _find_moving(
     changed |= _moved_elsewhere.get(function, frozenset())
     if surprise := [slots[i][1] for i in sorted(changed) if i not in copies]:
         raise InvalidStateError(
-            f"buffer {surprise[0]!r} of stage {name!r} was changed by a forward pass for the first time, so the "
-            "stage cannot be recomputed exactly in this step; run the step once more, it is now known to change",
+            f"run the step once more: a forward changed buffer {surprise[0]!r} of stage {name!r} for the first time, "
+            "so this step cannot recompute the stage exactly",
             kind="buffer_changed",
             name=name,
             buffer=surprise[0],

@@ -222,8 +222,8 @@ class _Saved:
             return content.tensor()
         if torch.is_grad_enabled():
             raise InvalidStateError(
-                "create_graph=True cannot go through a stage that makes tensors again in the backward; raise the "
-                "memory limit until nothing is recomputed, or train this loss without Checkpointable",
+                "raise the memory limit until nothing is recomputed, or train this loss without Checkpointable: "
+                "create_graph=True cannot go through recomputed tensors",
                 kind="create_graph",
             )
         dropped, view = content

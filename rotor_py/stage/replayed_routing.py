@@ -237,8 +237,7 @@ class _Repeating(_Watching):
         decided, before = self.decisions.pop(0) if self.decisions else nothing
         if decided is not func:
             raise InvalidStateError(
-                f"{func} decides something that the stage did not decide in the forward, so it cannot be recomputed "
-                "exactly; a stage has to do the same thing every time",
+                f"a stage must decide the same in every run: {func} decides something new in the recomputation",
                 kind="rerun_differs",
                 name=str(func),
             )

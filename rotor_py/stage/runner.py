@@ -50,8 +50,8 @@ class AttachedStage:
         """Return the gradients of the input's tensors, then of the parameters. None stands for a missing gradient."""
         if len(gradients) != len(self.outputs):
             raise InvalidStateError(
-                f"stage {self.name!r} returned {len(gradients)} tensors in the forward and {len(self.outputs)} when it "
-                "was recomputed; a stage has to do the same thing every time",
+                f"stage {self.name!r} must return as many tensors in every run: {len(gradients)} in the forward, "
+                f"{len(self.outputs)} when it was recomputed",
                 kind="rerun_differs",
                 name=self.name,
                 forward=len(gradients),
@@ -72,8 +72,8 @@ class AttachedStage:
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
                 raise InvalidStateError(
-                    f"stage {self.name!r} uses a parameter of shape {tuple(leaf.shape)} that it does not own, whose "
-                    "gradient would be lost; pass the torch.nn.Module that owns it as the stage",
+                    f"pass the owning torch.nn.Module as stage {self.name!r}: it uses a parameter of shape "
+                    f"{tuple(leaf.shape)} that it does not own, whose gradient would be lost",
                     kind="foreign_parameter",
                     name=self.name,
                 )

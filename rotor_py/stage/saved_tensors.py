@@ -43,8 +43,8 @@ class SavedAsItIs:
     def tensor(self) -> torch.Tensor:
         if self._tensor._version != self._writes:
             raise InvalidStateError(
-                f"a tensor of shape {tuple(self._tensor.shape)} that is needed for the backward has been modified by "
-                "an in-place operation since the forward; change it after the backward",
+                f"write to the tensor of shape {tuple(self._tensor.shape)} after the backward, not before: it was "
+                "modified by an in-place operation since the forward",
                 kind="saved_tensor_changed",
             )
         return self._tensor

@@ -133,8 +133,8 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
     for node in region:
         if not set(inputs).isdisjoint(written_by(node)):
             raise UnsupportedModelError(
-                f"{line_of(node)} writes into a tensor inside of a function that torch.func transforms, and running a "
-                "stage again would write again; let it make a new tensor there",
+                f"let {line_of(node)} make a new tensor: it writes into one from outside of a function that torch.func "
+                "transforms, and a recomputation would again",
                 kind="in_place_input",
                 name=line_of(node),
             )

@@ -170,11 +170,8 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
             after = [tensor for tensors in read.values() for tensor in tensors]
             written = [each for each, version in zip(after, before, strict=True) if each._version != version]
             if not written and node.op.startswith("call") and overwrites(node):
-                raise InvalidTypeError(
-                    f"{node.target} changes a tensor, but not what is in its memory",
-                    kind="metadata_changed",
-                    name=str(node.target),
-                )
+                name = str(node.target)
+                raise InvalidTypeError(f"{name} changes a tensor, not its memory", kind="metadata_changed", name=name)
             memories.read(node, read)
             memories.write(node, written)
             memories.make(node, list(_tensors(values[node])))
