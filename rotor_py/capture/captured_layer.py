@@ -204,7 +204,7 @@ class CapturedLayer(StageOffers):
             self._warned = True
             why = record_fields("stored_whole", name=self._name)
             _log.warning(
-                "layer %s is stored whole and not in part: %s. Steps may go over the limit; call measure() to plan again",
+                "layer %s is stored whole and not in part: %s. Steps may exceed the limit: call measure() to replan",
                 self._name, cause, extra=why,
             )  # fmt: skip
 

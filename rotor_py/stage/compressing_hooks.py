@@ -103,8 +103,6 @@ class SavedView:
         return self._storage.tensor().as_strided(*self._view)
 
 
-# Saved tensors in another form, restored when the backward asks for them.
-#
 # Note [What is kept in another form]
 #
 #  1. Storages, not tensors: autograd saves several views of one storage, and one tensor for several nodes. The form
@@ -113,27 +111,20 @@ class SavedView:
 #     So are its outputs, since the next stage reads them; they are known when the run ends (`spare`).
 #  3. Only plain strided storages of at least `LEAST_BYTES`: no DTensor, sparse or lazily conjugated tensors. A second
 #     view of a storage in another dtype is saved unchanged, since the restored bits may differ.
-#  4. Autograd may save a tensor before it is filled: RReLU saves its noise, then draws it. So a tensor is saved
-#     unchanged at first, and converted when the next node saves something or the run ends. If it was written to in
-#     between, it stays unchanged.
+#  4. Autograd may save a tensor before it is filled: RReLU saves its noise, then draws it. So a tensor is converted
+#     when the next node saves something or the run ends, unless it was written to in between.
 #  5. Two views share memory only if writes to one count as writes to the other. An RNN cell writes to parts of a
 #     storage with separate version counters, and saves each part when it is written.
-#  6. A tensor saved unchanged is checked when it is read: with hooks, autograd does not check for in-place writes.
-#     A converted tensor can no longer be overwritten.
+#  6. A tensor saved unchanged is checked for in-place writes when it is read: with hooks, autograd does not check.
 #  7. Nothing here refers to the graph: an output saved with its history would keep its own node alive.
-#  8. Only readers hold a restored tensor. Nodes that read it at the same time share it. It is not cached for later
-#     readers.
-#  9. Of nested saved-tensor hooks, autograd calls only the innermost. A stage stored in part has hooks of its own,
-#     which therefore ask for the form around them (`innermost_keeping`).
+#  8. Only readers hold a restored tensor, and share it while they do. It is not cached for later readers.
+#  9. Autograd calls only the innermost hooks. Those of a stage stored in part ask for the form around them.
 # 10. Autograd attaches the history to the restored tensor. So `create_graph=True` works, as precisely as the form.
-# 11. ReLU needs only the sign of its result, leaky ReLU only that of its input; a form may keep the sign alone if no
-#     other node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own
-#     result, else when a later tensor computed from it is saved or the run ends. Until then the tensor stays
-#     unchanged; if the node remains unknown, the numbers are needed. A run that may end early, after its last awaited
-#     tensor, goes on until this is resolved.
-# 12. A tensor that a form declines is offered to the form of the enclosing run, which by Rule 9 would not see it.
-#     So after packing, the rest may be offloaded.
-
+# 11. ReLU needs only the sign of its result, leaky ReLU that of its input; a form may keep the sign alone if no other
+#     node needs the numbers. Pooling reads only the shape. The saving node is known at once if it saves its own result,
+#     else when a later tensor computed from it is saved or the run ends. Until then the tensor stays unchanged, and a
+#     run that may end early goes on. If the node remains unknown, the numbers are needed.
+# 12. A tensor that a form declines is offered to the form of the enclosing run: what packing leaves may be offloaded.
 
 # Minimum bytes of a storage, one page. Smaller ones are saved unchanged: a call would cost more than it spares.
 LEAST_BYTES = 4096

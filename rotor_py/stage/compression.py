@@ -33,10 +33,8 @@ class Converted:
 
 # Booleans packed as bits, eight to a byte.
 #
-# Eight booleans are one 64-bit integer. A multiplication gathers their lowest bits in its highest byte; another one
-# spreads a byte, and a mask takes one bit of each copy. So a few vectorized passes over n/8 integers suffice, on every
-# device.
-
+# Eight booleans are one 64-bit integer. A multiplication gathers their lowest bits in its highest byte; another spreads
+# a byte, and a mask takes one bit of each copy: a few vectorized passes over n/8 integers, on every device.
 
 # byte i times byte 7 - i of this, 2**i, adds up in the highest byte; no sum carries into another byte
 _GATHER = 0x0102040810204080
@@ -70,10 +68,9 @@ def unpacked_bits(bits: torch.Tensor, count: int) -> torch.Tensor:
 
 
 # Inexact forms decline saved tensors this much smaller than the input: per-row statistics, such as a mean or a
-# logsumexp, from which a whole row is computed. Rows are usually longer: the smallest attention heads have 32 numbers.
+# logsumexp, from which a whole row is computed. The smallest attention heads have 32 numbers in a row.
 _STATISTICS = 16
-# Minimum share of the saved bytes that a form must spare to be worth measuring. In a stage stored in part, the share
-# may be several times larger.
+# Minimum share of the saved bytes that a form must spare to be worth measuring; larger in a stage stored in part.
 _LEAST_SHARE = 0.02
 
 
@@ -163,20 +160,16 @@ class _Tried:
         self.storages[storage._cdata] = storage.nbytes(), storage.nbytes() if kept is None else kept.nbytes
 
 
-# Lossless packing: restored tensors have the same bits.
-#
-# Three kinds of tensors pack whatever the batch holds, so a measurement is valid for every step: booleans, as bits;
-# indices, such as those of max pooling, which are int64 and need 8 to 32 bits; and dropout masks, which on a CPU are
+# Lossless packing. Three kinds of tensors pack whatever the batch holds, so a measurement is valid for every step:
+# booleans, as bits; int64 indices, such as those of max pooling, in 8 to 32 bits; and dropout masks, which on a CPU are
 # floating tensors of 0 and 1/(1 - p). Other tensors may be packable by chance in one step and are saved unchanged.
 #
 # The result of ReLU and the input of leaky ReLU shrink to sign bits where no other node needs the numbers: before
 # dropout and pooling, or between a norm and a leaky ReLU. A convolution or matrix product that follows needs them.
 
-
 # From the narrowest; of two equally wide, the faster conversion first.
 _INTEGERS = (torch.uint8, torch.int16, torch.uint16, torch.int32)
-# Headroom for larger indices before the next type is needed. Max pooling need not select the last elements of a plane,
-# but selects some in its last rows: in the last fifth, for all planes that need more than a byte.
+# Headroom for larger indices. Max pooling selects elements in the last fifth of every plane that needs over a byte.
 _MARGIN = 1.25
 _SAMPLE = 1024  # elements checked before the whole tensor: they rule out nearly all tensors that are no masks
 # Integer types by bytes, for bitwise comparison: -0.0 equals 0.0, and NaN does not equal itself.
@@ -282,14 +275,10 @@ def _number(bits: int, dtype: torch.dtype) -> float:
 
 # Saved floating tensors in low precision, rounded; opt-in only.
 #
-# The forward computes with the exact numbers; only gradients come from rounded ones. Tensors that pack without loss are
-# packed (`compression`). All others are rounded to bfloat16, which has the range of float32, or to eight bits with a
-# scale for each block of 128 adjacent numbers. Blocks, not channels: a channel of an activation is a column, spread
-# over memory and over perhaps a thousand tokens, one of which may be large; and a storage shared by several views has
-# no channels.
-#
-# A tensor that has or would get a non-finite number is saved unchanged.
-
+# The forward computes with the exact numbers; only gradients come from rounded ones. Tensors that do not pack without
+# loss are rounded to bfloat16, which has the range of float32, or to eight bits with a scale for each block of 128
+# adjacent numbers. Blocks, not channels: a channel is spread over perhaps a thousand tokens, one of which may be large,
+# and a storage shared by several views has none. A tensor that has or would get a non-finite number is saved unchanged.
 
 BLOCK = 128  # numbers per scale: rows of activations are multiples of it, and the scales add 3 % to the rounded bytes
 _CHUNK = 2**20  # numbers rounded at once, to bound the temporary memory

@@ -31,17 +31,14 @@ def asked_bytes(error: BaseException) -> int:
     return int(float(found[1]) * _UNITS[found[2].lower()]) if found else 0
 
 
-# The running pass of a stage: reported to watchers, and noted on an error that leaves it. The error stays the user's
-# own object, with its type, arguments and traceback.
-
+# The running pass of a stage is reported to watchers, and noted on an error that leaves it, the user's object.
 
 BACKWARD = "backward"
 
 _log = logging.getLogger("rotor_py")
 
 # Called with the pass ("forward", "recomputation" or "backward"), the stage's name, and whether it begins or ends. The
-# backward of a stage in the caller's graph begins when its gradient arrives. Its end is not reported, since the engine
-# has no callback for it.
+# backward of a stage in the caller's graph begins when its gradient arrives; the engine has no callback for its end.
 Watcher = Callable[[str, str, bool], None]
 
 watchers: list[Watcher] = []

@@ -2,8 +2,7 @@
 
 # Note [What a recomputation sees]
 #
-# Plain training runs a stage once. A recomputation must find what that run found, whatever the user has changed since;
-# afterwards all is as the user left it.
+# A recomputation must find what the first run found, whatever the user has changed, and leaves all as it was.
 #
 #  1. Put back, of the forward (`World`): context variables, function modes, dispatch modes but those of torch, which
 #     only count operators (around the backward, `FlopCounterMode` counts recomputations), settings that choose kernels
@@ -14,8 +13,7 @@
 #  3. Compared, since there is no copy: parameters, other buffers and the stage's input, by version, and parameters by
 #     address; the class of a module, and its `forward`. A difference raises `StageChangedError` before anything is
 #     computed, as autograd does for what it saved. Later plans store the stage.
-#  4. `torch.nn.utils.parametrize.cached` keeps no value from one run of a stage to another, since that would have the
-#     history of the first.
+#  4. `parametrize.cached` keeps no value from one run of a stage to another: it would have the history of the first.
 #  5. Nothing shows a write into an object that an attribute names, a global, a file, or, through `.data`, into part of
 #     a parameter. The first and last bytes of a parameter on the CPU show an optimizer's step.
 """

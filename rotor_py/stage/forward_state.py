@@ -65,11 +65,8 @@ def restored_autocast(states: Iterable[Autocast], *, cache: bool) -> Iterator[No
         yield
 
 
-# Batch norm's running statistics, written without notice.
-#
-# PyTorch declares the writes of most operators and counts them in a tensor's version. For these it does neither, so
-# only the values show a write, and not always: the mean of zeros stays the same.
-
+# PyTorch neither declares writes of these operators into batch norm's running statistics, nor counts them in a version.
+# Only the values show a write, and not always: the mean of zeros stays the same.
 
 _aten = torch.ops.aten
 _WRITING = {
@@ -107,29 +104,19 @@ class WrittenStatistics(TorchDispatchMode):
 
 
 # State of a stage's forward for an exact recomputation: RNG state, autocast, buffers, attributes and decisions
-# (`replayed_routing`).
-#
-# Copies of buffers cost memory, so only buffers that the stage changes are copied. The first forward copies them all,
-# compares, and remembers which changed.
-
+# (`replayed_routing`). Copies of buffers cost memory: the first forward copies all, and remembers which changed.
 
 # In training, their output does not depend on their statistics. So these are not copied: recomputations update others,
 # the same each time. Turning tracking off would change the number of saved tensors, which checkpointed regions count. A
 # derived class may read its statistics, so types must be equal.
 _PLAIN_BATCH_NORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 # Per batch norm, the statistics that its recomputations update.
 _scratch: WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]] = WeakKeyDictionary()
-
 # Per stage, the indices of the buffers that its forward changes.
 _moving: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
-
 # Per stage without hooks, the places outside of it that its code names.
 _places: WeakKeyDictionary[nn.Module, list[Place]] = WeakKeyDictionary()
-
-# Stages of which the user was told that they write to objects of others.
-_told_of: WeakSet[Callable[..., Any]] = WeakSet()
-
+_told_of: WeakSet[Callable[..., Any]] = WeakSet()  # stages warned of because they write to others' objects
 # Per stage, the indices of the buffers that other stages change, perhaps before its recomputation.
 _moved_elsewhere: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
@@ -382,25 +369,16 @@ def slots_that_move(function: Callable[..., Any]) -> list[Slot]:
     return [slot for slot in buffer_slots(function) if id(slot[2]) not in still]
 
 
-# Differences between runs with and without a graph.
-#
 # Some operators use another kernel without a graph, which rounds differently: the recurrent layers on the CPU do. For
 # the numbers of plain training, such a stage always runs with a graph. And without a graph, an output does not show
-# whether it would require a gradient.
-#
-# Both are found once, when the stage is measured, and remembered for its lifetime.
+# whether it would require a gradient. Both are found once, when the stage is measured, and kept for its lifetime.
 
 
 @dataclass(frozen=True, slots=True)
 class GraphEffects:
-    """Whether outputs have other numbers with a graph than without, and which output tensors have no gradient.
-
-    A stage is `reproducible` if a second run in the same state has the same outputs.
-    """
-
-    graph_dependent: bool = False
-    without_gradient: tuple[int, ...] = ()
-    reproducible: bool = True
+    graph_dependent: bool = False  # whether outputs have other numbers with a graph than without
+    without_gradient: tuple[int, ...] = ()  # indices of output tensors
+    reproducible: bool = True  # whether a second run in the same state has the same outputs
 
 
 _remembered: WeakKeyDictionary[nn.Module, GraphEffects] = WeakKeyDictionary()

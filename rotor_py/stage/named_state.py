@@ -1,7 +1,4 @@
-"""Find the state outside of a module that its code names: globals, what closures hold, and attributes of objects.
-
-A forward may read a flag of a configuration, count its calls in a global, or have a hook that appends to a list.
-"""
+"""Find the state outside of a module that its code names: globals, what closures hold, and attributes of objects."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from rotor_profiling.stage.stage_signature import HasKind
 _LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # Objects looked at, at most. A guess: a large model has some ten thousand. Fewer overlook some.
 _MOST = 100_000
-# Longer containers are not looked into. A guess: hooks append less in a step, and longer ones are data.
+# Longer containers are not searched. A guess: hooks append less in a step, and longer ones are data.
 _LONGEST = 10_000
 _FLAGS = (bool, int, float, str, type(None))
 _MISSING = object()
@@ -82,7 +79,8 @@ def named_objects(function: Callable[..., Any]) -> list[Any]:
 
 def places_of(function: Callable[..., Any]) -> list[Place]:
     """Return the places outside of modules whose values the code of `function` names."""
-    return [place for value, place in _walk(function) if place is not None and _may_change(value)]
+    fixed = type | ModuleType | nn.Module
+    return [place for value, place in _walk(function) if place is not None and not isinstance(value, fixed)]
 
 
 def named_values(function: Callable[..., Any]) -> tuple[str, ...]:
@@ -98,10 +96,6 @@ def _described(value: Any) -> str:
     if isinstance(value, FunctionType):
         return f"{value.__module__}.{value.__qualname__} {value.__code__.co_code.hex()}"
     return f"{type(value).__name__} {getattr(value, '__name__', '')}"
-
-
-def _may_change(value: Any) -> bool:
-    return not isinstance(value, type | ModuleType | nn.Module)
 
 
 def _walk(function: Callable[..., Any]) -> Iterator[tuple[Any, Place | None]]:
@@ -152,10 +146,8 @@ def _named_by(value: Any) -> Iterator[tuple[Any, Place | None]]:
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an object of a class of the user's."""
-    kind = type(value)
-    if kind is SimpleNamespace:
-        return True
-    return not isinstance(value, type | ModuleType | torch.Tensor | nn.Module) and not is_library(kind.__module__)
+    other = isinstance(value, type | ModuleType | torch.Tensor | nn.Module) or is_library(type(value).__module__)
+    return type(value) is SimpleNamespace or not other
 
 
 def _attributes(value: Any) -> Iterator[tuple[Any, Place | None]]:
@@ -241,9 +233,8 @@ class NamedState:
 
 
 def _has_tensors(container: Any) -> bool:
-    return any(
-        isinstance(each, torch.Tensor) for each in (container.values() if isinstance(container, dict) else container)
-    )
+    values = container.values() if isinstance(container, dict) else container
+    return any(isinstance(each, torch.Tensor) for each in values)
 
 
 def _changed(place: Place, value: Any, contents: Contents) -> bool:

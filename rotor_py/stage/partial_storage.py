@@ -59,10 +59,8 @@ class Recipe:
     needs: dict[int, frozenset[int]]
 
 
-# Stages stored in part: cheap tensors are recomputed in the backward instead of saved.
-#
-# Saved-tensor hooks (`torch.autograd.graph.saved_tensors_hooks`) replace such a tensor by a handle. The handle holds
-# the values that it is computed from, which are often saved anyway.
+# Stages stored in part: saved-tensor hooks replace cheap tensors by handles, which recompute them in the backward from
+# values that are often saved anyway.
 
 
 class PartialSaving:
@@ -145,8 +143,7 @@ class PartialSaving:
             self._handing_over.end_if_complete()
 
     def _dropped(self, number: int) -> _Dropped:
-        found = self.dropped.get(number)
-        if found is None:
+        if (found := self.dropped.get(number)) is None:
             kept = {each: self._kept[each] for each in self.recipe.needs[number]}
             found = self.dropped[number] = _Dropped(self, number, kept)
         return found

@@ -31,22 +31,16 @@ class StageOffers:
 
     # Output tensors handed on outside the chain: name, and index among the output tensors.
     carried: Mapping[str, int] = MappingProxyType({})
-
     # Output tensors that are input tensors not otherwise used: index in the output, to index in the input. Their
     # gradients pass the stage's backward unchanged.
     handed_on: Mapping[int, int] = MappingProxyType({})
-
     # Positions of the input values that the stage reads and hands on. Stages with one signature (`stage_signature`)
     # cost the same whichever values they read, but compiled code reads fixed ones.
     wiring: Hashable = None
-
     # For every input tensor, whether it needs a gradient in training; None if only a run shows it.
     needs_gradient: Sequence[bool] | None = None
-
     saves_through_hooks = True  # whether saved-tensor hooks active during a run see the tensors that autograd saves
-
     shared: int = 0  # number of values at the end of its input that all stages of the chain share
-
     last: bool = True  # whether its output is the chain's, without the shared values
 
     @property
@@ -186,10 +180,8 @@ class Keeper:
         return Trial()
 
 
-# Storage mode with some saved tensors offloaded.
-#
-# The stage runs as without offloading: stored whole, in part, or packed. What to offload, and when, concerns the whole
-# step (`offload`).
+# With some saved tensors offloaded, the stage runs as without: stored whole, in part, or packed. What to offload, and
+# when, concerns the whole step (`offload`).
 
 
 class _Elsewhere(Keeper):

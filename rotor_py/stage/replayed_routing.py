@@ -19,10 +19,8 @@ from rotor_profiling.torch_compat import TorchDispatchMode, tree_leaves, tree_ma
 from rotor_py.errors import InvalidStateError
 from rotor_py.stage.named_state import named_objects
 
-# Random streams outside PyTorch's RNG: Python's, NumPy's, and generators that a model holds.
-#
-# A stage may draw with `random.random()` whether to skip a layer. Reading these streams takes longer than PyTorch's
-# own, so each step reads only those from which the first forward of a stage has drawn.
+# Random streams outside PyTorch's RNG: Python's, NumPy's, and generators that a model holds. Reading them takes longer
+# than PyTorch's own, so each step reads only those from which the first forward of a stage has drawn.
 
 
 class Stream(NamedTuple):
@@ -110,19 +108,14 @@ def _of_generator(generator: torch.Generator) -> Stream:
     return Stream(state, set_back)
 
 
-# Decisions of a stage from its numbers: the experts of a token, a top-k, a branch.
-#
-# In plain training a router decides once. A recomputation could decide differently: sums over processes and atomic
-# additions on a GPU vary in the last digits, so a token may go to another expert. Its loss would then come from one
-# expert and its gradient from another, and processes that decide differently would deadlock. So the decisions of the
-# first run are recorded, and recomputations replay them.
-
+# A recomputation could decide differently from its numbers (experts of a token, a top-k, a branch): sums over processes
+# and atomic additions on a GPU vary in the last digits. A token's loss would come from one expert and its gradient from
+# another, and processes that decide differently would deadlock. So recomputations replay the first run's decisions.
 
 Decisions = tuple[tuple[Any, Any], ...]  # the deciding operators in order, each with its result
 
 _aten = torch.ops.aten
-# Operators that select numbers and return them or their indices. Not pooling: its indices change only a gradient, and
-# would take much memory.
+# Operators that select numbers. Not pooling: its indices change only a gradient, and would take much memory.
 _SELECTIONS = {
     _aten.topk,
     _aten.sort,

@@ -14,12 +14,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotor_profiling import leaves_of
-from rotor_profiling.isolate import (
-    accelerators,
-    alias,
-    parameter_slots,
-    substituted,
-)
+from rotor_profiling.isolate import accelerators, alias, parameter_slots, substituted
 from rotor_profiling.stage.gradients import enter_graph
 from rotor_profiling.storage import tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only, with_own_containers
@@ -103,9 +98,8 @@ def edges_and_owners(value: Any) -> tuple[Edges, list[Any]]:
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors], owners
 
 
-# One stage, and its runs: in the caller's graph (`forward`); a first run before recomputations (`first`, or
-# `attach_first` with a graph of its own); a recomputation without a graph (`again`) or with one of its own (`attach`).
-
+# A stage runs in the caller's graph (`forward`); first before recomputations (`first`, or `attach_first` with a graph
+# of its own); recomputed without a graph (`again`) or with one of its own (`attach`).
 
 Context = tuple[Any, ...]
 
@@ -235,10 +229,8 @@ class StageRunner:
         return self._run(way, value, context)
 
     def _run(self, way: str | None, value: Any, context: Context, skip_output: bool = False) -> Any:
-        """Run the stage in a storage mode, None for whole, and wait for the collectives behind its output.
-
-        In plain training, the reader of the output waits. The output of a recomputation may have no reader, and PyTorch
-        holds the memory of an `AsyncCollectiveTensor` until a wait.
+        """Run the stage in a storage mode, None for whole, and wait for the collectives behind its output: a recomputed
+        one may have no reader, and PyTorch holds the memory of an `AsyncCollectiveTensor` until a wait.
         """
         run = self._run_of(way, skip_output) if way is not None or skip_output else self.function
         # A stage may change a dict that it gets, which is there for its other runs, too.
@@ -306,10 +298,8 @@ class StageRunner:
 
 
 def run_offloadable(runner: StageRunner, value: Any, context: tuple[Any, ...] = ()) -> tuple[Any, OffloadableStorages]:
-    """Run a stage in the surrounding graph; return its output, and the saved tensors that could be offloaded.
-
-    Inputs and parameters stay, and outputs as long as they are held. So do tensors that the runner keeps in another
-    form.
+    """Run a stage in the surrounding graph; return its output, and the saved tensors that could be offloaded: not
+    inputs, parameters, outputs that are held, and tensors that the runner keeps in another form.
     """
     offloadable = OffloadableStorages()
     held = [*tensors_in((value, context)), *owned_tensors(runner.function)]

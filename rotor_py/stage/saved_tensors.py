@@ -56,11 +56,9 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((count,), (1,), 0)
 
 
-# What the backward reads of a saved tensor: ReLU and similar nodes read only the sign.
-#
-# A saved-tensor hook does not know its node. But nodes are numbered in creation order, and a tensor knows its own node:
-# so a result saved by its own node is known at once. Nodes that save an input are found in the graph behind later
-# tensors.
+# The backward of ReLU and similar nodes reads only the sign of a saved tensor. A saved-tensor hook does not know its
+# node. But nodes are numbered in creation order, and a tensor knows its own: a result saved by its own node is known at
+# once. Nodes that save an input are found in the graph behind later tensors.
 #
 # Some bounds do not fit in one bit. For NaN, the backward of hardtanh and ReLU6 lets a gradient pass or not by its
 # position in memory: vector instructions and the remainder loop differ.
@@ -80,8 +78,7 @@ class Need(Enum):
         return other if self is Need.SHAPE else Need.NUMBERS
 
 
-# Most nodes to search for those that save a tensor; they are usually recent. A guess: if too small, numbers are kept
-# where a sign would do.
+# Most nodes to search for those that save a tensor. A guess: if too small, numbers are kept where a sign would do.
 _MOST_NODES = 256
 # Name prefixes of nodes that read only the shape of their input: indices mark the largest of a window.
 _SHAPE_ALONE = ("AvgPool", "MaxPool")
@@ -109,11 +106,8 @@ def need_of(node: Node, device: torch.device) -> Need:
         return Need.POSITIVE_OR_NAN
     if name.startswith("LeakyReluBackward"):  # any slope
         return Need.POSITIVE
-    if name == "ClampMinBackward0" and _bound(node, "min") == 0:
-        return Need.NOT_NEGATIVE
-    if name == "ClampBackward1" and _bound(node, "min") == 0 and _bound(node, "max") is None:
-        return Need.NOT_NEGATIVE
-    return Need.NUMBERS
+    one_sided = name == "ClampMinBackward0" or (name == "ClampBackward1" and _bound(node, "max") is None)
+    return Need.NOT_NEGATIVE if one_sided and _bound(node, "min") == 0 else Need.NUMBERS
 
 
 def nodes_behind(
@@ -135,8 +129,7 @@ def nodes_behind(
 
 
 def _bound(node: Node, name: str) -> float | None:
-    bound: float | None = getattr(node, f"_saved_{name}")
-    return bound
+    return getattr(node, f"_saved_{name}")  # type: ignore[no-any-return]
 
 
 def _origin(tensor: torch.Tensor) -> Node | None:
@@ -144,10 +137,8 @@ def _origin(tensor: torch.Tensor) -> Node | None:
     return None if tensor._is_view() and tensor._version else tensor.grad_fn
 
 
-# Hand over the tensors that a recomputation saves.
-#
 # The graph of the first run stays and holds no saved tensors. A recomputation saves the same tensors in the same order,
-# whole or in part. Autograd calls only the innermost hooks, so each kind of hook hands over its own.
+# whole or in part, and hands them over. Autograd calls only the innermost hooks, so each kind hands over its own.
 
 
 class Waiting(Protocol):
@@ -228,10 +219,7 @@ tensor_of: Callable[[Saved], torch.Tensor] = methodcaller("tensor")  # unpack ho
 
 
 class SavedInOrder:
-    """Record shape and byte sum of each tensor that a complete run saves.
-
-    Holding the values would take as much memory as the run itself.
-    """
+    """Record shape and byte sum of each tensor that a complete run saves: values would take as much memory."""
 
     ends_after = None
 

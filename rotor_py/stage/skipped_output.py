@@ -1,8 +1,6 @@
-"""Run a stage without computing its output.
-
-A recomputation right before the backward needs only the graph. The last operators often save only their inputs, as a
-linear layer and a residual addition do. Their output is allocated but not computed. Autograd sees every operator, so
-the backward is the same.
+"""Run a stage without computing its output: a recomputation right before the backward needs only the graph. Where the
+last operators save only their inputs, as a linear layer and a residual addition do, their output is allocated but not
+computed. Autograd sees every operator, so the backward is the same.
 """
 
 from __future__ import annotations
@@ -21,12 +19,8 @@ _aten = torch.ops.aten
 # Slow layers of which autograd saves input and weight, but not the output.
 _PRODUCTS: tuple[type[nn.Module], ...] = (
     nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
 # Layers that may follow: their backward does not depend on their input values.
 _FOLLOWING: tuple[type[nn.Module], ...] = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout)
@@ -111,8 +105,7 @@ def _product(_: Any, *args: torch.Tensor, **__: Any) -> torch.Tensor:
 def _sum(func: Any, a: torch.Tensor, b: Any, **kwargs: Any) -> torch.Tensor:
     # Otherwise it may broadcast or promote, which `add` handles.
     alike = isinstance(b, torch.Tensor) and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-    found: torch.Tensor = torch.empty_like(a) if alike else func(a, b, **kwargs)
-    return found
+    return torch.empty_like(a) if alike else func(a, b, **kwargs)
 
 
 def _as_on_meta(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -122,10 +115,7 @@ def _as_on_meta(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 # For each operator, a function that allocates its output, called with the operator and its arguments.
 _MAKERS: dict[Any, Callable[..., torch.Tensor]] = {
-    _aten.mm.default: _product,
-    _aten.bmm.default: _product,
-    _aten.addmm.default: _product,
-    _aten.baddbmm.default: _product,
+    **dict.fromkeys((_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default), _product),
     _aten.add.Tensor: _sum,
     _aten.convolution.default: _as_on_meta,  # output strides follow the memory format, per backend
 }
