@@ -42,14 +42,13 @@ class Facts(Report):
     """A report with a limit and the command's own facts: options, real steps, other strategies."""
 
     mem_limit: int
+    # Arguments of `Checkpointable`, other than the limit, that reproduce the plan, as Python
     arguments: tuple[str, ...] = ()
-    """Arguments of `Checkpointable`, other than the limit, that reproduce the plan, as Python."""
     verified: Verification | None = None
     compared: tuple[ComparedStrategy, ...] = ()
+    # Whether a limit was planned for. If not, `sequence` stores everything, and `mem_limit` is its peak.
     limited: bool = True
-    """Whether a limit was planned for. If not, `sequence` stores everything, and `mem_limit` is its peak."""
-    taken: Taken | None = None
-    """Observations of a script; None for a model file."""
+    taken: Taken | None = None  # Observations of a script; None for a model file
 
     def remarks(self) -> tuple[str, ...]:
         taken = () if self.taken is None else self.taken.sentences()

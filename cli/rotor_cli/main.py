@@ -36,6 +36,7 @@ Exit codes: 0 planned; 1 unexpected error; 2 wrong usage or an unusable model fi
 4 the model itself raised; 5 --verify found a difference; 130 interrupted.
 """
 
+# Common synonyms of the options
 _OPTION_ALIASES = {
     "--mem-limit": ("budget", "memory", "mem", "limit", "memory-limit", "memory-budget", "mem-budget", "max-memory"),
     "--batch": ("batch-size", "bs"),
@@ -45,9 +46,8 @@ _OPTION_ALIASES = {
     "--save": ("output", "out", "plan"),
     "--device": ("gpu", "cuda"),
 }
-"""Common synonyms of the options."""
+# Modes of torch.compile, listed here because wrong use is reported before torch is loaded
 _COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""Modes of torch.compile, listed here because wrong use is reported before torch is loaded."""
 
 
 class CommandWithAliases(click.Command):

@@ -26,10 +26,8 @@ from rotor_profiling import tensors_in
 from rotor_profiling.value_tree import tree_map_only
 from rotor_py.plan.step_spec import arguments_of
 
-DEFAULT_BATCH = 8
-"""Batch for a sample function without a default. A guess; larger may not fit."""
-_LENGTH = 128
-"""Sequence length of a sample text. A guess: the user sets --input for another."""
+DEFAULT_BATCH = 8  # Batch for a sample function without a default. A guess; larger may not fit.
+_LENGTH = 128  # Sequence length of a sample text. A guess: the user sets --input for another.
 
 _VARIANTS: dict[str, dict[str, Any]] = {
     "fused": {"fused": True},

@@ -31,8 +31,7 @@ def optimizer(parameters):             # optional
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 """
 REQUIRED_SAMPLE = "an input called 'sample' (a tensor, tuple or dict, or a function of the batch size)"
-_DYNAMIC = {"exec", "globals", "setattr", "vars"}
-"""Functions that may define names not written in the file."""
+_DYNAMIC = {"exec", "globals", "setattr", "vars"}  # Functions that may define names not written in the file
 
 
 def split_target(target: str) -> tuple[str, str]:

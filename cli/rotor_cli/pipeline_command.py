@@ -33,11 +33,9 @@ class PipelineFacts:
     title: str
     device: str
     plan: PipelinePlan
-    best_equal: EqualCuts | None
-    """The fastest policy on equal cuts that fits."""
+    best_equal: EqualCuts | None  # The fastest policy on equal cuts that fits
     names: tuple[str, ...]
-    stored_seconds: float
-    """Time of a microbatch through all stages with everything stored."""
+    stored_seconds: float  # Time of a microbatch through all stages with everything stored
 
     @property
     def ratio(self) -> float | None:

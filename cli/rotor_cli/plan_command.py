@@ -275,8 +275,7 @@ class _Ended(BaseException):
 class _Known:
     step: FirstStep | None = None
     facts: Facts | None = None
-    failure: Failure | None = None
-    """reason that the step cannot be planned"""
+    failure: Failure | None = None  # Reason that the step cannot be planned
 
 
 def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:

@@ -13,8 +13,7 @@ from typing import Literal
 from rotor_cli.failure import about_option, usage
 from rotor_cli.model_file_errors import defines, refuse_file_without, refuse_missing_module, split_target
 
-HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")
-"""Devices of this machine."""
+HERE = re.compile(r"cpu(:0)?|cuda(:\d+)?")  # Devices of this machine
 
 
 def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
@@ -142,13 +141,12 @@ class Request:
 # per option, since `--help` does not need it.
 
 
-_SOME_DEVICE = 10**12
-"""Bytes of a stand-in device: validates a share before the device is known."""
+_SOME_DEVICE = 10**12  # Bytes of a stand-in device: validates a share before the device is known
 _IMAGES = (".svg", ".png")
 _EXCLUDED, _NEEDS = "excluded_together", "needs_option"
 
+# Whether a request breaks a rule; then the kind, the option and the sentence of the failure
 _Rules = Iterator[tuple[object, str, str, str]]
-"""Whether a request breaks a rule; then the kind, the option and the sentence of the failure."""
 
 
 def refuse_wrong_use(request: Request) -> None:

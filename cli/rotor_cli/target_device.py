@@ -25,8 +25,8 @@ from rotor_py.plan.step_spec import arguments_of
 from rotor_py.units import format_bytes, parse_bytes
 
 _HOLDERS: tuple[type, ...] = (torch.Tensor, tuple, list, dict)
+# Device whose rates apply if only a memory size is given. A guess: the middle of the table; times are then off.
 _DEFAULT_DEVICE = "a100-80"
-"""Device whose rates apply if only a memory size is given. A guess: the middle of the table; times are then off."""
 
 
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -35,10 +35,8 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 @dataclass(frozen=True, slots=True)
 class Target:
     device: torch.device
-    simulated: SimulatedDevices | None = None
-    """The simulated devices; None if measured on this machine."""
-    autocast: torch.dtype | None = None
-    """Autocast dtype of steps; None if they enter a region themselves, or none."""
+    simulated: SimulatedDevices | None = None  # The simulated devices; None if measured on this machine
+    autocast: torch.dtype | None = None  # Autocast dtype of steps; None if they enter a region themselves, or none
 
     def making(self) -> AbstractContextManager[object]:
         return nullcontext() if self.simulated is None else self.simulated.making()

@@ -153,8 +153,7 @@ def _drawn(caption: str, lines: list[str]) -> tuple[Text, Text]:
 
 LINE, FILL = "●", "·"
 LEFTWARDS, RIGHTWARDS, UPWARDS, DOWNWARDS = ARROWS = "←→↑↓"
-_LABEL = 8
-"""Width of the labels on the left, in characters."""
+_LABEL = 8  # Width of the labels on the left, in characters
 
 
 def chart(

@@ -22,8 +22,7 @@ from rotor_solver import Backward, Loss
 from rotor_solver.frontier import draw
 from rotor_solver.moving import timed_moments, transfers
 
-SCHEMA = 1
-"""Raised when a key is dropped or changes its meaning; new keys do not raise it."""
+SCHEMA = 1  # Raised when a key is dropped or changes its meaning; new keys do not raise it
 
 
 def write_outputs(facts: Facts, request: Request) -> None:
@@ -180,15 +179,14 @@ def _sweep(sweep: Sweep) -> dict[str, Any]:
 
 Event = dict[str, Any]
 PREDICTED, MEASURED = 1, 2
+# Thread ids other than process ids: a thread with its process's id would be called the main thread
 FORWARD, AGAIN, BACKWARD = 11, 12, 13
-"""Thread ids other than process ids: a thread with its process's id would be called the main thread."""
 PLANNED, PLAIN = 14, 15
 OUT, BACK = 16, 17
 _TRACKS = {FORWARD: "forward", AGAIN: "recomputation", BACKWARD: "backward"}
 _COPIES = {OUT: "copies out", BACK: "copies back"}
 OPTIMIZER = f"{NAME} (its time is not measured)"
-_SHARE = 0.03
-"""Drawn share of the optimizer step: just wide enough to be seen."""
+_SHARE = 0.03  # Drawn share of the optimizer step: just wide enough to be seen
 WHILE, AFTER, LIMIT = "memory while it runs", "memory kept after it", "limit"
 
 

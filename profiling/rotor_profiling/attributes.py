@@ -34,8 +34,7 @@ _changing: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 _written: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
-Contents = list[tuple[Any, Any]]
-"""Containers, each with a shallow copy."""
+Contents = list[tuple[Any, Any]]  # Containers, each with a shallow copy
 Table = dict[str, Any]
 
 

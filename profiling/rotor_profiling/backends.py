@@ -27,8 +27,7 @@ class Storages:
     """Keys of storages, and their bytes: the device's allocator rounds up to a multiple of `block`."""
 
     block: int
-    fake: bool = False
-    """Fake storages have no address; their key is the C++ object's."""
+    fake: bool = False  # Fake storages have no address; their key is the C++ object's
 
     def key(self, storage: torch.UntypedStorage) -> int:
         """Return a number that is unique among live storages."""

@@ -209,8 +209,8 @@ class FollowedStorages(TorchDispatchMode):
             self.freed(number)
 
 
+# Returns the temporary bytes of an operator's kernel, from (operator, arguments, keywords, result)
 OperatorBytes = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
-"""Returns the temporary bytes of an operator's kernel, from (operator, arguments, keywords, result)."""
 
 
 def no_scratch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -226,10 +226,8 @@ class LiveBytes(FollowedStorages):
 
     def __init__(self, kinds: set[str], kind: str, scratch: OperatorBytes = no_scratch) -> None:
         super().__init__()
-        self.now = 0
-        """live bytes of storages created since construction or `reset`"""
-        self.peak = 0
-        """most live bytes since construction, `reset` or `begin_peak`"""
+        self.now = 0  # Live bytes of storages created since construction or `reset`
+        self.peak = 0  # Most live bytes since construction, `reset` or `begin_peak`
         self._kinds, self._kind, self._scratch = kinds, kind, scratch
         self._sizes: dict[int, int] = {}
 

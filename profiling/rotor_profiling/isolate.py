@@ -16,8 +16,8 @@ from rotor_profiling.attributes import Attributes, modules_of
 from rotor_profiling.storage import equal
 from rotor_profiling.torch_compat import parametrize, unset_fake_temporarily
 
+# Position of a module's tensor: its table of parameters or buffers, the name, and the tensor
 Slot = tuple[dict[str, Any], str, torch.Tensor]
-"""Position of a module's tensor: its table of parameters or buffers, the name, and the tensor."""
 
 
 def parameter_slots(function: Callable[..., Any], trained: Container[int] | None = None) -> list[Slot]:

@@ -19,8 +19,7 @@ import torch
 
 from rotor_profiling import torch_compat
 
-MARK = "rotor_profiling.mark:"
-"""Begins the names of the events that mark phases."""
+MARK = "rotor_profiling.mark:"  # Begins the names of the events that mark phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +63,8 @@ class CpuMeter:
     """
 
     phases: dict[str, Phase] = field(default_factory=dict)
+    # (Seconds since the first event, bytes held from then on relative to the meter's start)
     curve: list[tuple[float, int]] = field(default_factory=list)
-    """(Seconds since the first event, bytes held from then on relative to the meter's start)."""
     _profile: Any = None
 
     def __enter__(self) -> CpuMeter:

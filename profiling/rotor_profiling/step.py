@@ -227,8 +227,7 @@ class CudaWatch:
         return phases
 
 
-StepWatch = CpuWatch | CudaWatch
-"""A running watch, see `watch_step`."""
+StepWatch = CpuWatch | CudaWatch  # A running watch, see `watch_step`
 
 
 def _counters(device: torch.device) -> tuple[int, int]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # names whose types mypy needs
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import TreeSpec, tree_flatten
 
+# Torch's path of each name
 NAMES = {
     "AotAutograd": "torch._dynamo.backends.common.AotAutograd",
     "AutoDispatchBelowAutograd": "torch._C._AutoDispatchBelowAutograd",
@@ -137,7 +138,6 @@ NAMES = {
     "values_of": "torch.Tensor._values",
     "will_engine_execute_node": "torch._C._will_engine_execute_node",
 }
-"""Torch's path of each name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -24,15 +24,13 @@ from rotor_profiling.torch_compat import TreeSpec
 
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Tensor, nn.Parameter, torch.dtype})
 _CONTAINERS = (dict, list, tuple)
+# Classes written in C from which a class to open may derive: instances are made of items and attributes alone
 _BASES = (*_CONTAINERS, OrderedDict, SimpleNamespace, object)
-"""Classes written in C from which a class to open may derive: instances are made of items and attributes alone."""
-_ITEMS = ""
-"""Name of a container's items among its attributes."""
+_ITEMS = ""  # Name of a container's items among its attributes
+# Objects opened in a value, and inside of each other. Guesses: enough for a batch of graphs; an object that refers to
+# the whole program is not searched for long.
 _MOST, _DEEPEST = 10_000, 16
-"""Objects opened in a value, and inside of each other. Guesses: enough for a batch of graphs; an object that refers to
-the whole program is not searched for long."""
-_HEAP = 1 << 9
-"""Flag of Python's type objects: made by a class statement."""
+_HEAP = 1 << 9  # Flag of Python's type objects: made by a class statement
 
 
 def parts_of(value: Any) -> dict[str, Any] | None:
@@ -104,8 +102,8 @@ class Structure:
 class _Search:
     of: Any
     every: bool
+    # Numbers of the objects met, by `id`; of those that stay whole, -1
     numbers: dict[int, int] = field(default_factory=dict)
-    """Numbers of the objects met, by `id`; of those that stay whole, -1."""
 
 
 def _flatten(given: list[Any], tree: TreeSpec, search: _Search, depth: int) -> tuple[list[Any], TreeSpec | Structure]:

@@ -32,8 +32,7 @@ from rotor_solver.simulate import Simulation, simulate, skipped_outputs
 from rotor_solver.solve import ALGORITHMS, Algorithm, solve
 from rotor_solver.watching import watched
 
-unread_outputs = skipped_outputs
-"""Former name of `skipped_outputs`."""
+unread_outputs = skipped_outputs  # Former name of `skipped_outputs`
 
 __all__ = [
     "ALGORITHMS",

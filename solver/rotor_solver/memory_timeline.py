@@ -35,8 +35,7 @@ class Moment:
     operation: Operation
     begin: float
     seconds: float
-    again: bool
-    """Whether it recomputes a stage."""
+    again: bool  # Whether it recomputes a stage
     during: int
     after: int
     inputs: Mapping[int, int]

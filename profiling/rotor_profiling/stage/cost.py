@@ -43,8 +43,8 @@ from rotor_profiling.storage import (
 from rotor_profiling.timing import Stopwatch, several_processes
 from rotor_profiling.torch_compat import storage_use_count
 
+# Minimum share of the saved bytes that a mode must spare: its cost in time is known only up to clock noise
 LEAST_SHARE = 0.05
-"""Minimum share of the saved bytes that a mode must spare: its cost in time is known only up to clock noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,15 @@ class StageBytes:
     replay_temp_bytes: int
     input_released_bytes: int
     output_released_bytes: int
+    # Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view
     gradient_storage_bytes: tuple[int, ...] = ()
-    """Bytes of the storage behind each input tensor's gradient; more than the gradient's own if that is a view."""
+    # Indices of parameters whose gradients are views, as of linear layers: the engine cannot add to them in place
     view_gradients: tuple[int, ...] = ()
-    """Indices of parameters whose gradients are views, as of linear layers: the engine cannot add to them in place."""
-    droppable_bytes: int = 0
-    """Bytes of silent outputs that are freed where the caller drops them before the backward."""
-    held_backward_bytes: int = 0
-    """Bytes that the backward takes more where the caller holds them."""
+    droppable_bytes: int = 0  # Bytes of silent outputs that are freed where the caller drops them before the backward
+    held_backward_bytes: int = 0  # Bytes that the backward takes more where the caller holds them
+    # Bytes of tensors that a forward leaves in attributes, beyond the backward. Not in `saved_bytes`, where they are
+    # apart from the output.
     left_bytes: int = 0
-    """Bytes of tensors that a forward leaves in attributes, beyond the backward. Not in `saved_bytes`, where they are
-    apart from the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +75,8 @@ class StageCost(StageBytes):
     forward_seconds: float
     nograd_seconds: float
     backward_seconds: float
+    # Seconds that a forward saves by skipping its output right before its backward, less the cost of its own graph
     skipped_output_seconds: float = 0.0
-    """Seconds that a forward saves by skipping its output right before its backward, less the cost of its own graph."""
 
     @classmethod
     def of(cls, nbytes: StageBytes, seconds: StageSeconds) -> StageCost:

@@ -20,11 +20,9 @@ from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
 from rotor_profiling.value_tree import tree_map_only
 
 Strides = tuple[int, ...]
+# Strides of each tensor's gradient in a value, in order; None if like the tensor's own. For a `DTensor`, the strides of
+# the local part. Missing entries at the end count as None.
 Layouts = tuple[Strides | None, ...]
-"""Strides of each tensor's gradient in a value, in order; None if like the tensor's own.
-
-For a `DTensor`, the strides of the local part. Missing entries at the end count as None.
-"""
 _Maker = Callable[[], torch.Tensor]
 
 
@@ -195,9 +193,9 @@ class Runner(Protocol):
         """Recompute it with a graph of its own, exactly as in the first run; return the graph and the output."""
 
 
+# For each trained parameter of a stage, in the order of `trained_parameters`, the bytes of its step; None if the
+# stage's backward does not step it.
 Stepped = tuple[int | None, ...]
-"""For each trained parameter of a stage, in the order of `trained_parameters`, the bytes of its step; None if the
-stage's backward does not step it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,9 @@ def estimate(runs: Sequence[StageRun]) -> list[StageSeconds]:
     return found
 
 
+# Makes an autograd node for a runner: runs the stage on an input without a graph, and recomputes it in the backward. It
+# is the executor's own, so it includes its overhead.
 AsNode = Callable[[Any], Callable[[Any], Any]]
-"""Makes an autograd node for a runner: runs the stage on an input without a graph, and recomputes it in the backward.
-It is the executor's own, so it includes its overhead."""
 
 
 def time_ways(

@@ -133,6 +133,7 @@ def _rounds(schedule: Schedule, rank: int, per_hop: int, put_off: int | None = N
 
 
 _WHOLE: tuple[Kind, ...] = ("F", "B")
+# All schedules by name: the order of a rank
 SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
     "gpipe": lambda schedule, rank: [Action(kind, rank, n) for kind in _WHOLE for n in range(schedule.microbatches)],
     "1f1b": _one_forward_one_backward,
@@ -141,7 +142,6 @@ SCHEDULES: dict[str, Callable[[Schedule, int], list[Action]]] = {
     "zero-bubble": lambda schedule, rank: _rounds(schedule, rank, per_hop=1, put_off=rank or None),
     "zero-bubble-whole": lambda schedule, rank: _rounds(schedule, rank, per_hop=1),
 }
-"""All schedules by name: the order of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
