@@ -25,10 +25,9 @@ class Taken:
 
     def sentences(self) -> tuple[str, ...]:
         loss = "its own loss" if self.own_loss else "a loss computed outside of it"
-        optimizer = self.optimizer or "no optimizer of torch"
         found = (
-            f"Taken from the first training step of {Path(self.script).name}: {self.model}, which trains "
-            f"{self.trained:,} parameters, on {self.input}, with {loss} and {optimizer}."
+            f"Taken from the first training step of {Path(self.script).name}: {self.model}, which trains {self.trained:,} "
+            f"parameters, on {self.input}, with {loss} and {self.optimizer or 'no optimizer of torch'}."
         )
         if not self.others:
             return (found,)
@@ -56,9 +55,7 @@ class Facts(Report):
 
     def problem(self) -> str | None:
         """Problem shown by real steps, in words; None if there is none."""
-        if self.verified is not None and (problem := self.verified.problem(self.mem_limit)) is not None:
-            return problem
-        for row in self.compared:
-            if row.verified is not None and (problem := row.verified.problem(self.mem_limit)) is not None:
-                return f"{row.strategy}: {problem}"
+        for begin, found in (("", self.verified), *((f"{row.strategy}: ", row.verified) for row in self.compared)):
+            if found is not None and (problem := found.problem(self.mem_limit)) is not None:
+                return begin + problem
         return None

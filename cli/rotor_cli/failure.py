@@ -29,7 +29,7 @@ class Failure(click.ClickException):
 
 
 def usage(kind: str, name: str, message: str, **numbers: int | float | str) -> Failure:
-    """Wrong use of the command, or an unusable model file."""
+    """Wrong use, or an unusable model file."""
     return Failure(message, USAGE, kind=kind, name=name, **numbers)
 
 

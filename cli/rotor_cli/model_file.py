@@ -67,8 +67,9 @@ def load(request: Request, target: Target) -> ModelFile:
     found = getattr(module, name, None)
     of_transformers = isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "config_class")
     if request.config is not None and not of_transformers:
-        message = f"--config is for a class of models of transformers, and {request.model} is none"
-        raise usage("not_transformers", "--config", message)
+        raise usage(
+            "not_transformers", "--config", f"--config is for a model class of transformers, not {request.model}"
+        )
     model: Any = found
     with user_code(file), target.making():
         if of_transformers:
@@ -116,10 +117,8 @@ def load(request: Request, target: Target) -> ModelFile:
         with user_code(file), target.measuring():
             optimizer = make(model.parameters()) if callable(make) else make
         if not isinstance(optimizer, torch.optim.Optimizer):
-            message = (
-                f"`optimizer` in {file} gives {type(optimizer).__name__}; it has to be a function of the parameters"
-            )
-            raise usage("not_an_optimizer", "optimizer", f"{message} that returns a torch.optim.Optimizer")
+            message = f"`optimizer` in {file} must make a torch.optim.Optimizer of the parameters, got "
+            raise usage("not_an_optimizer", "optimizer", f"{message}{type(optimizer).__name__}")
     title = Path(location).name if location.endswith(".py") else location
     return ModelFile(file, title, model, sample, sample_of, loss, optimizer)
 
@@ -136,9 +135,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
         with user_code(found.origin or location):
             return importlib.import_module(location), found.origin or location
     path = Path(location)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     # As when Python runs the file: it may import its neighbours, and its classes are found by module name. A file named
     # like an imported module (torch.py) must not replace it.
@@ -197,8 +194,7 @@ def _example_of(model: Any, given: torch.Tensor | None) -> dict[str, torch.Tenso
             raise usage("no_shape", "--input", message)
         given = torch.zeros(8, _LENGTH, dtype=torch.int64)
     sample = {name: given}
-    vocabulary = getattr(model.config, "vocab_size", None)
-    if name == "input_ids" and vocabulary:
+    if name == "input_ids" and (vocabulary := getattr(model.config, "vocab_size", None)):
         sample[name] = torch.randint(int(vocabulary), tuple(given.shape))
     if "labels" in accepted:
         # Language models are labelled by the text itself, classifiers by one number per sample.
@@ -216,8 +212,7 @@ def tensor_factory(shape: str) -> Callable[[], torch.Tensor]:
     except ValueError:
         dimensions = [0]
     if min(dimensions) < 1 or not isinstance(dtype, torch.dtype):
-        message = f"--input {shape!r} is not a shape; write for example 32,3,224,224 or 8,128:int64"
-        raise usage("no_shape", "--input", message)
+        raise usage("no_shape", "--input", f"--input {shape!r} is no shape such as 32,3,224,224 or 8,128:int64")
     make = torch.randn if dtype.is_floating_point or dtype.is_complex else torch.zeros
     return partial(make, dimensions, dtype=dtype)
 
@@ -232,16 +227,14 @@ def optimizer_called(text: str) -> Callable[[Iterable[nn.Parameter]], torch.opti
     base, _, variant = text.lower().partition("-")
     if base not in known:
         near = " or ".join(get_close_matches(base, known, n=3) or ["adamw", "sgd", "adafactor"])
-        message = f"--optimizer {text!r} is none of torch.optim; did you mean {near}?"
-        raise usage("bad_value", "--optimizer", message)
+        raise usage("bad_value", "--optimizer", f"--optimizer {text!r} is not in torch.optim; did you mean {near}?")
     if not variant:
         return partial(known[base])
     takes = inspect.signature(known[base]).parameters.keys()
     variants = {key: options for key, options in _VARIANTS.items() if options.keys() <= takes}
     if variant not in variants:
         there = ", ".join((base, *(f"{base}-{key}" for key in variants)))
-        message = f"--optimizer {text!r}: there is no such variant; there is {there}"
-        raise usage("bad_value", "--optimizer", message)
+        raise usage("bad_value", "--optimizer", f"--optimizer {text!r} is no variant; there is {there}")
     return partial(known[base], **variants[variant])
 
 

@@ -37,11 +37,11 @@ _DYNAMIC = {"exec", "globals", "setattr", "vars"}  # Functions that may define n
 def split_target(target: str) -> tuple[str, str]:
     """Split into file or module, and name. Raises Failure if the text names neither."""
     location, colon, name = (target, ":", "model") if target.endswith(".py") else target.rpartition(":")
-    forms = "write file.py, file.py:name or package.module:name"
-    if not colon and Path(target).exists():
-        raise usage("not_python", target, f"{target} is not a Python file; {forms}")
     if not colon:
-        raise usage("not_a_model", target, f"{target!r} names no model; {forms}")
+        kind, found = (
+            ("not_python", "is not a Python file") if Path(target).exists() else ("not_a_model", "names no model")
+        )
+        raise usage(kind, target, f"{target} {found}; write file.py, file.py:name or package.module:name")
     if location.endswith(".py") and not Path(location).is_file():
         folder = Path(location).parent
         files = [path.name for path in folder.glob("*.py")] if folder.is_dir() else []
@@ -84,8 +84,7 @@ def defines_not(file: str, names: Iterable[str], required: str) -> str:
 
 def refuse_file_without(name: str, file: str) -> None:
     """Raise Failure if the file's text defines no model of this name."""
-    defined = defined_names(file)
-    if defined is not None and name not in defined:
+    if (defined := defined_names(file)) is not None and name not in defined:
         raise unusable(file, defined, required_model(name))
 
 

@@ -44,7 +44,6 @@ class PipelineFacts:
 
 
 def run(request: Request) -> None:
-    """Plan the pipeline, then write and print the result."""
     facts = _facts(request)
     text = json.dumps(pipeline_json(facts), indent=1)
     if request.json_file == "-":
@@ -75,8 +74,7 @@ def _facts(request: Request) -> PipelineFacts:
         with watched(shown.doing("solving")):
             plan = _plan(costs, ranks, limits, request)
     equal = equal_cuts(costs.chain, plan, fixed=costs.fixed, boundaries=costs.boundaries, buffers=True)
-    best = next((each for each in equal if each.plan.fits), None)
-    stored = _stored_seconds(costs.chain)
+    best, stored = next((each for each in equal if each.plan.fits), None), _stored_seconds(costs.chain)
     return PipelineFacts(found.name, str(network.device), plan, best, tuple(network.names), stored)
 
 
@@ -155,20 +153,18 @@ def _verdict(facts: PipelineFacts) -> Text:
     return Text.assemble(
         (f"{facts.title} fits on {schedule.ranks} ranks", "bold"),
         f" in {within} each on {facts.device}, {schedule.microbatches} microbatches like the sample in the schedule "
-        f"{schedule.name}: "
-        f"the slowest rank takes {format_seconds(plan.slowest_seconds)} for a microbatch, {share:+.1%} compared with "
-        f"an equal part of storing everything. A step takes {format_seconds(line.makespan)}, of which ranks wait "
-        f"{line.bubble:.1%}.",
+        f"{schedule.name}: the slowest rank takes {format_seconds(plan.slowest_seconds)} for a microbatch, "
+        f"{share:+.1%} compared with an equal part of storing everything. "
+        f"A step takes {format_seconds(line.makespan)}, of which ranks wait {line.bubble:.1%}.",
     )
 
 
 def _compared(facts: PipelineFacts) -> Text:
-    best = facts.best_equal
-    if best is None:
-        return Text.assemble(("equal cuts  ", "bold"), "no policy that is the same for all ranks fits")
-    seconds = format_seconds(best.plan.timeline.makespan)
-    said = f"the fastest policy that fits ({best.policy}, on all ranks) takes {seconds} for a step"
-    return Text.assemble(("equal cuts  ", "bold"), f"{said}, {facts.ratio or 1.0:.2f} times as long")
+    said = "no policy that is the same for all ranks fits"
+    if (best := facts.best_equal) is not None:
+        said = f"the fastest policy that fits ({best.policy}, on all ranks) takes "
+        said += f"{format_seconds(best.plan.timeline.makespan)} for a step, {facts.ratio or 1.0:.2f} times as long"
+    return Text.assemble(("equal cuts  ", "bold"), said)
 
 
 def _parts(facts: PipelineFacts) -> Table:

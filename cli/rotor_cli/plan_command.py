@@ -50,7 +50,6 @@ from rotor_solver import store_all, watched
 
 
 def plan(request: Request) -> Facts:
-    """Compute all requested facts, with a progress line on a terminal."""
     with activities(quiet=request.quiet) as shown:
         target = target_of(request)
         # Parse before the model is loaded, which may take long, to report typos at once.
@@ -63,7 +62,7 @@ def plan(request: Request) -> Facts:
             found = load(request, target)
             if request.step_in_backward:
                 if found.optimizer is None:
-                    message = "--step-in-backward needs an optimizer; define `optimizer` in the model file"
+                    message = "define `optimizer` in the model file: --step-in-backward needs one"
                     raise usage("no_optimizer", "--step-in-backward", message)
                 with about_option("--step-in-backward"):
                     refuse_optimizer(found.optimizer)
@@ -167,10 +166,8 @@ def _stored(found: ModelFile, network: Checkpointable, request: Request) -> Fact
 
 
 def _plan(facts: Facts, network: Checkpointable, limit: int | None, request: Request) -> Facts:
-    if request.overhead is not None:
-        # The sweep has solved every limit: reuse its sequence.
-        assert facts.sweep is not None
-        point = facts.sweep.least_for(request.overhead)
+    if request.overhead is not None and facts.sweep is not None:
+        point = facts.sweep.least_for(request.overhead)  # the sweep has solved every limit
         network.mem_limit, network.sequence = point.mem_limit, point.sequence
         return replace(facts, mem_limit=point.mem_limit, sequence=point.sequence)
     assert limit is not None
@@ -286,9 +283,8 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
         with activities(quiet=request.quiet) as shown, restored_autocast(step.autocast, cache=True):
             limit = limit_bytes(request.mem_limit, step.network.device) if request.limited else None
             model, sample, optimizer = step.network.model, step.sample, step.optimizer
-            found = ModelFile(
-                request.model, Path(request.model).name, model, sample, batches_of(None, sample, model), None, optimizer
-            )
+            name, scaled = Path(request.model).name, batches_of(None, sample, model)
+            found = ModelFile(request.model, name, model, sample, scaled, None, optimizer)
             taken = Taken(
                 script=request.model,
                 arguments=request.script_arguments or (),
@@ -299,9 +295,8 @@ def plan_script(request: Request, deliver: Callable[[Facts], None]) -> Facts:
                 own_loss=step.own_loss,
                 others=tuple(type(each).__name__ for each in step.others),
             )
-            facts = facts_of(
-                found, step.network, limit, request, shown, target=Target(step.network.device), taken=taken
-            )
+            target = Target(step.network.device)
+            facts = facts_of(found, step.network, limit, request, shown, target=target, taken=taken)
         deliver(facts)
         return facts
 

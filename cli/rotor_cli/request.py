@@ -22,8 +22,7 @@ def batch_of(text: str | None) -> int | Literal["max", "best"] | None:
         case None | "max" | "best":
             return text
     if not text.isdecimal() or not int(text):
-        message = f"--batch {text!r} is no number of samples above 0, and neither 'max' nor 'best'"
-        raise usage("bad_value", "--batch", message)
+        raise usage("bad_value", "--batch", f"--batch {text!r} is no number above 0, and neither 'max' nor 'best'")
     return int(text)
 
 
@@ -101,13 +100,11 @@ class Request:
         except ValueError:
             share = math.nan
         if not sign or rest or not 0 <= share < math.inf:
-            message = f"--max-overhead {self.max_overhead!r} is not a share of the time; write for example 10%"
-            raise usage("bad_value", "--max-overhead", message)
+            raise usage("bad_value", "--max-overhead", f"--max-overhead {self.max_overhead!r} is no share such as 10%")
         return share
 
     @property
     def batch_aim(self) -> Literal["max", "best"] | None:
-        """Aim of the batch choice; None without a choice."""
         return self.batch if self.batch in ("max", "best") else None
 
     @property
@@ -116,7 +113,6 @@ class Request:
 
     @property
     def simulated(self) -> bool:
-        """Whether the device is simulated."""
         named = self.device is not None and not HERE.fullmatch(self.device)
         return named or self.device_memory is not None or self.device_file is not None
 
@@ -168,8 +164,12 @@ def _script(request: Request) -> _Rules:
     message = f"{request.model} is no script, and -- is followed by the arguments of one: train.py -- --epochs 3"
     yield not request.model.endswith(".py"), "not_a_script", request.model, message
     for option in request.of_model_files:
-        message = f"{option} is for a model file; a script decides that itself: give it what it takes after --"
-        yield True, "not_for_a_script", option, message
+        yield (
+            True,
+            "not_for_a_script",
+            option,
+            f"{option} is for a model file; give a script its own arguments after --",
+        )
     message = "--verify takes steps of its own, and --run lets the script train; leave one of them out"
     yield request.run and request.verify, _EXCLUDED, "--verify", message
     message = "with --run, stdout is the script's; give --json the name of a file"
@@ -210,10 +210,7 @@ def _device(request: Request) -> _Rules:
     yield request.precision is not None and not several, _NEEDS, "--precision", message
     message = "--shard divides parameters among several devices; write --device h100:8"
     yield request.shard is not None and not several, _NEEDS, "--shard", message
-    message = (
-        "--autocast is for a device that need not be here: add --device h100. Here, have the model's forward enter "
-        "torch.autocast, or plan the training script itself: rotor-plan train.py --"
-    )
+    message = "add --device h100 to --autocast; here, the model's forward, or a script, can enter torch.autocast itself"
     yield request.autocast is not None and not request.simulated, _NEEDS, "--autocast", message
 
 
@@ -281,8 +278,7 @@ def _pipeline(request: Request) -> _Rules:
         f"--batch {request.batch}": request.batch_aim,
     }
     for option, value in of_one_process.items():
-        message = f"--pipeline plans for several processes, and {option} is about one; leave one of them out"
-        yield value, _EXCLUDED, option, message
+        yield value, _EXCLUDED, option, f"--pipeline is for several processes, {option} for one; leave one of them out"
     from rotor_solver import Schedule
 
     with about_option("--pipeline"):
@@ -293,15 +289,12 @@ def _batch(request: Request) -> _Rules:
     aim, effective, multiple = request.batch_aim, request.grad_accumulation, request.batch_multiple
     if aim is None:
         for option, given in (("--batch-multiple", multiple != 1), ("--grad-accumulation", effective is not None)):
-            message = f"{option} is about a batch that is chosen; add --batch max or --batch best"
-            yield given, _NEEDS, option, message
+            yield given, _NEEDS, option, f"{option} is for a batch that is chosen; add --batch max or --batch best"
         return
     message = f"--batch {aim} looks for a batch inside a limit; give --mem-limit instead of --max-overhead"
     yield request.max_overhead is not None, _EXCLUDED, "--max-overhead", message
     for option, given in (("--compile", request.compile), ("--step-in-backward", request.step_in_backward)):
-        message = (
-            f"--batch {aim} looks at plain steps; leave out {option}, and plan with it for the batch that it finds"
-        )
+        message = f"--batch {aim} is for plain steps; leave out {option}, and plan with it for the batch found"
         yield given, _EXCLUDED, option, message
     if effective is not None:
         message = "--grad-accumulation adds gradients up over several batches, and --fresh-grads frees them in between"

@@ -70,8 +70,7 @@ def dtype_called(name: str, option: str) -> torch.dtype:
     """The floating-point dtype `name`: `bfloat16`, `bf16`. Raises Failure for `option` otherwise."""
     found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        message = f"{option} {name!r} is no kind of floating-point number; write bfloat16, float16 or float32"
-        raise usage("bad_value", option, message)
+        raise usage("bad_value", option, f"{option} {name!r}: write bfloat16, float16 or float32")
     return found
 
 
@@ -82,10 +81,8 @@ def device_of(name: str | None) -> torch.device:
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if int(index or 0) >= count:
-        message = f"--device {name!r} is not there: PyTorch sees {count} CUDA devices"
-        raise usage("no_such_device", "--device", message)
+    if int(index or 0) >= (count := torch.cuda.device_count()):
+        raise usage("no_such_device", "--device", f"--device {name!r}: PyTorch sees {count} CUDA devices")
     return torch.device("cuda", int(index or 0))
 
 
@@ -99,8 +96,7 @@ def target_of(request: Request) -> Target:
     precision = None if request.precision is None else dtype_called(request.precision, "--precision")
     autocast = None if request.autocast is None else dtype_called(request.autocast, "--autocast")
     if autocast not in (None, torch.bfloat16, torch.float16):
-        message = f"--autocast {request.autocast} casts to nothing lower; write bfloat16 or float16"
-        raise usage("bad_value", "--autocast", message)
+        raise usage("bad_value", "--autocast", f"--autocast {request.autocast}: write bfloat16 or float16")
     if request.device_memory is not None:
         size = parse_bytes(request.device_memory)
         each = devices.each
@@ -121,8 +117,9 @@ def limit_on(device: torch.device, text: str | None) -> int:
 def print_calibration(name: str | None) -> None:
     """Measure the device `name` (CUDA by default if present), and print its file to stdout."""
     if name is not None and not HERE.fullmatch(name):
-        message = f"--calibrate measures cpu, cuda or cuda:N, not {name!r}; it needs no MODEL"
-        raise usage("unknown_device", "--calibrate", message)
+        raise usage(
+            "unknown_device", "--calibrate", f"--calibrate takes cpu, cuda or cuda:N, not {name!r}, and no MODEL"
+        )
     device = device_of(name)
     try:
         found = calibrate(

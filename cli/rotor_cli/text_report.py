@@ -19,12 +19,13 @@ from rotor_py.report.sweep import USUAL, BatchChoice, Sweep, format_rate, format
 from rotor_py.report.terminal import Prose, parts, plain_table
 from rotor_py.units import format_bytes, format_seconds
 from rotor_py.validate.comparison import ComparedStrategy
+from rotor_py.validate.verification import Verification
 
 
 def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
     shown = parts(facts)
     if facts.verified is not None:
-        shown += ["", Prose(verified(facts))]
+        shown += ["", Prose(verified(facts, facts.verified))]
     table = Table.grid(padding=(0, 4, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -32,13 +33,10 @@ def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
     return Group(*shown, "", table)
 
 
-def verified(facts: Facts) -> Text:
-    found = facts.verified
-    assert found is not None
-    share = found.measured_peak_bytes / facts.peak_bytes
+def verified(facts: Facts, found: Verification) -> Text:
     said = (
-        f"measured peak {format_bytes(found.measured_peak_bytes)} ({share:.1%} of the prediction), "
-        f"measured time {format_seconds(found.measured_step_seconds)}"
+        f"measured peak {format_bytes(found.measured_peak_bytes)} "
+        f"({found.measured_peak_bytes / facts.peak_bytes:.1%} of the prediction), measured time {format_seconds(found.measured_step_seconds)}"
     )
     if found.plain_step_seconds is None or found.plain_peak_bytes is None or found.max_grad_difference is None:
         said += "; the plain step does not fit into this device, so nothing could be compared with it"

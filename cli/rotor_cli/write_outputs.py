@@ -30,7 +30,7 @@ def write_outputs(facts: Facts, request: Request) -> None:
     if request.trace_file is not None:
         Path(request.trace_file).write_text(json.dumps(trace(facts)) + "\n", encoding="utf-8")
     if request.html_file is not None:
-        remarks = (verified(facts).plain,) if facts.verified is not None else ()
+        remarks = () if facts.verified is None else (verified(facts, facts.verified).plain,)
         usage = usage_lines(facts, request.plan_file) if facts.limited else ""  # without a limit, nothing is planned
         facts.to_html(request.html_file, remarks, usage=usage)
     if request.plot_file is not None and facts.sweep is not None:
@@ -51,9 +51,8 @@ def write_outputs(facts: Facts, request: Request) -> None:
     if facts.compared:
         out.print("", comparison(facts.compared), sep="\n")
     if request.sweep and facts.sweep is not None:
-        out.print(
-            *([""] if facts.limited else []), curve(facts.sweep, facts.title, out.width, request.overhead), sep="\n"
-        )
+        drawn = curve(facts.sweep, facts.title, out.width, request.overhead)
+        out.print(*([""] if facts.limited else []), drawn, sep="\n")
 
 
 def json_report(facts: Facts) -> dict[str, Any]:
@@ -225,8 +224,7 @@ def _predicted(facts: Facts) -> Iterator[Event]:
         ran = TimedOperation(moment.operation, moment.again, start + moment.begin, moment.seconds, during, after)
         yield from _operation(PREDICTED, facts, ran, {"fixed_bytes": beside})
     end = start + found[-1].begin + found[-1].seconds
-    step = optimizer_step(facts)
-    if step is not None:
+    if (step := optimizer_step(facts)) is not None:
         sizes = {"bytes_while_it_runs": step.total, "bytes_after": step.total - step.scratch, "fixed_bytes": step.fixed}
         yield _counter(WHILE, PREDICTED, end, step.total)
         yield _complete(OPTIMIZER, PREDICTED, BACKWARD, end, _SHARE * (end - start), sizes)
