@@ -26,8 +26,9 @@ class Taken:
     def sentences(self) -> tuple[str, ...]:
         loss = "its own loss" if self.own_loss else "a loss computed outside of it"
         found = (
-            f"Taken from the first training step of {Path(self.script).name}: {self.model}, which trains {self.trained:,} "
-            f"parameters, on {self.input}, with {loss} and {self.optimizer or 'no optimizer of torch'}."
+            f"Taken from the first training step of {Path(self.script).name}: {self.model}, which trains "
+            f"{self.trained:,} parameters, on {self.input}, "
+            f"with {loss} and {self.optimizer or 'no optimizer of torch'}."
         )
         if not self.others:
             return (found,)

@@ -67,9 +67,8 @@ def load(request: Request, target: Target) -> ModelFile:
     found = getattr(module, name, None)
     of_transformers = isinstance(found, type) and issubclass(found, nn.Module) and hasattr(found, "config_class")
     if request.config is not None and not of_transformers:
-        raise usage(
-            "not_transformers", "--config", f"--config is for a model class of transformers, not {request.model}"
-        )
+        message = f"--config is for a class of models of transformers, and {request.model} is none"
+        raise usage("not_transformers", "--config", message)
     model: Any = found
     with user_code(file), target.making():
         if of_transformers:

@@ -164,12 +164,8 @@ def _script(request: Request) -> _Rules:
     message = f"{request.model} is no script, and -- is followed by the arguments of one: train.py -- --epochs 3"
     yield not request.model.endswith(".py"), "not_a_script", request.model, message
     for option in request.of_model_files:
-        yield (
-            True,
-            "not_for_a_script",
-            option,
-            f"{option} is for a model file; give a script its own arguments after --",
-        )
+        message = f"{option} is for a model file; a script decides that itself: give it what it takes after --"
+        yield True, "not_for_a_script", option, message
     message = "--verify takes steps of its own, and --run lets the script train; leave one of them out"
     yield request.run and request.verify, _EXCLUDED, "--verify", message
     message = "with --run, stdout is the script's; give --json the name of a file"

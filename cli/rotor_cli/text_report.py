@@ -35,8 +35,8 @@ def render(facts: Facts, *, saved_plan: str | None = None) -> RenderableType:
 
 def verified(facts: Facts, found: Verification) -> Text:
     said = (
-        f"measured peak {format_bytes(found.measured_peak_bytes)} "
-        f"({found.measured_peak_bytes / facts.peak_bytes:.1%} of the prediction), measured time {format_seconds(found.measured_step_seconds)}"
+        f"measured peak {format_bytes(found.measured_peak_bytes)} ({found.measured_peak_bytes / facts.peak_bytes:.1%} "
+        f"of the prediction), measured time {format_seconds(found.measured_step_seconds)}"
     )
     if found.plain_step_seconds is None or found.plain_peak_bytes is None or found.max_grad_difference is None:
         said += "; the plain step does not fit into this device, so nothing could be compared with it"
