@@ -94,20 +94,18 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
     """Return the stage with sizes as ints and times as floats. Raises ValueError, naming `where`, unless possible."""
     given = listed(stage.options, f"options of {where}")
     if not given:
-        raise InvalidValueError(
-            f"{where} has no options; a stage needs at least one way to run", kind="no_options", name=where
-        )
+        raise InvalidValueError(f"{where} must have at least one option", kind="no_options", name=where)
     options = tuple(_checked_option(option, where, incoming) for option in given)
     activation = checked_size(stage.activation, f"activation of {where}")
     nograd_time = None if stage.nograd_time is None else checked_seconds(stage.nograd_time, f"nograd_time of {where}")
     skipped_output_time = checked_seconds(stage.skipped_output_time, f"skipped_output_time of {where}")
     for forward in (*(option.forward_time for option in options), *([] if nograd_time is None else [nograd_time])):
         if skipped_output_time > forward:
-            raise InvalidValueError(
-                f"skipped_output_time of {where} must be at most its forward, {forward} s, got {skipped_output_time}",
-                kind="longer_than_forward",
-                name=where,
+            message = (
+                f"skipped_output_time of {where} must be at most its forward, {forward} s, got {skipped_output_time}"
             )
+            raise InvalidValueError(message, kind="longer_than_forward", name=where)
+    spared = min(activation, *(option.saved for option in options))
     return replace(
         stage,
         activation=activation,
@@ -116,11 +114,7 @@ def checked_stage(stage: Stage, where: str, incoming: int) -> Stage:
         nograd_temp=None if stage.nograd_temp is None else checked_size(stage.nograd_temp, f"nograd_temp of {where}"),
         gradient=checked_size(stage.gradient, f"gradient of {where}", least=-LARGEST_SIZE),
         input_released=checked_size(stage.input_released, f"input_released of {where}", most=incoming),
-        output_released=checked_size(
-            stage.output_released,
-            f"output_released of {where}",
-            most=min(activation, *(option.saved for option in options)),
-        ),
+        output_released=checked_size(stage.output_released, f"output_released of {where}", most=spared),
         skipped_output_time=skipped_output_time,
     )
 
@@ -144,27 +138,17 @@ def _checked_option(option: Option, where: str, incoming: int) -> Option:
 def checked_seconds(value: Any, what: str) -> float:
     """Return `value` as a float. Raises ValueError, naming `what`, unless it is finite and at least 0."""
     if not is_number(value) or not 0 <= value <= _LONGEST_TIME:
-        raise InvalidValueError(
-            f"{what} is {value!r}; it has to be a finite number of seconds, zero or more", kind="not_seconds", name=what
-        )
+        raise InvalidValueError(f"{what} must be finite seconds ≥ 0, got {value!r}", kind="not_seconds", name=what)
     return float(value)
 
 
 def checked_size(value: Any, what: str, least: int = 0, most: int = LARGEST_SIZE) -> int:
     """Return `value` as an int. Raises ValueError, naming `what`, unless it is an integer from `least` to `most`."""
     if not is_number(value) or not -math.inf < value < math.inf or value != int(value):
-        raise InvalidValueError(
-            f"{what} is {value!r}; it has to be a whole number of bytes", kind="not_bytes", name=what
-        )
+        raise InvalidValueError(f"{what} must be whole bytes, got {value!r}", kind="not_bytes", name=what)
     if not least <= value <= most:
-        raise InvalidValueError(
-            f"{what} is {value!r}; it has to be between {least} and {most} bytes",
-            kind="out_of_range",
-            name=what,
-            got=value,
-            least=least,
-            most=most,
-        )
+        message = f"{what} must be {least} to {most} bytes, got {value!r}"
+        raise InvalidValueError(message, kind="out_of_range", name=what, got=value, least=least, most=most)
     return int(value)
 
 
@@ -193,9 +177,12 @@ class Chain:
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__  # the class is frozen
-        set_field(self, "input_bytes", checked_size(self.input_bytes, "input_bytes"))
-        set_field(self, "loss_time", checked_seconds(self.loss_time, "loss_time"))
-        set_field(self, "loss_temp", checked_size(self.loss_temp, "loss_temp"))
+        for name, checked in (
+            ("input_bytes", checked_size),
+            ("loss_time", checked_seconds),
+            ("loss_temp", checked_size),
+        ):
+            set_field(self, name, checked(getattr(self, name), name))
         check_type(self.output_held, bool, "output_held", "pass True or False")
         stages: list[Stage] = []
         for index, stage in enumerate(listed(self.stages, "stages")):
@@ -206,11 +193,8 @@ class Chain:
         for index in range(len(stages) - 1, -1, -1):
             left += stages[index].gradient
             if left < 0:
-                raise InvalidValueError(
-                    f"gradient of stage {index} frees {-left} bytes more than the backwards of later stages left",
-                    kind="gradient_frees_too_much",
-                    stage=index,
-                )
+                message = f"gradient of stage {index} frees {-left} bytes more than the backwards of later stages left"
+                raise InvalidValueError(message, kind="gradient_frees_too_much", stage=index)
         set_field(self, "stages", tuple(stages))
 
     @classmethod
@@ -246,13 +230,9 @@ class Chain:
         def column(values: Iterable[Any] | None, name: str, *, extra: int = 0, default: Any = None) -> list[Any]:
             entries = [default] * (length + extra) if values is None else listed(values, name)
             if len(entries) != length + extra:
-                raise InvalidValueError(
-                    f"{name} must have {length + extra} entries for {length} forward times, got {len(entries)}",
-                    kind="wrong_length",
-                    name=name,
-                    got=len(entries),
-                    needs=length + extra,
-                )
+                needs, got = length + extra, len(entries)
+                message = f"{name} must have {needs} entries for {length} forward times, got {got}"
+                raise InvalidValueError(message, kind="wrong_length", name=name, got=got, needs=needs)
             return entries
 
         backward = column(backward_time, "backward_time", extra=1)

@@ -80,9 +80,7 @@ def within_memory(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def whole_bytes(mem_limit: Any) -> int:
     """Return a limit in whole bytes, rounded down. Raises ValueError unless it is a finite number."""
     if not is_number(mem_limit) or not -math.inf < mem_limit < math.inf:
-        raise InvalidValueError(
-            f"mem_limit is {mem_limit!r}; it has to be a number of bytes", kind="not_bytes", name="mem_limit"
-        )
+        raise InvalidValueError(f"mem_limit must be bytes, got {mem_limit!r}", kind="not_bytes", name="mem_limit")
     limit: int = math.floor(mem_limit)
     return limit
 
@@ -91,26 +89,20 @@ def bytes_of_limit(mem_limit: Any) -> int:
     """Return a limit in whole bytes, rounded down. Raises ValueError unless it is a finite number, at least 0."""
     limit = whole_bytes(mem_limit)
     if limit < 0:
-        raise InvalidValueError(
-            f"mem_limit must be zero bytes or more, got {limit}", kind="negative", name="mem_limit", got=limit
-        )
+        raise InvalidValueError(f"mem_limit must be ≥ 0, got {limit}", kind="negative", name="mem_limit", got=limit)
     return limit
 
 
 def check_count(value: Any, name: str) -> None:
     """Raise ValueError unless `value` is a whole number, at least 1."""
     if not is_number(value, Integral) or value < 1:
-        raise InvalidValueError(
-            f"{name} is {value!r}; it has to be a whole number, one or more", kind="not_a_count", name=name
-        )
+        raise InvalidValueError(f"{name} must be an integer ≥ 1, got {value!r}", kind="not_a_count", name=name)
 
 
 def check_work(value: Any) -> None:
     """Raise ValueError unless `value` is a number, at least 0; it may be infinite."""
     if not is_number(value) or not value >= 0:
-        raise InvalidValueError(
-            f"work is {value!r}; it has to be a number of pairs of slots, zero or more", kind="not_work", name="work"
-        )
+        raise InvalidValueError(f"work must be ≥ 0 pairs of slots, got {value!r}", kind="not_work", name="work")
 
 
 def is_number(value: Any, kind: type = Real) -> bool:

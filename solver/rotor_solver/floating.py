@@ -73,12 +73,11 @@ class Floating:
         width = min(self.slots, mem_limit) + 1
         nbytes = _table_bytes(length, width)
         if nbytes > _LARGEST_TABLE:
-            raise InvalidValueError(
-                f"{length} stages with memory in {width} slots need a table of {nbytes / 2**30:.1f} GiB, and at most "
-                f'{_LARGEST_TABLE / 2**30:.1f} GiB are allowed; use algorithm="persistent", or fewer slots',
-                kind="table_too_large",
-                nbytes=nbytes,
+            message = (
+                f'use algorithm="persistent", or fewer slots: the table for {length} stages in {width} slots takes '
             )
+            message += f"{nbytes / 2**30:.1f} GiB, more than {_LARGEST_TABLE / 2**30:.1f} GiB"
+            raise InvalidValueError(message, kind="table_too_large", nbytes=nbytes)
         problem = _Problem(costs_of(chain), mem_limit)
         stored_seconds = stored.lower_bound or 0.0
         candidates, best, makespan, bound = [], None, math.inf, 0.0
@@ -130,8 +129,7 @@ class _Problem:
         self.least = np.zeros(ends[-1], np.int64)
         for s, column, last in self._problems():
             self.least[self.start[s, column] + last] = self._least_of(s, column, last)
-        needed = int(self.least[self.root])
-        check_fits("the chain needs", needed, mem_limit)
+        check_fits("the chain needs", int(self.least[self.root]), mem_limit)
 
     def units(self, slots: int) -> Iterator[int]:
         """Yield bytes in a slot, finer and finer, until all sizes are whole numbers of slots."""

@@ -78,18 +78,12 @@ class Frontier:
         Raises ValueError if no limit has such a makespan, or if `overhead` < 0.
         """
         if isinstance(overhead, bool) or not isinstance(overhead, int | float) or not overhead >= 0:
-            raise InvalidValueError(
-                f"overhead must be zero or more, got {overhead!r}", kind="not_an_overhead", name="overhead"
-            )
+            raise InvalidValueError(f"overhead must be ≥ 0, got {overhead!r}", kind="not_an_overhead", name="overhead")
         for limit, made in self:
             if made <= self.stored * (1 + overhead):
                 return limit
-        raise InvalidValueError(
-            f"none of the {len(self)} limits keeps the overhead at {overhead}",
-            kind="overhead_too_low",
-            name="overhead",
-            got=overhead,
-        )
+        message = f"none of the {len(self)} limits keeps the overhead at {overhead}"
+        raise InvalidValueError(message, kind="overhead_too_low", name="overhead", got=overhead)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the overhead over storing everything at every limit, into a file (.svg, .png, .pdf).

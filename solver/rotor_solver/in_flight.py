@@ -124,11 +124,8 @@ def simulate_forwards(
     forwards = list(range(len(sequences)))
     order = [*forwards, *forwards, *reversed(forwards)] if order is None else listed(order, "order")
     if sorted(map(str, order)) != sorted(map(str, 3 * forwards)):
-        raise InvalidValueError(
-            f"the order {order} does not name each of {len(sequences)} forwards three times",
-            kind="wrong_order",
-            name="order",
-        )
+        message = f"the order must name each of {len(sequences)} forwards three times, got {order}"
+        raise InvalidValueError(message, kind="wrong_order", name="order")
     running: dict[int, _RunningForward] = {}
     peak = 0
     for number in order:
@@ -250,13 +247,10 @@ def least_in_flight(chain: Chain, forwards: int, order: str = "any") -> int:
     check_count(forwards, "forwards")
     check_type(order, str, "order", f"use {' or '.join(ORDERS)}")
     if order not in ORDERS:
-        raise InvalidValueError(
-            f"the order is {order!r}; it has to be {' or '.join(ORDERS)}", kind="unknown_value", name="order"
-        )
+        message = f"the order must be {' or '.join(ORDERS)}, got {order!r}"
+        raise InvalidValueError(message, kind="unknown_value", name="order")
     least = _least_for_any_order(chain, forwards)[0]
-    if order == "reverse":
-        least = min(least, _peak(_least_in_reverse(chain, forwards), order))
-    return least
+    return least if order == "any" else min(least, _peak(_least_in_reverse(chain, forwards), order))
 
 
 def least_in_flight_sequence(chain: Chain, forwards: int, order: str = "any", *, slots: int = 500) -> Sequence:

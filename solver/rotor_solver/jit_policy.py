@@ -45,9 +45,7 @@ def compiled(plain: Callable[..., Any] | None = None) -> Callable[[F], F]:
 @cache
 def plain_python(name: str) -> ModuleType:
     """Import the kernel file `name` as a module of plain Python functions, without Numba."""
-    spec = find_spec(name)
-    assert spec is not None
-    assert spec.loader is not None
+    spec: Any = find_spec(name)
     module, token = module_from_spec(spec), _plain.set(True)
     try:
         spec.loader.exec_module(module)

@@ -138,9 +138,8 @@ class Sequence(collections.abc.Sequence[Operation]):
         for position, operation in enumerate(() if isinstance(operations, Sequence) else self.operations):
             numbers = (getattr(operation, "stage", 0), getattr(operation, "option", 0))
             if not isinstance(operation, Operation) or not all(is_number(each, Integral) for each in numbers):
-                raise InvalidValueError(
-                    f"item {position} is no operation: {operation!r}", kind="not_an_operation", position=position
-                )
+                message = f"item {position} is no operation: {operation!r}"
+                raise InvalidValueError(message, kind="not_an_operation", position=position)
 
     @classmethod
     def parse(cls, text: str) -> Sequence:
@@ -187,8 +186,5 @@ def _operation(position: int, token: str) -> Operation:
     if found is not None and found["option"] is None:
         kinds: dict[str, Callable[[int], Operation]] = {"CF": ForwardCheck, "Fn": ForwardNograd, "B": Backward}
         return kinds[found["kind"]](int(found["stage"]))
-    raise InvalidValueError(
-        f"operation {position} is {token!r}; an operation reads Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3",
-        kind="not_an_operation",
-        position=position,
-    )
+    message = f"operation {position} must read Fe_3, Fe_3^1, CF_3, Fn_3, L or B_3, got {token!r}"
+    raise InvalidValueError(message, kind="not_an_operation", position=position)

@@ -36,10 +36,8 @@ def simulate(chain: Chain, sequence: Sequence) -> Simulation:
         during.append(machine.run(position))
         after.append(machine.held)
     if 0 not in machine.deltas:
-        raise InvalidValueError(
-            f"the sequence of {len(machine.sequence)} operations ends before the gradient of the input, δ_0, is known",
-            kind="incomplete_sequence",
-        )
+        message = f"the sequence of {len(machine.sequence)} operations ends without the gradient of the input, δ_0"
+        raise InvalidValueError(message, kind="incomplete_sequence")
     return Simulation(machine.seconds, max([chain.input_bytes, *during]), tuple(during), tuple(after))
 
 
@@ -94,9 +92,7 @@ class Machine:
             return self._loss()
         stage = operation.stage
         if not 0 <= stage < len(self.chain):
-            self._refuse(
-                f"is about a stage that is not there: the chain has {len(self.chain)}", "no_such_stage", stage=stage
-            )
+            self._refuse(f"is for a stage beyond the chain's {len(self.chain)}", "no_such_stage", stage=stage)
         match operation:
             case ForwardEnable():
                 most = self._enable(stage, operation.option)
@@ -112,12 +108,8 @@ class Machine:
         return most
 
     def _refuse(self, text: str, kind: str, **facts: Any) -> NoReturn:
-        raise InvalidValueError(
-            f"operation {self.position}, {self.sequence[self.position]}, {text}",
-            kind=kind,
-            position=self.position,
-            **facts,
-        )
+        message = f"operation {self.position}, {self.sequence[self.position]}, {text}"
+        raise InvalidValueError(message, kind=kind, position=self.position, **facts)
 
     def _need_input(self, stage: int) -> None:
         if stage not in self.plain and stage not in self.attached:
@@ -129,8 +121,7 @@ class Machine:
             self._refuse(f"would make ā_{stage + 1}, which is in memory already", "saved_twice", stage=stage)
         options = self.chain.stages[stage].options
         if not 0 <= option < len(options):
-            text = f"uses option {option} of a stage that has {len(options)}"
-            self._refuse(text, "no_such_option", stage=stage, option=option)
+            self._refuse(f"uses option {option} of {len(options)}", "no_such_option", stage=stage, option=option)
         most = self.held + options[option].kept + options[option].forward_temp
         self.attached[stage + 1] = _Attached(options[option], self.lost)
         self.held += options[option].kept
@@ -167,8 +158,7 @@ class Machine:
         if stage + 1 not in self.attached:
             self._refuse(f"needs ā_{stage + 1}, which is not in memory", "nothing_saved", stage=stage)
         if self.attached[stage + 1].away:
-            text = f"needs the part of ā_{stage + 1} that was moved out, which is not back"
-            self._refuse(text, "not_moved_back", stage=stage)
+            self._refuse(f"needs the part of ā_{stage + 1} that was moved out", "not_moved_back", stage=stage)
         self._need_input(stage)
         before = self.held
         kept = self.attached.pop(stage + 1)

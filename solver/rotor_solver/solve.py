@@ -61,11 +61,8 @@ def solve(
     check_count(slots, "slots")
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
-            raise InvalidValueError(
-                f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}",
-                kind="unknown_value",
-                name="algorithm",
-            )
+            message = f"there is no algorithm {algorithm!r}; there are {', '.join(ALGORITHMS)}"
+            raise InvalidValueError(message, kind="unknown_value", name="algorithm")
         algorithm = ALGORITHMS[algorithm](slots)
         if isinstance(algorithm, Persistent):
             algorithm = replace(algorithm, work=work)

@@ -32,9 +32,7 @@ class Link:
         for name in ("out_bytes_per_second", "in_bytes_per_second"):
             rate = getattr(self, name)
             if not is_number(rate) or not 0 < rate < math.inf:
-                raise InvalidValueError(
-                    f"{name} must be finite and above zero, got {rate!r}", kind="not_a_rate", name=name
-                )
+                raise InvalidValueError(f"{name} must be finite and > 0, got {rate!r}", kind="not_a_rate", name=name)
 
     @property
     def seconds_per_byte(self) -> float:
@@ -176,44 +174,34 @@ class CopyQueues:
 def _checked_trips(chain: Chain, sequence: Sequence, moves: Moves) -> list[Trip]:
     """Return the trips of `moves`, in the order of the forwards. Raises ValueError for moves that break a rule."""
     if not len(moves.wait_out) == len(moves.fetch) == len(sequence):
-        raise InvalidValueError(
-            f"moves must be for {len(sequence)} operations, got {len(moves.wait_out)} and {len(moves.fetch)}",
-            kind="wrong_length",
-            name="moves",
-            got=len(moves.wait_out),
-            needs=len(sequence),
-        )
+        message = f"moves must be for {len(sequence)} operations, got {len(moves.wait_out)} and {len(moves.fetch)}"
+        numbers = {"got": len(moves.wait_out), "needs": len(sequence)}
+        raise InvalidValueError(message, kind="wrong_length", name="moves", **numbers)
     possible = {trip.stage: trip for trip in trips_of(chain, sequence)}
     loss = sequence.index(Loss())
     waited: set[int] = set()
     for position, stages in enumerate(moves.wait_out):
         for stage in stages:
             if stage not in possible or stage in waited or not possible[stage].forward < position <= loss + 1:
-                raise InvalidValueError(
-                    f"before operation {position}, the copy out of stage {stage} is waited for; that has to happen "
-                    "once, after a forward that moves something, and before the second operation after the loss",
-                    kind="wrong_wait",
-                    stage=stage,
-                    position=position,
-                )
+                text = "wait for a copy out once, after its forward and before the second operation after the loss"
+                raise _wrong_move(text, "wrong_wait", stage, position)
             waited.add(stage)
     fetched: set[int] = set()
     for position, stages in enumerate(moves.fetch):
         for stage in stages:
             if stage not in waited or stage in fetched or not loss < position <= possible[stage].backward:
-                raise InvalidValueError(
-                    f"before operation {position}, the copy back of stage {stage} begins; that has to happen once, "
-                    "after the loss, after its copy out was waited for, and before its backward",
-                    kind="wrong_fetch",
-                    stage=stage,
-                    position=position,
-                )
+                text = "begin a copy back once, after the loss and the wait for its copy out, and before its backward"
+                raise _wrong_move(text, "wrong_fetch", stage, position)
             fetched.add(stage)
     if missing := waited - fetched:
-        raise InvalidValueError(
-            f"stages {sorted(missing)} are copied out, and never back", kind="not_fetched", stage=min(missing)
-        )
+        message = f"stages {sorted(missing)} are copied out, and never back"
+        raise InvalidValueError(message, kind="not_fetched", stage=min(missing))
     return [trip for trip in possible.values() if trip.stage in fetched]
+
+
+def _wrong_move(text: str, kind: str, stage: int, position: int) -> InvalidValueError:
+    message = f"{text}; that of stage {stage} is before operation {position}"
+    return InvalidValueError(message, kind=kind, stage=stage, position=position)
 
 
 def timed_moments(chain: Chain, sequence: Sequence, link: Link | None) -> tuple[Moment, ...]:

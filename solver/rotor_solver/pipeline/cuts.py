@@ -100,9 +100,8 @@ def cut_points(chain: Chain, wanted: Iterable[int] | None) -> list[int]:
     given = list(range(length)) if wanted is None else listed(wanted, "boundaries")
     for point in given:
         if not is_number(point, Integral) or not 0 <= point <= length:
-            raise InvalidValueError(
-                f"boundaries must be 0 to {length - 1}, got {point}", kind="no_such_stage", name="boundaries"
-            )
+            message = f"boundaries must be 0 to {length - 1}, got {point}"
+            raise InvalidValueError(message, kind="no_such_stage", name="boundaries")
     # No later stage leaves a gradient that an earlier one frees.
     inner = sorted(set(given) - {0, length})
     return [0, *(each for each in inner if min(accumulate(reversed(chain.gradient[:each]))) >= 0), length]
@@ -236,12 +235,8 @@ def plan_pipeline(
     points = cut_points(chain, boundaries)
     if len(points) <= order.parts:
         places = "" if len(points) > len(chain) else f", which can be cut at {len(points) - 2} places,"
-        raise InvalidValueError(
-            f"{len(chain)} stages{places} cannot be cut into {order.parts} parts; take fewer ranks",
-            kind="too_few_stages",
-            stages=len(chain),
-            parts=order.parts,
-        )
+        message = f"take fewer ranks: {len(chain)} stages{places} cannot be cut into {order.parts} parts"
+        raise InvalidValueError(message, kind="too_few_stages", stages=len(chain), parts=order.parts)
     limits = limits if isinstance(limits, Several) else [limits] * ranks
     _check_length("limits", limits, ranks)
     divided = DividedLimits(order, tuple(map(bytes_of_limit, limits)), _fixed_sizes(chain, fixed), buffers)

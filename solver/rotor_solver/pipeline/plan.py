@@ -108,9 +108,8 @@ def run(schedule: Schedule, parts: Several[Part]) -> Timeline:
                 events.append(Event(action, rank, begin, end, *memory[rank].run(action)))
                 position[rank] += 1
         if len(events) == before:
-            raise InvalidValueError(
-                f"the schedule {schedule.name} waits for itself", kind="schedule_deadlock", name=schedule.name
-            )
+            message = f"the schedule {schedule.name} waits for itself"
+            raise InvalidValueError(message, kind="schedule_deadlock", name=schedule.name)
     events.sort(key=lambda event: (event.begin, event.rank))
     by_rank = [[event for event in events if event.rank == rank] for rank in range(schedule.ranks)]
     return Timeline(

@@ -48,28 +48,20 @@ class Schedule:
     def __post_init__(self) -> None:
         check_type(self.name, str, "schedule", f"use one of {', '.join(SCHEDULES)}")
         if self.name not in SCHEDULES:
-            raise InvalidValueError(
-                f"there is no schedule {self.name!r}; there are {', '.join(SCHEDULES)}",
-                kind="unknown_value",
-                name="schedule",
-            )
+            message = f"there is no schedule {self.name!r}; there are {', '.join(SCHEDULES)}"
+            raise InvalidValueError(message, kind="unknown_value", name="schedule")
         for field in ("ranks", "microbatches", "virtual_stages"):
             check_count(getattr(self, field), field)
         if self.name != "interleaved" and self.virtual_stages > 1:
-            raise InvalidValueError(
-                f"{self.name} has one part of the chain on each rank; virtual_stages is {self.virtual_stages}. "
-                'The schedule that has several is "interleaved"',
-                kind="one_part_per_rank",
-                name="virtual_stages",
+            message = (
+                f'take "interleaved" for {self.virtual_stages} virtual_stages: {self.name} has one part on each rank'
             )
+            raise InvalidValueError(message, kind="one_part_per_rank", name="virtual_stages")
         if self.name not in ("gpipe", "1f1b") and self.microbatches % self.rounds:
-            raise InvalidValueError(
-                f"{self.name} on {self.ranks} ranks cannot divide {self.microbatches} microbatches into {self.rounds} "
-                f"equal rounds; take a multiple of {self.ranks}",
-                kind="not_divisible",
-                name="microbatches",
-                got=self.microbatches,
+            message = (
+                f"{self.name} needs a multiple of {self.ranks} microbatches for equal rounds, got {self.microbatches}"
             )
+            raise InvalidValueError(message, kind="not_divisible", name="microbatches", got=self.microbatches)
 
     @property
     def parts(self) -> int:
