@@ -141,12 +141,12 @@ def kept_bytes(function: Callable[..., Any]) -> int:
     """Return the bytes of tensor attributes held for a recomputation of `function`, as far as known."""
     modules = modules_of(function, but=HasKind)
     owned = _owned(modules)
-    found = 0
-    for module in modules:
-        for name in _changing.get(module, ()):
-            copies = 2 if name in _written[module] else 1  # the recomputation writes into a copy
-            found += copies * storage_bytes(tensors_in(vars(module).get(name)), owned)
-    return found
+    return sum(
+        (1 + (name in _written[module]))  # the recomputation writes into a copy
+        * storage_bytes(tensors_in(vars(module).get(name)), owned)
+        for module in modules
+        for name in _changing.get(module, ())
+    )
 
 
 def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
@@ -217,13 +217,9 @@ def _changes(module: nn.Module, values: Table, inside: list[Change]) -> Iterator
         if wrote:
             written.add(change.name)
             if change.values is None:
-                raise InvalidStateError(
-                    f"the attribute {change.name!r} of {type(module).__name__} was written to by a forward for the "
-                    "first time, so the stage cannot be recomputed exactly in this step; run the step once more, it is "
-                    "now known to change",
-                    kind="attribute_changed",
-                    name=change.name,
-                )
+                what = f"the attribute {change.name!r} of {type(module).__name__}"
+                message = f"run the step once more: a forward wrote to {what}, which was not known to change"
+                raise InvalidStateError(message, kind="attribute_changed", name=change.name)
         yield change
 
 

@@ -157,10 +157,9 @@ def operators_as_called() -> Iterator[None]:
 def allocate_workspaces(model: nn.Module, device: torch.device) -> None:
     """Allocate the persistent workspaces of matrix products, if `model` has any, for forwards and backwards.
 
-    cuBLAS and cuBLASLt have a workspace per thread, which PyTorch allocates at the thread's first use
-    (`getCurrentCUDABlasHandle` and `getCUDABlasLtWorkspace` in aten/src/ATen/cuda). The engine runs backwards in its
-    own thread, and a linear layer recomputed there needs its workspace too: on an H200 with torch 2.11, 1 MiB missing
-    from the plan. With cached measurements, no backward has run before planning.
+    PyTorch allocates the workspaces of cuBLAS and cuBLASLt at each thread's first use (`getCurrentCUDABlasHandle` and
+    `getCUDABlasLtWorkspace` in aten/src/ATen/cuda), also in the engine's thread: on an H200 with torch 2.11, plans
+    lacked 1 MiB. With cached measurements, no backward has run before planning.
     """
     if device.type == "cuda" and prediction() is None and any(each.dim() == 2 for each in model.parameters()):
         _allocate(device, torch.cuda.current_stream(device).cuda_stream)

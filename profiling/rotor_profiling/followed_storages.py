@@ -3,9 +3,8 @@
 Also covers two cases that a dispatch mode does not see:
 
 * Resized storages. FSDP frees whole parameters by emptying their storage, and resizes it to gather them again.
-* Gradient sums that the engine computes in place. For a tensor used several times, it adds to the first gradient in
-  place if it is the only holder (`accumulate` in torch/csrc/autograd/input_buffer.cpp), but never under a
-  dispatch mode, where it makes a new tensor and releases the old one. Predictions are for steps without such a mode.
+* Gradient sums that the engine computes in place: it adds to the first gradient of a tensor if it is the only holder
+  (`accumulate` in torch/csrc/autograd/input_buffer.cpp), but makes a new tensor under a dispatch mode.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,9 +142,7 @@ class FollowedStorages(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]  # as above
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as above
         setattr(torch.UntypedStorage, "resize_", self._resize)  # noqa: B010  # as above
         self.settle()
@@ -161,8 +158,7 @@ class FollowedStorages(TorchDispatchMode):
         kwargs = kwargs or {}
         self.settle()
         first = self._added.first_of(func, args, kwargs)
-        # For a DTensor, its local part. Inside its own operator, which makes tensors of global size to infer shapes,
-        # the mode is off.
+        # Of a DTensor, the local part. Inside its own operator, which infers shapes of global size, the mode is off.
         given = {local(tensor).untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         out = func(*args, **kwargs)
         made = tensors_in(out)
@@ -232,7 +228,7 @@ class LiveBytes(FollowedStorages):
         self._sizes: dict[int, int] = {}
 
     def reset(self) -> None:
-        """Forget live storages: only those created from now on count."""
+        """Count only storages created from now on."""
         self.forget()
         self._sizes.clear()
         self.now = self.peak = 0

@@ -84,12 +84,10 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
         inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(None)
     except TypeError as error:
         name = getattr(loss, "__name__", type(loss).__name__)
-        raise UnusableLossError(
-            f"the loss is called with the model's output and nothing else, which {name} does not take ({error}); "
-            "pass a function of the output, such as lambda output: criterion(output, target)",
-            kind="loss_signature",
-            name=name,
-        ) from None
+        message = (
+            f"pass a function of the output, such as lambda output: criterion(output, target), not {name}: {error}"
+        )
+        raise UnusableLossError(message, kind="loss_signature", name=name) from None
     except ValueError:  # some C functions have no signature
         pass
 
@@ -97,11 +95,8 @@ def _refuse_other_arguments(loss: Callable[..., Any]) -> None:
 def _check(value: Any) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UnusableLossError(
-            f"the loss has to be a tensor with a single number, not {found}; reduce it with mean() or sum()",
-            kind="loss_not_a_number",
-        )
+        message = f"the loss has to be a tensor with a single number, not {found}; reduce it with mean() or sum()"
+        raise UnusableLossError(message, kind="loss_not_a_number")
     if not value.requires_grad:
-        raise UnusableLossError(
-            "the loss does not depend on the model's output, so there is nothing to train", kind="no_gradient"
-        )
+        message = "the loss does not depend on the model's output, so there is nothing to train"
+        raise UnusableLossError(message, kind="no_gradient")

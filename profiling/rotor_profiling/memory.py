@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -72,20 +71,18 @@ class CpuMeter:
         self._profile = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
         with _quiet():
             self._profile.__enter__()
-        _record_operators(False)
+        torch_compat.enable_record_function(False)  # thread-local switch without a public name
         return self
 
     def mark(self, name: str) -> None:
         # An event among the allocations, so that one clock orders both.
-        _record_operators(True)
+        torch_compat.enable_record_function(True)
         with torch.profiler.record_function(MARK + name):
             pass
-        _record_operators(False)
+        torch_compat.enable_record_function(False)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _record_operators(True)
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        torch_compat.enable_record_function(True)
         profile, self._profile = self._profile, None
         with _quiet():
             profile.__exit__(kind, error, trace)
@@ -93,13 +90,8 @@ class CpuMeter:
             # The tree is in call order, not time order.
             events = sorted(_events(profile.kineto_results.experimental_event_tree()))
             changes = _changes(events)
-            self.phases = split(changes)
-            held = accumulate(change for _, change in changes)
+            self.phases, held = split(changes), accumulate(change for _, change in changes)
             self.curve = [((event[0] - events[0][0]) / 1e9, each) for event, each in zip(events, held, strict=True)]
-
-
-def _record_operators(enabled: bool) -> None:
-    torch_compat.enable_record_function(enabled)  # thread-local switch without a public name
 
 
 def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
@@ -107,15 +99,14 @@ def _events(roots: Any) -> Iterator[tuple[int, str, int, int]]:
     pending = list(roots)
     while pending:
         event = pending.pop()
-        name = event.name
-        if name == "[memory]":  # a leaf; asking for its children is the slowest step
+        if event.name == "[memory]":  # a leaf; asking for its children is the slowest step
             block = event.extra_fields
             if block.device.type == "cpu":
                 yield event.start_time_ns, "", block.ptr, block.alloc_size
             continue
         pending.extend(event.children)
-        if name.startswith(MARK):
-            yield event.start_time_ns, name, 0, 0
+        if event.name.startswith(MARK):
+            yield event.start_time_ns, event.name, 0, 0
 
 
 def _changes(events: list[tuple[int, str, int, int]]) -> list[tuple[str, int]]:
@@ -192,8 +183,6 @@ class CudaMeter:
         self._name, self._start = name, held
         torch.cuda.reset_peak_memory_stats(self.device)  # to the present bytes, so the next peak is of its phase
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.mark("")  # ends the last phase; the phase that this begins is never read

@@ -77,12 +77,11 @@ def optimizer_cost(optimizer: torch.optim.Optimizer, groups: Groups | None = Non
                 sparse = isinstance(optimizer, torch.optim.SparseAdam)  # others take dense gradients, too
                 state, step = _on_zeros(optimizer, groups, kind, sparse=sparse)
             except Exception as error:
-                raise UnknownOptimizerError(
-                    f"the memory of {type(optimizer).__name__} could not be found ({error}); plan without the "
-                    "optimizer, and leave room for its state in the limit",
-                    kind="unknown_optimizer",
-                    name=type(optimizer).__name__,
-                ) from error
+                name = type(optimizer).__name__
+                message = (
+                    f"plan without the optimizer, and leave room for its state: that of {name} is unknown ({error})"
+                )
+                raise UnknownOptimizerError(message, kind="unknown_optimizer", name=name) from error
         if kind == "cpu":
             step = max(step, _fused_step(optimizer, groups))
     return OptimizerCost(state, step, present_bytes=_state_bytes(optimizer, devices))
@@ -145,11 +144,9 @@ def _on_zeros(optimizer: torch.optim.Optimizer, groups: Groups, kind: str, *, sp
         for parameter in group["params"]:
             with unset_fake_temporarily():  # values are read, so zeros for a fake parameter are real too
                 twin = _twin(optimizer, [{**group, "params": [parameter]}], _zeros)
-                for stand_in in twin.param_groups[0]["params"] if sparse else ():
+                for each in twin.param_groups[0]["params"] if sparse else ():
                     row = torch.zeros((1, 1), dtype=torch.long)
-                    stand_in.grad = torch.sparse_coo_tensor(
-                        row, stand_in.grad[:1], stand_in.shape, check_invariants=False
-                    )
+                    each.grad = torch.sparse_coo_tensor(row, each.grad[:1], each.shape, check_invariants=False)
                 step = max(step, _second_step(twin))  # on the CPU for any parameter, as the zeros are
             state += _state_bytes(twin, {"cpu"}, kind)
     return state, step
@@ -163,9 +160,9 @@ def _second_step(twin: torch.optim.Optimizer) -> int:
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    if has_values(tensor):
-        return torch.zeros_like(tensor, device="cpu")
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return (
+        torch.zeros_like(tensor, device="cpu") if has_values(tensor) else torch.zeros(tensor.shape, dtype=tensor.dtype)
+    )
 
 
 def _step(twin: torch.optim.Optimizer) -> None:
@@ -273,10 +270,9 @@ def _of_stand_ins(group: dict[str, Any], stand_ins: dict[int, Any], *, foreach: 
     # By default torch chooses `foreach` on CUDA, which needs more memory, but not for meta tensors.
     if foreach and _left_to_torch(group):
         group["foreach"] = True
-    # Both refuse tensors on other devices.
-    for only_on_devices in ("fused", "capturable"):
-        if group.get(only_on_devices) and not (fused and only_on_devices == "fused"):
-            group[only_on_devices] = False
+    for on_devices in ("fused", "capturable"):  # both refuse tensors on other devices
+        if group.get(on_devices) and not (fused and on_devices == "fused"):
+            group[on_devices] = False
     return group
 
 
@@ -287,10 +283,9 @@ def _left_to_torch(group: dict[str, Any]) -> bool:
 @contextmanager
 def stepping_as_on_cuda(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Make an optimizer of fake tensors on the CPU step as on CUDA inside this context, if CUDA is predicted."""
-    groups = [group for group in optimizer.param_groups if _left_to_torch(group)]
     predicted = prediction()
-    if predicted is None or predicted.kind != "cuda":
-        groups = []
+    on_cuda = predicted is not None and predicted.kind == "cuda"
+    groups = [group for group in optimizer.param_groups if on_cuda and _left_to_torch(group)]
     for group in groups:
         group["foreach"] = True
     try:

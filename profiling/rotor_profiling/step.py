@@ -8,21 +8,20 @@ and the end of the backward. So a watch starts, marks and stops wherever our cod
 # On CUDA a watch reads counters. The CPU allocator has none: it reports to the thread's profiler, which stays on in the
 # caller's code and must not disturb it.
 #
-#  1. It is PyTorch's legacy profiler. The newer one, which the meters use, has one session per process: a second one in
-#     another thread ends in a segmentation fault. The legacy one belongs to its thread, and changes no operator,
-#     mode or compiled function. An operator takes some 20 µs longer.
+#  1. It is PyTorch's legacy profiler, which belongs to its thread, and changes no operator, mode or compiled function.
+#     An operator takes some 20 µs longer. Of the newer one, which the meters use, a second session in another thread
+#     ends in a segmentation fault.
 #  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
 #     ours or the user's own, the watch gives way and reports nothing.
-#  3. It must stop where it started: in the same thread, and not inside autograd's engine, which restores the thread's
-#     profiler after every node and so undoes a stop: the listener would stay forever, and take the next profiler's
-#     memory for its own. A watch asked to stop there, as in a forward that `torch.utils.checkpoint` recomputes, reports
-#     nothing, and ends with the engine's pass.
-#  4. A free has a size and no address, so the free of an older block counts like any other, if it is reported: where an
-#     earlier profiler saw a block at that address. If `present_bytes` contains such a block, it must come from an
-#     earlier watch, or must not be freed. If others are freed, the sums are too small from then on.
-#  5. Memory that processes send to each other is freed by its last holder. If that is a backend thread, the profiler
-#     misses the free, and a step would show too many bytes. So with several processes, nothing is watched. (Stages are
-#     measured several times instead, and the least counts: see `measure_ways` in `stage/cost.py`.)
+#  3. It must stop in the thread in which it started, and not inside autograd's engine, which restores the thread's
+#     profiler after every node: the listener would stay, and take the next profiler's memory for its own. A watch asked
+#     to stop there, as in a forward that `torch.utils.checkpoint` recomputes, reports nothing, and ends with the pass.
+#  4. A free has a size and no address, so the free of an older block counts too, where an earlier profiler saw a block
+#     at that address. Such a block in `present_bytes` must come from an earlier watch, or must not be freed. If others
+#     are freed, the sums are too small from then on.
+#  5. If a backend thread is the last holder of memory that processes send to each other, the profiler misses its free.
+#     So with several processes, nothing is watched; stages are measured several times (`measure_ways` in
+#     `stage/cost.py`).
 """
 
 from __future__ import annotations
@@ -129,9 +128,8 @@ class CpuWatch:
         self.stop()
         if self._listens and torch_compat.profiler_enabled() and _in_engine():
             raise InvalidStateError(
-                "a profiler cannot start inside of this backward, since the training step is watched, as the first one "
-                "of a plan is; start it before the step, or pass watch=False to Checkpointable. If it is a model that "
-                "is to be planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before.",
+                "this backward is watched: start the profiler before the step, or pass watch=False to Checkpointable; for a "
+                "model planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before",
                 kind="profiler_in_backward",
             )
 
@@ -195,10 +193,9 @@ def _events(threads: list[list[Any]]) -> Iterator[tuple[str, int]]:
     """Yield (mark or "", bytes taken or freed) of every mark, allocation and free, of all threads that worked."""
     # Usually one list. Those of other threads that autograd used come after it, since there is no common clock.
     for event in chain.from_iterable(threads):
-        kind = event.kind()
-        if kind == "memory_alloc":
+        if event.kind() == "memory_alloc":
             yield "", event.cpu_memory_usage()
-        elif kind == "push" and event.name().startswith(MARK):
+        elif event.kind() == "push" and event.name().startswith(MARK):
             yield event.name(), 0
 
 

@@ -96,10 +96,8 @@ def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def storage_bytes(tensors: Iterable[torch.Tensor], owned_elsewhere: Iterable[int] = ()) -> int:
     """Return the bytes behind `tensors`, without the storages whose addresses are in `owned_elsewhere`."""
-    sizes = storages(tensors)
-    for address in owned_elsewhere:
-        sizes.pop(address, None)
-    return sum(sizes.values())
+    owned = frozenset(owned_elsewhere)
+    return sum(size for address, size in storages(tensors).items() if address not in owned)
 
 
 def bytes_like(tensors: Iterable[torch.Tensor], kind: str | None = None) -> int:

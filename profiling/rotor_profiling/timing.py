@@ -95,8 +95,7 @@ class _CpuStopwatch:
     exact = False
 
     def __init__(self, waited: Callable[[], float]) -> None:
-        self._waited = waited
-        self._times: list[float] = []
+        self._waited, self._times = waited, list[float]()
 
     def start(self) -> None:
         self._times = []
@@ -126,8 +125,7 @@ class CudaStopwatch:
     exact = False
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
+        self._device, self._events = device, list[torch.cuda.Event]()
 
     def start(self) -> None:
         torch.cuda.synchronize(self._device)  # else the first lap would wait for earlier work

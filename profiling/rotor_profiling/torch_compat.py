@@ -148,17 +148,12 @@ def __getattr__(name: str) -> Any:
 
 
 _OLD_PRECISIONS = {"_get_float32_matmul_precision", "_get_cudnn_allow_tf32"}
+_ALIKE = (
+    "float32_matmul_precision cudnn_allow_tf32 cudnn_enabled cudnn_benchmark cudnn_deterministic mkldnn_enabled "
+    "mkldnn_deterministic nnpack_enabled cublas_allow_fp16_accumulation math_sdp_allow_fp16_bf16_reduction"
+)
 _C_SETTINGS = [
-    ("_get_float32_matmul_precision", "_set_float32_matmul_precision"),
-    ("_get_cudnn_allow_tf32", "_set_cudnn_allow_tf32"),
-    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
-    ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-    ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    *((f"_get_{name}", f"_set_{name}") for name in _ALIKE.split()),
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
     ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
     ("_get_math_sdp_enabled", "_set_sdp_use_math"),
@@ -191,10 +186,7 @@ def kernel_settings() -> list[KernelSetting]:
 
 
 def _readable(name: str) -> Callable[[], Any]:
-    read = getattr(torch._C, name)
-    if name not in _OLD_PRECISIONS:
-        found: Callable[[], Any] = read
-        return found
+    read: Callable[[], Any] = getattr(torch._C, name)
 
     def get() -> Any:
         try:
@@ -202,7 +194,7 @@ def _readable(name: str) -> Callable[[], Any]:
         except RuntimeError:  # the user sets precisions by the newer functions
             return None
 
-    return get
+    return get if name in _OLD_PRECISIONS else read
 
 
 def _settable(name: str) -> Callable[[Any], object]:
@@ -210,9 +202,7 @@ def _settable(name: str) -> Callable[[Any], object]:
     return lambda value: None if value is None else write(value)
 
 
-# Tests for classes of torch whose modules are slow to import: nothing is of such a class before its import.
-#
-# `import torch` leaves out TorchDynamo, DTensor and FSDP, and so does this project until a model needs them.
+# Tests for classes of TorchDynamo, DTensor and FSDP, which are slow to import: nothing is of one before its import.
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:

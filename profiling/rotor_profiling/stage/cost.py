@@ -97,8 +97,7 @@ def measure_ways(
     `watch`, also returns the seconds of these runs, since a meter takes hardly any time. The first of the `runners`
     stores the stage whole. Raises ValueError for a device type whose memory cannot be measured.
     """
-    # With several processes on the CPU, the profiler misses a free if a backend thread is the last holder of sent
-    # memory. So results are never too small, and the least is closest.
+    # With several processes on the CPU, the profiler may miss frees (Rule 5 of `step.py`): the least result is closest.
     repeats = 3 if several_processes() and context.device.type == "cpu" else 1
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
@@ -280,8 +279,8 @@ def _run_with_own_graph(
     parameters' gradients that are views, and bytes freed.
 
     Phases: "attach"; "gradient", which makes the output's; "letting go" of the output; and "replay". The gradients'
-    bytes count their storages. Freed: bytes of the input, and of the input with the output, that only their
-    holders outside the graph keep, seen in the references to the input's storages.
+    bytes count their storages. Freed: bytes of the input, and of the input with the output, to whose storages only
+    holders outside the graph refer.
     """
     # Storages in `value` that the chain does not count as input.
     owned = frozenset(() if storage_bytes(tensors_in(value)) == context.input_bytes else context.owned)

@@ -1,8 +1,7 @@
 """Inputs of measuring a stage as in training: its runner, its position in a chain, and its gradients.
 
-In training, a gradient has the layout that the next stage's backward makes, not necessarily its tensor's. Recurrent
-layers with `batch_first` return a transposed view, and a linear layer after them gives a gradient that is not
-transposed; so their backward begins with a copy.
+In training, a gradient has the layout that the next stage's backward makes, not necessarily its tensor's: recurrent
+layers with `batch_first` return a transposed view, and copy the gradient that a linear layer after them gives.
 """
 
 from __future__ import annotations
@@ -76,11 +75,10 @@ class _NewGradient(torch.autograd.Function):
 
 
 def _makers(output: Any, silent: Sequence[int], layouts: Layouts) -> list[_Maker | None]:
+    laid_out = zip(tensors_in(output), chain(layouts, repeat(None)), strict=False)
     return [
         _maker(tensor, strides) if tensor.requires_grad and position not in silent else None
-        for position, (tensor, strides) in enumerate(
-            zip(tensors_in(output), chain(layouts, repeat(None)), strict=False)
-        )
+        for position, (tensor, strides) in enumerate(laid_out)
     ]
 
 

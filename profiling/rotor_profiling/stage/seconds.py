@@ -158,8 +158,7 @@ class _Laps:
     """Laps of a watch by name; unnamed laps do not count."""
 
     def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
-        self._names: list[str] = []
+        self._watch, self._names = watch, list[str]()
 
     def end(self, name: str = "") -> None:
         self._watch.lap()
