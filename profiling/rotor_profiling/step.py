@@ -128,8 +128,8 @@ class CpuWatch:
         self.stop()
         if self._listens and torch_compat.profiler_enabled() and _in_engine():
             raise InvalidStateError(
-                "this backward is watched: start the profiler before the step, or pass watch=False to Checkpointable; for a "
-                "model planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before",
+                "this backward is watched: start the profiler before the step, or pass watch=False to Checkpointable; "
+                "for a model planned here, in a reentrant region of torch.utils.checkpoint, call its measure() before",
                 kind="profiler_in_backward",
             )
 
