@@ -251,10 +251,8 @@ class Checkpointable(PlannedModel):
                 "mode and options exclude each other; leave one of them out", kind="excluded_together", name="options"
             )
         if kwargs.get("dynamic"):
-            _log.warning(
-                "dynamic=True has no part in a planned step: stages are compiled for one shape at a time",
-                extra=record_fields("compile_ignored", name="dynamic"),
-            )
+            said = "dynamic=True has no part in a planned step: stages are compiled for one shape at a time"
+            _log.warning(said, extra=record_fields("compile_ignored", name="dynamic"))
         self._planner.compile_with(mode or options or True)
 
     def refuse_what_cannot_fit(self, custom_input: Any) -> None:

@@ -9,7 +9,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def host_memory_bytes() -> int:
-    # A container may have less than the machine, but the system call only knows the machine.
+    # The system call knows the machine, of which a container may have a part.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *_numbers("memory.max", "memory/memory.limit_in_bytes")])
 

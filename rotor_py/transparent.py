@@ -119,11 +119,8 @@ def core_of(model: nn.Module) -> nn.Module:
     if isinstance(model, DistributedDataParallel):
         return core_of(model.module)
     if is_optimized(model):
-        _log.warning(
-            "torch.compile around the whole model has no part in a planned step; to compile what is planned, write "
-            "Checkpointable(model, compile=True)",
-            extra=record_fields("compile_ignored"),
-        )
+        said = "write Checkpointable(model, compile=True): torch.compile around the model has no part in a planned step"
+        _log.warning(said, extra=record_fields("compile_ignored"))
         return core_of(model._orig_mod)
     return model
 

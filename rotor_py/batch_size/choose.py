@@ -39,14 +39,12 @@ R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
 _MOST = 2**16  # default for the largest candidate batch
-# Most times that the limit is lowered to the reserved bytes. A guess: they follow the limit closely; too few may not
-# fit.
+# Most times that the limit is lowered to the reserved bytes, which follow it closely. A guess: too few may not fit.
 _LOWERED = 3
 # Most batches measured as candidates for the best. A guess: times vary, so a limit is needed; too low misses the best.
 _ROUNDS = 4
 _TOLERANCE = 0.005  # least share of time that another batch must save to be measured: the solver's gap may be as large
-# Bytes per stage by which CUDA's rounding to 512 bytes may bend the line of a size. A guess: four growing blocks. Too
-# few measure more batches.
+# Bytes per stage by which CUDA's rounding to 512 may bend the line of a size. A guess; too few measure more batches.
 _ROUNDED = 4 * 512
 
 
@@ -223,13 +221,11 @@ def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[in
 def _infeasible(batches: MeasuredBatches, batch: int, mem_limit: int) -> InfeasibleError:
     costs = interpolated(batches.costs, batch) or batches.of(batch)
     least = costs.least_bytes
-    return InfeasibleError(
-        f"not even a batch of {batch} fits: it needs at least {exact_bytes(least)}, of which {costs.budget.split()}; "
-        f"the limit is {exact_bytes(mem_limit)}. Try a limit of {limit_text(least)}.",
-        min_bytes=least,
-        mem_limit=mem_limit,
-        kind="no_batch_fits",
+    message = (
+        f"try a limit of {limit_text(least)}: not even a batch of {batch} fits {exact_bytes(mem_limit)}; it needs "
+        f"{exact_bytes(least)} at least, of which {costs.budget.split()}"
     )
+    return InfeasibleError(message, min_bytes=least, mem_limit=mem_limit, kind="no_batch_fits")
 
 
 def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_grads: bool) -> Sequence[int]:
@@ -243,17 +239,11 @@ def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_
             raise InvalidValueError(message, kind="no_batch", name="multiple", multiple=multiple, most=most)
         return range(multiple, most + 1, multiple)
     if fresh_grads:
-        message = (
-            "fresh_grads=True frees gradients between batches, and effective_batch adds them up over several; leave "
-            "one of them out"
-        )
+        message = "leave fresh_grads or effective_batch out: one frees gradients after a batch, the other adds them up"
         raise InvalidValueError(message, kind="excluded_together", name="fresh_grads")
     found = [b for b in range(multiple, min(most, effective_batch) + 1, multiple) if effective_batch % b == 0]
     if not found:
-        message = (
-            f"no multiple of {multiple} up to {most} divides effective_batch, which is {effective_batch}; batches of "
-            "one size could not make it"
-        )
+        message = f"choose another effective_batch: no multiple of {multiple} up to {most} divides {effective_batch}"
         raise InvalidValueError(message, kind="not_divisible", name="effective_batch")
     return found
 

@@ -27,8 +27,7 @@ from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
-# Options of `Checkpointable` that leave no choice or concern one batch; and `step_in_backward`, with which each plan
-# would step the same parameters.
+# Options of `Checkpointable` that leave no choice, concern one batch, or with which every plan steps the parameters.
 _EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
 _SEVERAL = 3  # Steps whose least peak counts, if peaks may be overestimated. A guess; too few overestimate the peak.
 _TURNS = 3  # Rounds of timed steps. A guess; too few let a disturbance decide.
@@ -73,10 +72,7 @@ class MeasuredBatches:
             size = self._sample_bytes[batch] = bytes_like(tensors_in(sample))
             for other, known in self._sample_bytes.items():
                 if (other < batch) != (known < size) and other != batch:
-                    message = (
-                        f"a sample of {batch} rows has {size} bytes, and one of {other} has {known}: "
-                        "`sample_of(batch)` has to give as many rows as it is asked for"
-                    )
+                    message = f"sample_of must give as many rows as asked: {batch} have {size} bytes, {other} {known}"
                     raise UnsupportedModelError(message, kind="sample_ignores_batch", batch=batch)
             self._measure(network, batch, sample)
             measurement, budget = network.inspection_values, network.budget
@@ -146,8 +142,7 @@ class MeasuredBatches:
         assert network.budget is not None
         if self.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
             return None
-        # On the CPU, the profiler misses a free if a backend thread drops the last reference. A measurement is never
-        # below the peak, so the least of several is closest.
+        # On the CPU, the profiler misses frees by backend threads and is never below the peak: the least is closest.
         peaks = []
         for _ in range(_SEVERAL if network.device.type == "cpu" and several_processes() else 1):
             with self._stepping(batch) as step, step.taken(network) as peak:

@@ -27,11 +27,9 @@ from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
 from rotor_solver.moving import Link
 
-# Most growth from one measured batch to the next. A guess: a batch that needs more than its line must show that while
-# memory remains.
+# Most growth from one measured batch to the next. A guess: too much runs out of memory if bytes rise above their line.
 _GROWTH = 4
-# Measurements by lines before bisection starts, for sizes that are not convex. A guess; costs measurements, not
-# accuracy.
+# Measurements by lines before bisection starts, for sizes that are not convex. A guess that costs time, not accuracy.
 _PATIENCE = 8
 _POINTS = 24  # Batches planned at equal ratios to find the best and to draw the curve. A guess; too few miss the best.
 _CLOSER = 8  # the same between the neighbours of the best
@@ -173,8 +171,7 @@ class Largest:
 def largest(
     candidates: Sequence[int], needs: Callable[[int], int], known: dict[int, int], mem_limit: int, slack: int = 0
 ) -> Largest | None:
-    """Find the largest of the increasing `candidates` that needs at most `mem_limit` bytes; None if the least does not
-    fit.
+    """Find the largest of the increasing `candidates` that fits `mem_limit` bytes; None if the least does not.
 
     `needs` measures a batch; `known` holds the bytes of at least two measured batches and is extended. The bytes of a
     step are convex in the batch, since a peak is a maximum of affine sums. So the line through two batches is a lower

@@ -73,10 +73,7 @@ class ActivationCheckpointer:
         self.clear()
 
     def is_checkpoint_layer(self, layer_idx: int) -> bool:
-        """Whether this layer's output is a checkpoint.
-
-        Raises ValueError for a negative or non-integer index.
-        """
+        """Whether this layer's output is a checkpoint. Raises ValueError for a negative or non-integer index."""
         n = self.config.checkpoint_every_n_layers
         return whole_number(layer_idx, "layer_idx") % n == 0 if n else False
 
@@ -182,8 +179,8 @@ class ActivationCheckpointer:
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
         """Run the layers in the caller's graph, so that the backward starts from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # The executor stores the inputs of all segments but the last. That one is stored as it runs, since the backward
-        # would recompute it at once; its input is recorded here as other outputs are.
+        # The executor stores the inputs of all segments but the last, which is stored as it runs: the backward would
+        # recompute it at once.
         shared = [start - 1 for start in starts[1:-1]]
         self._stored_layers -= {*shared}
         store = ActivationStore(self._half)
@@ -230,9 +227,7 @@ class _Layer(nn.Module):
 
 
 class _KeptOutputs(ActivationStore):
-    """Outputs by layer index, stored without copying: in full precision, the next layer shares the memory, and an
-    in-place operation would change the start of the backward unnoticed by autograd.
-    """
+    """Outputs by layer, not copied: in-place operations of the next layer would change them, unnoticed by autograd."""
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
         super().__init__(storage_dtype)

@@ -77,9 +77,8 @@ _SMALL = re.compile(
 )
 # Names of whole encoders and decoders: the last word of a class or an attribute.
 _WHOLE = re.compile(r"(encoder|decoder|stack|tower)$", re.IGNORECASE)
-# Least number of consecutive single layers that form a group; fewer are a small block. A guess: VGG's classifier has
-# three layers and is a block, its eight and more convolutions are a group. A wrong one recomputes larger or smaller
-# parts.
+# Least number of consecutive single layers that form a group; fewer are a small block. A guess between the three layers
+# of VGG's classifier and its eight convolutions or more. A wrong one recomputes larger or smaller parts.
 _GROUP = 4
 
 
@@ -100,8 +99,7 @@ def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
     found: dict[str, AssignedLevel] = {}
     # Under all names of a shared module: a caller may use any of them.
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Deepest first: a module's level follows from its submodules. The model, "", and its children both lack a dot, so
-    # `bool` puts it after them.
+    # Deepest first: a module's level follows from its submodules. `bool` puts the model, "", after its children.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
         module, kind = modules[name], type(modules[name]).__name__
         inner = [(each, found[f"{name}.{key}" if name else key].level) for key, each in module.named_children()]

@@ -114,8 +114,7 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
     """Return a key equal for stages that can share code."""
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for _, _, tensor in owned_slots(stage))
-    # The kind of a stage does not cover modules that its graph calls. A bare module is never called: it holds the
-    # parameters of a module of `fully_shard`.
+    # A stage's signature does not cover modules that its graph calls; a bare one only holds `fully_shard`'s parameters.
     graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))

@@ -231,14 +231,8 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         _count_block(-1)
         _current.reset(self._tokens.pop())
         if kind is None and not self.compiled:
-            warnings.warn(
-                DescribedWarning(
-                    f"memory_budget({self.limit!r}) applies to nothing: call torch.compile(model) inside the block; "
-                    "models compiled before keep their own budget",
-                    kind="budget_unused",
-                ),
-                stacklevel=2,
-            )
+            said = f"call torch.compile inside memory_budget({self.limit!r}): models compiled before keep theirs"
+            warnings.warn(DescribedWarning(said, kind="budget_unused"), stacklevel=2)
 
     def bound(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return arguments of `torch.compile` with this budget. Raises ValueError for a backend that cannot keep it."""

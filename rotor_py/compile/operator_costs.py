@@ -27,10 +27,8 @@ from rotor_profiling.torch_compat import (
 from rotor_py.compile.joint_graph import JointGraph, is_number, known
 from rotor_py.errors import record_fields
 
-# Inductor's own layouts for images and weights of convolutions on the CPU.
-#
-# It puts channels last, and copies inputs of another layout, such as weights. The library's own copies differ, too:
-# deep in a U-Net, scratch memory is three times as large as for the layout of the graph, and early in it, a tenth.
+# On the CPU, Inductor puts channels of images and weights of convolutions last, and copies inputs of another layout.
+# The library's own copies differ, too: scratch memory of a U-Net's layers is a tenth to three times the graph's.
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # per number of dimensions, the layout with channels last
@@ -216,9 +214,8 @@ def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
     return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}
 
 
-# Costs of operators fused by Inductor. Run one by one, a cheap operator takes as long as its inputs and output take
-# through memory. Fused, its value stays in a register, so by single operators' times a partition would keep values that
-# are faster to recompute. Keeping a value costs one kernel that writes it and another that reads it.
+# Costs of operators fused by Inductor. Run by itself, a cheap operator takes the time of its memory traffic; fused, its
+# value stays in a register and is faster to recompute than to keep, which costs a kernel's write and another's read.
 
 
 # Share of its time that a fused operator takes: computing without memory traffic. A guess: too much keeps values that

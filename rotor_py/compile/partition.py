@@ -176,8 +176,7 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
         **options,
     )
-    # PyTorch leaves an unread random operator of the forward in the backward if its inputs are available. Attention
-    # counts as random, and takes long.
+    # PyTorch leaves unread random operators of the forward, such as attention, in the backward.
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)

@@ -254,6 +254,6 @@ def config_of(given: Compile) -> Config | None:
     return tuple(sorted(found.items()))
 
 
-# Storage modes of a compiled stage, and the share that each keeps of what PyTorch's partitioner keeps without one; the
-# backward also recomputes operators such as matrix products. A guess: further ones often give the same partition.
+# Storage modes of a compiled stage, and the share that each keeps of what PyTorch's partitioner keeps by default. They
+# recompute matrix products, too. A guess: further ones often give the same partition.
 WAYS = {f"within a budget of {budget:.0%}": budget for budget in (0.6, 0.3, 0.1)}

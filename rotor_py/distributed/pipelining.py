@@ -72,16 +72,13 @@ def buffer_bytes(schedule: Any, stage: PipelineStage, received: Any, returned: A
     count: int = schedule._n_microbatches
     inputs = 0 if stage.is_first else bytes_like(tensors_in(received))
     outputs = 0 if stage.is_last else bytes_like(tensors_in(returned))
-    # Receive buffers exist for all microbatches from the first step on. Sent tensors are held until the schedule waits
-    # for them: right away, after all backwards, or after all sends of the step.
+    # Receive buffers exist for all microbatches. Sent tensors are held until the schedule waits for them: right away,
+    # after all backwards, or after all sends of the step.
     sent = (0 if index - 1 in own else inputs, 0 if index + 1 in own else outputs)
     if isinstance(schedule, Schedule1F1B):
-        held = sum(sent)
-    elif isinstance(schedule, ScheduleGPipe):
-        held = count * sent[0]  # outputs are in flight anyway
-    else:
-        held = count * sum(sent)
-    return count * (inputs + outputs) + held
+        return count * (inputs + outputs) + sum(sent)
+    # With GPipe, outputs are in flight anyway.
+    return count * (inputs + outputs + (sent[0] if isinstance(schedule, ScheduleGPipe) else sum(sent)))
 
 
 def whole_backward() -> Callable[[], None]:

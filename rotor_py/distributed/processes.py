@@ -17,10 +17,8 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 
-# With tensor and data parallelism in two dimensions, a process shares each group with other processes. All have to
-# follow one plan: none may wait in a collective that another enters later.
-
-
+# In two dimensions of parallelism, a process shares each group with others. All follow one plan: none may wait in a
+# collective that another enters later.
 _joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # joined groups by the names of their parts
 
 
@@ -91,8 +89,8 @@ def gathered_bytes(model: nn.Module) -> int:
         else:
             throughout += whole[group]
             received.append(whole[group])
-    # At worst one group is in use, the next is prefetched, and one is gathered for a recomputation. The largest counts
-    # twice: while it is gathered, it exists as received bytes and as parameters.
+    # At worst one group is in use, one prefetched, and one gathered for a recomputation. The largest counts twice: as
+    # received bytes and as parameters, while it is gathered.
     one, two, three = sorted(passing)[:-4:-1]
     return throughout + max(2 * one + two + three, sum(sorted(received)[-2:])) + max(made) + sum(sent.values())
 

@@ -173,8 +173,7 @@ class ShardGroup:
 
 
 def groups_of(model: nn.Module) -> list[ShardGroup]:
-    # `fully_shard` needs initialized processes.
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # `fully_shard` needs initialized processes
         return []
     modules: list[Any] = [module for module in model.modules() if is_fsdp_module(module)]
     return [ShardGroup(state) for state in dict.fromkeys(module._get_fsdp_state() for module in modules)]
@@ -285,11 +284,7 @@ def gathered(function: Any, sharding: Sharding) -> Iterator[None]:
 
 @contextmanager
 def gathered_again(function: Any) -> Iterator[None]:
-    """Gather a stage's parameters for its recomputation in the backward, and free them afterwards.
-
-    PyTorch frees the parameters that a forward gathers, but not if the forward runs inside a backward. Without this,
-    the parameters of all recomputed stages would accumulate.
-    """
+    """Gather a stage's parameters for its recomputation, and free them afterwards: PyTorch does not in a backward."""
     with gathered_to_read() as need:
         need(groups_of(function) if isinstance(function, nn.Module) else ())
         yield

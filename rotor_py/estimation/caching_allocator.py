@@ -140,14 +140,10 @@ class DeviceFullError(DescribedError, ValueError):
 
     def __init__(self, size: int, allocated: int, reserved: int, limit: int) -> None:
         super().__init__(
-            f"{format_bytes(size)} more do not fit: of {format_bytes(limit)}, {format_bytes(reserved)} are reserved, "
-            f"of which {format_bytes(allocated)} are allocated; try expandable segments, or a smaller batch",
-            kind="device_full",
-            size=size,
-            allocated=allocated,
-            reserved=reserved,
-            limit=limit,
-        )
+            f"try expandable segments, or a smaller batch: {format_bytes(size)} more do not fit {format_bytes(limit)}, "
+            f"of which {format_bytes(reserved)} are reserved, and of these {format_bytes(allocated)} allocated",
+            kind="device_full", size=size, allocated=allocated, reserved=reserved, limit=limit,
+        )  # fmt: skip
 
 
 _ENDLESS = LARGE_SEGMENT * 2**26  # address space of an expandable segment, never reached

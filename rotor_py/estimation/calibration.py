@@ -73,8 +73,7 @@ def calibrate(
             except RuntimeError:  # older devices have no products of these
                 found[name] = found["fp32"]
         rates = Rates(**{name: _rounded(max(each)) for name, each in found.items()})
-        # Use the training dtype: half precision on CUDA; 32 bits on a CPU, which often converts half instead of
-        # computing it.
+        # The training dtype: half precision on CUDA; 32 bits on a CPU, which often converts half before computing.
         dtype = torch.bfloat16 if cuda and rates.bf16 > rates.fp32 else torch.float32
         best = rates.of(dtype, tf32=False)
         products = found["bf16" if dtype is torch.bfloat16 else "fp32"]

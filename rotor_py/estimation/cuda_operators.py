@@ -85,8 +85,7 @@ class Attention:
         return "math"
 
     def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
-        # `check_prefer_cudnn_attention`: Hopper and Blackwell data center devices with cuDNN 9.15 or later, which
-        # default builds have since torch 2.11 (cuDNN 9.19 for CUDA 13).
+        # `check_prefer_cudnn_attention`: data center Hopper and Blackwell with cuDNN 9.15, as built since torch 2.11.
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         preferred = capability in ((9, 0), (10, 0)) and version >= (2, 11)
         longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1

@@ -150,8 +150,7 @@ def _check_names(what: str, given: dict[str, Any], required: tuple[str, ...], op
     ):
         if names:
             message = (
-                f"{kind.replace('_fields', '')} {what}: {', '.join(names)}; known are "
-                f"{', '.join((*required, *optional))}"
+                f"{kind.removesuffix('_fields')} {what}: {', '.join(names)}; known: {', '.join(required + optional)}"
             )
             raise InvalidValueError(message, kind=kind, name=", ".join(names))
 

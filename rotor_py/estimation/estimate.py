@@ -21,9 +21,7 @@ from rotor_py.report import Report
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
-    """Names of recurrent layers, which cuDNN or MIOpen run as a whole on a GPU, saving what these libraries choose; the
-    estimate uses the CPU's operators instead. Empty for a CPU.
-    """
+    """Names of recurrent layers, for which GPU libraries save other bytes than the CPU's operators; none on a CPU."""
     found = model.named_modules() if device.vendor != "cpu" else ()
     return tuple(name or type(each).__name__ for name, each in found if isinstance(each, nn.RNNBase | nn.RNNCellBase))
 

@@ -1,12 +1,10 @@
 """Build models on fake tensors, or convert them.
 
-Models are built on the meta device, which libraries support: values that they read while building, such as a rate for
-each layer, they make on the CPU. To run the model, each tensor is replaced by a fake one on the CPU, with the same
-layout and sharing.
+Models are built on the meta device, for which libraries make the values that they read while building on the CPU. To
+run a model, each tensor is replaced by a fake one on the CPU, with the same layout and sharing.
 
-PyTorch's meta kernels lay out some results as the gradient, where the real kernels, on the CPU and on CUDA, return them
-contiguous, or channels last as their input. The wrong layout would add a copy. Found by comparing the strides of all
-tensors of real and fake steps, with torch 2.13.
+PyTorch's meta kernels lay out some results as the gradient, the real ones contiguous or as their input, which saves a
+copy. Found by comparing the strides of all tensors of real and fake steps, with torch 2.13.
 """
 
 from __future__ import annotations
@@ -36,8 +34,8 @@ _LAYOUTS: dict[Any, int | None] = {
     _aten.native_dropout_backward.default: 0,  # CUDA only
 }
 
-# Operators that allocate a result as large as their input and then resize it, so that a smaller result keeps the memory
-# (`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`).
+# Operators that allocate a result as large as their input and then resize it: a smaller result keeps the memory.
+# (`col2im_cpu` in aten/src/ATen/native/Col2Im.cpp, `col2im_cuda`, and the same of `im2col`.)
 _MADE_AS_LARGE = (_aten.col2im.default, _aten.im2col.default)
 
 # Operators with a storage argument. The cache of fake tensors is keyed by arguments and would hold the storage forever.

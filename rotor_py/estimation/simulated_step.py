@@ -211,8 +211,8 @@ def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
     return followed
 
 
-# FSDP's hooks decide during a step which parameters are gathered at once. Real processes plan with an upper bound
-# (`gathered_bytes`); steps on fake tensors are cheap, so here the observed bytes replace the bound.
+# Which parameters are gathered at once is FSDP's decision in a step. Real processes plan with an upper bound
+# (`gathered_bytes`); here the bytes observed in steps on fake tensors replace it.
 
 _GATHERING = 1
 
@@ -240,9 +240,9 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
         group.foreach_all_gather = gather
 
 
-# Slack added to the bytes of the last step, by round, as a share. Guesses: too little does not converge, too much
-# wastes memory. A plan with less memory recomputes other stages, which gathers other parameters and may need more
-# memory again. Without slack, this did not converge for a Llama of 80 layers.
+# Slack added to the bytes of the last step, by round, as a share: a plan with less memory recomputes other stages,
+# which gathers other parameters and may need more. Guesses: too much wastes memory, none did not converge for a Llama
+# of 80 layers.
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 
 

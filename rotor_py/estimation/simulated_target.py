@@ -170,9 +170,7 @@ def shard_parameters(
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
     """Outermost modules with children whose class repeats in a list, such as the layers of a transformer."""
-    classes = (
-        Counter(map(type, module.children())) if isinstance(module, nn.ModuleList | nn.Sequential) else Counter[type]()
-    )
+    classes = Counter(map(type, module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ()))
     for child in module.children():
         if classes[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters()):
             yield child

@@ -55,13 +55,11 @@ class limit_memory:  # noqa: N801  (called like a function, for its effect)
             if self.planned is None:
                 self.planned = self._models.plan(model)
             elif self.planned.model is not model:
-                _log.warning(
-                    "the limit is for %s alone, prepared first; %s is trained beside it without a plan; for one, wrap "
-                    "it: Checkpointable(model, mem_limit=...)",
-                    type(self.planned.model).__name__,
-                    type(model).__name__,
-                    extra=record_fields("second_model"),
+                said = (
+                    "wrap %s to plan it, too, Checkpointable(model, mem_limit=...): the limit is for %s, prepared first"
                 )
+                names = type(model).__name__, type(self.planned.model).__name__
+                _log.warning(said, *names, extra=record_fields("second_model"))
         return prepare(*args, **kwargs)
 
     def _end(self) -> None:

@@ -304,8 +304,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
 
 def _optimizers() -> list[torch.optim.Optimizer]:
     """All optimizers, without Accelerate's wrappers."""
-    # Test the type: `isinstance` asks objects for their class, and some answer by importing a library. Filter at once:
-    # the objects include tuples under construction, which must not be held.
+    # By type: `isinstance` asks objects for their class, and some answer by importing a library. Filtered at once: the
+    # objects include tuples under construction, which must not be held.
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     return [each for each in found if "param_groups" in each.__dict__]
 
@@ -321,9 +321,8 @@ def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
     Covers the thread and process that entered the context, without backwards, whose module calls are recomputations.
     Yields a function that ends the interception early.
     """
-    # Not a global forward hook of torch, which does not receive the keyword arguments that transformers pass.
-    # TorchDynamo compares `Module.__call__` with the one found at its import.
-
+    # A global forward hook of torch would miss the keyword arguments that transformers pass. TorchDynamo compares
+    # `Module.__call__` with the one found at its import.
     kind: Any = nn.Module
     called, here = kind.__call__, (os.getpid(), threading.get_ident())
     inside, watching = False, True

@@ -26,8 +26,7 @@ _FORWARD = "forward"
 class InPlaceForward:
     """The forward of `planned.model` while planned: by the plan in training, else the model's own.
 
-    An object, not a closure: copying the model (averaged weights, for example) copies it too, so the copy gets its own
-    plan.
+    An object, not a closure: a copy of the model (averaged weights, for example) copies it, and has its own plan.
     """
 
     def __init__(self, planned: Checkpointable) -> None:
@@ -104,11 +103,8 @@ class InPlace:
             if forward.planned.model is model:
                 return forward.planned
         if any(is_planned(each) for each in model.modules()):
-            _log.info(
-                "%s, or a part of it, is planned already: it keeps its own limit",
-                type(model).__name__,
-                extra=record_fields("planned_already", name=type(model).__name__),
-            )
+            name, said = type(model).__name__, "%s, or a part of it, is planned already: it keeps its own limit"
+            _log.info(said, name, extra=record_fields("planned_already", name=name))
             return None
         planned = Checkpointable(model, mem_limit=self._mem_limit, **self._settings)
         self._put.append(InPlaceForward(planned))

@@ -27,8 +27,8 @@ from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_py.units import exact_bytes
 
 _LEAST = 2**20  # Bytes of the smallest buffer. A guess; smaller wastes time on pinning, larger wastes memory.
-# Most ratio of a buffer's size to its request, and of all buffers to all requests. A smaller one would give each size
-# its own buffers: requests are rounded up to a power of two, as PyTorch does anyway.
+# Most ratio of a buffer's size to its request, and of all buffers to all requests. Requests are rounded up to a power
+# of two, so a smaller ratio would give each size its own buffers.
 _WASTE = 2
 
 
@@ -159,8 +159,7 @@ class PinnedBuffer:
 class PinnedBuffers:
     """A pool of pinned buffers, reused because pinning takes as long as many copies.
 
-    A request gets the smallest free buffer that is large enough and at most twice its size. All buffers together take
-    at most twice the peak of requests: the excess is left over from steps of other sizes.
+    A request gets the smallest free buffer of its size to twice that; all take at most twice the peak of requests.
     """
 
     def __init__(self) -> None:

@@ -72,10 +72,8 @@ class Tier:
         """Free all room after the running copies. Offloaded bytes are lost."""
 
 
-# Saved tensors of a stage run that can be offloaded.
-#
-# Offloading starts after the stage: only then is it known which storages the next stage reads, and which are referenced
-# elsewhere, so that moving them would free nothing.
+# Offloading starts after a stage: only then is it known which of its saved storages the next stage reads, and which are
+# referenced elsewhere, so that moving them would free nothing.
 
 
 # Smaller storages stay: passing a copy to a thread takes as long as copying this much. Rough figure of one machine.

@@ -38,10 +38,8 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
     raise AssertionError
 
 
-# Memory against time: a step function over all limits, the plan on it, and strategies as letters.
-#
-# The time axis is logarithmic: the least memory may cost many times the plain time, and the effect of ten percent must
-# stay visible.
+# Memory against time: a step function over all limits, the plan on it, and strategies as letters. The time axis is
+# logarithmic: the least memory may cost many times the plain time, and ten percent must stay visible.
 
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
@@ -75,8 +73,7 @@ def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> Sim
     margin = 0.04 * (most - least)
     left, right = least - margin, most + margin
     highest = max(*(math.log(point.overhead) for point in (*points, plan)), math.log1p(_FINEST))
-    # The picture contains strategies up to twice as high as the curve, in logarithms. Higher ones would flatten the
-    # curve; the legend alone lists them.
+    # Strategies more than twice as high as the curve, in logarithms, would flatten it: the legend alone lists them.
     others = [math.log(point.overhead) for point in sweep.strategies]
     highest = 1.08 * max(highest, *(other for other in others if other <= 2 * highest), 0.0)
 
@@ -162,9 +159,8 @@ def _placed(
         yield Mark(x, y, title, letter, *place)
 
 
-# Throughput over the batch: a line for the fastest plans, one for storing everything, and the choice.
-#
-# The batch axis is logarithmic: the fixed cost of a step is divided by the batch.
+# Throughput over the batch: a line for the fastest plans, one for storing everything, and the choice. The batch axis is
+# logarithmic: the fixed cost of a step is divided by the batch.
 
 
 _BATCH_LABEL = 32  # least pixels between the centres of two batch labels

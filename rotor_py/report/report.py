@@ -44,8 +44,7 @@ def sweep_of(
     if facts.budget.link is not None and facts.budget.forwards == 1:
         found += _one_by_one(facts, slots, found, overhead)
     points: list[Point] = []
-    # Less memory always costs time in the chain, but not always in the whole step: a recomputing plan snapshots the
-    # random state, and layers before the chain may peak higher. Drop dominated plans.
+    # Drop dominated plans: snapshots of the random state, or layers before the chain, may take what a plan saves.
     for point in sorted((_point(facts, "", each) for each in found), key=lambda p: (p.mem_limit, p.step_seconds)):
         if not points or point.step_seconds < points[-1].step_seconds:
             points.append(point)
@@ -80,8 +79,8 @@ def _one_by_one(
     def fast(sequence: Sequence) -> bool:
         return facts.seconds_of(sequence) <= (1 + overhead) * facts.store_all_seconds
 
-    # A plan that is fast enough is so for all limits above its peak. If the best plan of a limit is not, no smaller
-    # limit is either; this does not hold for `others`, which are optimal only without offload.
+    # If the best plan of a limit is too slow, so is that of any smaller one; not so for `others`, which are optimal
+    # without offload alone.
     enough = min((budget.peak_bytes(each) for each in (*known.values(), *others) if fast(each)), default=most)
     short = max((limit for limit, each in known.items() if limit < enough and not fast(each)), default=least)
     while enough - short > _CLOSE * (most - least):

@@ -92,9 +92,7 @@ class OneWay:
             plan = solve_moving(fewer, mem_limit, self.link, self.slots)
             found, moves = plan.sequence, plan.moves if plan.moves.stages else None
         operations = [
-            ForwardEnable(each.stage, self.options[each.stage][each.option])
-            if isinstance(each, ForwardEnable)
-            else each
+            replace(each, option=self.options[each.stage][each.option]) if isinstance(each, ForwardEnable) else each
             for each in found
         ]
         return Sequence(operations, found.algorithm, found.lower_bound, moves=moves)
@@ -359,9 +357,8 @@ def best_level(
     lowest = min(peaks, key=peaks.__getitem__)
     least = peaks[lowest]
     message = (
-        f"no level fits: the least, level {lowest}, needs {exact_bytes(least)} for a step; the limit is "
-        f"{exact_bytes(limit)}. The optimal plan needs {format_bytes(planned.budget.least_bytes())} at least: leave "
-        "the level out."
+        f"leave the level out for the optimal plan, which needs {format_bytes(planned.budget.least_bytes())} at least: "
+        f"the least, level {lowest}, needs {exact_bytes(least)} for a step; the limit is {exact_bytes(limit)}"
     )
     raise InfeasibleError(message, min_bytes=least, mem_limit=limit, kind="no_level_fits")
 

@@ -105,10 +105,9 @@ def compare_rounded(found: Outcome, plain: Outcome, word: str) -> Rounded:
 
 
 def word_of_plan(network: Checkpointable) -> str | None:
-    assert network.chain is not None
     assert network.sequence is not None
     assert network.inspection_values is not None
-    kept = rounded_stages(network.chain, network.sequence)
+    kept = rounded_stages(network.build_chain(), network.sequence)
     return network.inspection_values.fewer_bits if kept else None
 
 
@@ -145,15 +144,12 @@ class Verification:
         """The problem of the step for a limit of `mem_limit` bytes, in words; None if there is none."""
         if self.measured_peak_bytes > mem_limit:
             return f"the measured peak of {self.measured_peak_bytes} bytes is over the limit of {mem_limit} bytes"
-        # One measured difference is no bound on the noise, so allow four times as much. A guess: a lower factor reports
-        # noise, a higher one hides small errors.
+        # Four times the noise of one measurement. A guess: a lower factor reports noise, a higher one hides errors.
         if (low := self.rounded) is not None:
             if not math.isfinite(low.gradient_error):
                 return f"gradients of stages kept in {low.word} are not finite, and those of plain training are"
             if not low.buffer_difference <= 4 * self.noise:
-                return (
-                    f"buffers differ from plain training by up to {low.buffer_difference:g}, and the forward is exact"
-                )
+                return f"buffers differ from plain training by up to {low.buffer_difference:g}; the forward is exact"
         elif self.max_grad_difference is not None and not self.max_grad_difference <= 4 * self.noise:
             plain = "plain training" if self.eager_difference is None else "the compiled step that stores everything"
             return f"gradients or buffers differ from {plain} by up to {self.max_grad_difference:g}"
@@ -222,8 +218,7 @@ def verify(
         with suppress(torch.OutOfMemoryError):  # a planned model often exists because the plain step does not fit
             found = measure_outcome(step, network.model)
             tell(2, "a plain step again")
-            # A captured graph may round differently from the model's code, which is no error of the plan. So the second
-            # plain step runs the graph, and the difference counts as noise.
+            # A captured graph may round differently from the model's code: the second plain step runs it, as noise.
             second: Network = network.model
             if network.captured:
                 from rotor_py.capture.captured_forward import run_as_captured  # importing TorchDynamo takes long
@@ -233,8 +228,7 @@ def verify(
         eager: float | None = None
         if network.compiled:
             with suppress(torch.OutOfMemoryError), _same_plan_afterwards(network), network.compiled_without_budget():
-                assert network.chain is not None
-                network.sequence = store_all(network.chain)
+                network.sequence = store_all(network.build_chain())
                 stored, again = (measure_outcome(step, network) for _ in range(2))
                 eager = None if plain is None else difference(stored.results, plain.results)
                 noise, plain = difference(stored.results, again.results), stored
