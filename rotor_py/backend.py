@@ -64,10 +64,7 @@ class CompiledModel(nn.ModuleList):
 
 
 class PlannedGraph(TrainedModel):
-    """The graph as the model to plan for.
-
-    In DistributedDataParallel, each process plans for itself: one may call the graph with a larger input than others.
-    """
+    """The graph as the model to plan for. In DistributedDataParallel, each process plans for itself: inputs differ."""
 
     @property
     def group(self) -> ProcessGroup | None:

@@ -164,13 +164,11 @@ class Checkpointable(PlannedModel):
         keep: Literal["bf16", "fp8", "int8"] | None = None,
     ) -> None:
         if isinstance(model, Checkpointable):
-            raise UnsupportedModelError(
-                "the model is a Checkpointable already; wrap it once", kind="wrapped_twice", name="model"
-            )
+            message = "the model is a Checkpointable already; wrap it once"
+            raise UnsupportedModelError(message, kind="wrapped_twice", name="model")
         if not isinstance(model, nn.Module):
-            raise UnsupportedModelError(
-                f"the model is {what_it_is(model)}; it has to be a torch.nn.Module", kind="not_a_module", name="model"
-            )
+            message = f"the model is {what_it_is(model)}; it has to be a torch.nn.Module"
+            raise UnsupportedModelError(message, kind="not_a_module", name="model")
         settings = Settings(
             mem_limit=mem_limit,
             mem_slots=mem_slots,

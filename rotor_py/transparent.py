@@ -31,8 +31,7 @@ class Transparent(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # The same dictionaries, not copies: later additions show on both sides. As a child, the model would prefix
-        # every name.
+        # The same dictionaries: later additions show on both sides. As a child, the model would prefix every name.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model
@@ -55,8 +54,7 @@ class Transparent(nn.Module):
         if model is None:  # before `__init__`, or while it is unpickled
             raise AttributeError(name)
         found = getattr(model, name)
-        # A method that calls `self(...)` while it trains, such as a LightningModule's `training_step`, has to call this
-        # module: the model's own forward would silently bypass the plan.
+        # Methods that call `self(...)` in training, such as Lightning's `training_step`, must not bypass the plan.
         trains = self.training and torch.is_grad_enabled()
         if trains and isinstance(found, MethodType) and found.__self__ is model and not _is_torchs(found):
             return MethodType(found.__func__, self)

@@ -73,10 +73,7 @@ class StepCosts:
 
 
 def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torch.device) -> StepCosts:
-    """Take the maximum of each number over all processes of `group`, which all have to call this.
-
-    Raises PlanMismatchError in all of them if their stages differ.
-    """
+    """The maximum of each number over `group`, collectively. Raises PlanMismatchError in all if their stages differ."""
     if group is None:
         return costs
     found: list[StepCosts] = gather_objects(costs, group, device)
@@ -131,8 +128,7 @@ def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None
 def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
     """Interpolate the numbers from those of `one` at `low` to those of `other` at `high`; sizes are rounded up.
 
-    Beyond an end, seconds are in proportion to the end's. Numbers that are nonnegative at both ends stay
-    nonnegative. Only options of a stage that both have remain.
+    Beyond an end, seconds are in proportion to the end's. Nonnegative numbers stay so. Only common options remain.
     """
     if one is None or other is None or isinstance(one, str | bool | Link):  # a link does not depend on the batch
         return None if other is None else one
@@ -267,8 +263,7 @@ class Curve:
     def best(self, candidates: Sequence[int]) -> int:
         """The candidate with the least seconds per sample, from a grid at equal ratios and a finer one around its best.
 
-        Seconds per sample have no simple shape: a larger batch amortizes fixed costs but recomputes more. The best may
-        be missed between grid points.
+        A larger batch amortizes fixed costs but recomputes more, so the best may be missed between grid points.
         """
         looked = sorted({*_spread(candidates, _POINTS), *(batch for batch in self.measured if batch in candidates)})
         while True:

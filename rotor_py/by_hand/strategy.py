@@ -16,8 +16,7 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Algorithm, Chain, InfeasibleError, Periodic, Sequence, StoreAll, simulate
 from rotor_solver.segments import fastest_forwards, recompute_segments
 
-# More bytes than any strategy needs. The limit is checked afterwards, so that the error can state both numbers.
-_NO_LIMIT = 2**62
+_NO_LIMIT = 2**62  # bytes; the limit is checked afterwards, so that the error can state both numbers
 
 
 @dataclass(frozen=True, slots=True)

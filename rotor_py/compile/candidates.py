@@ -169,9 +169,7 @@ class Stages:
         """Sets of values that may be recomputed: those with few seconds per byte, and those that compilers fuse."""
         joint = self.joint
         # A node with several results is unpacked by others.
-        sources = {
-            value: value.all_input_nodes[0] if value.target is operator.getitem else value for value in self.values
-        }
+        sources = {each: each.all_input_nodes[0] if each.target is operator.getitem else each for each in self.values}
         rates = {
             value: self.costs[sources[value]].seconds / max(1, joint.bytes_of(sources[value]))
             for value in self.values

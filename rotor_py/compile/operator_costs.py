@@ -72,14 +72,11 @@ _RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of one run, and its scratch memory: the peak in bytes beyond inputs and outputs.
-
-    `keeping` are the seconds to write the value to memory, for the backward, and to read it there.
-    """
+    """Costs of one run of an operator."""
 
     seconds: float = 0.0
-    scratch: int = 0
-    keeping: float = 0.0
+    scratch: int = 0  # peak bytes beyond inputs and outputs
+    keeping: float = 0.0  # seconds to write the value to memory, for the backward, and to read it there
 
 
 # Costs by kind of operator, for the whole process: equal budgets find equal partitions.

@@ -190,8 +190,7 @@ def extract(
 def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
     """Return the runs whose values stay in registers, and views of these; `ends` are kept in memory.
 
-    A reduced value is small, and counts as memory. So does a value read on both sides of an operator that Inductor does
-    not compile.
+    Reduced values, and those read on both sides of an operator that Inductor does not compile, count as memory.
     """
     kinds = partitioners.get_default_op_list()
     readers: dict[Run, list[int]] = {}

@@ -167,8 +167,7 @@ def code_digest() -> str:
 class SharePartitioner(_Partitioner):
     """Partitions a graph by a budget of PyTorch's partitioner, a share of what it saves without one.
 
-    The kept values are PyTorch's, the graphs ours: with a budget, PyTorch's draw a dropout's random numbers anew in the
-    backward (seen in torch 2.13).
+    Only the choice of values is PyTorch's: its graphs draw a dropout's numbers anew in the backward (torch 2.13).
     """
 
     share: float

@@ -124,10 +124,9 @@ def compile_code(
 
 
 class _TensorFunction(nn.Module):
-    """A stage as a function from tensors to the tensors that it makes.
+    """A stage as a function from its parameters, buffers and input tensors to the tensors that it makes.
 
-    Its first inputs are the stage's parameters and buffers. `note_outputs`, called once, records the sources of all
-    returned values in `outputs` and `spec`.
+    `note_outputs`, called once, records the sources of all returned values in `outputs` and `spec`.
     """
 
     def __init__(self, stage: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:

@@ -25,8 +25,7 @@ _joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # joined groups by the n
 def joined(groups: Sequence[dist.ProcessGroup]) -> dist.ProcessGroup | None:
     """Join the groups of this process and all processes connected through them; None without groups.
 
-    Distinct groups have to be dimensions of one mesh. The first call communicates, and all processes have to make it
-    together.
+    Distinct groups have to be dimensions of one mesh. All processes have to make the first call together.
     """
     different = list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.items())
     if len(different) <= 1:
@@ -57,8 +56,8 @@ def _join(groups: list[tuple[tuple[int, ...], dist.ProcessGroup]]) -> dist.Proce
 def gathered_bytes(model: nn.Module) -> int:
     """Upper bound of the bytes of gathered parameters and their gradients at any moment of a step.
 
-    Not a prediction: which groups are gathered at once depends on communication speed. Received parameters lie in one
-    piece before they are copied out, and so do gradients while they are sent.
+    Which groups are gathered at once depends on communication speed. Received parameters and sent gradients lie in one
+    piece, beside the copies.
     """
     groups = groups_of(model)
     # Whole parameters and gradients, in their gathered dtype; gradients in their reduce dtype, as accumulated.
@@ -113,10 +112,9 @@ def communication_bytes(model: nn.Module) -> int:
 
 
 def processes(model: nn.Module) -> dist.ProcessGroup | None:
-    """The processes that train `model` together; None if the model shows none.
+    """The processes of the model's DistributedDataParallel, and all that share a parameter with it; None without any.
 
-    These are the processes of its DistributedDataParallel and all that share a parameter, by `fully_shard` or tensor
-    parallelism. The first call joins them, and all processes have to make it together.
+    All processes have to make the first call together, which joins them.
     """
     if not dist.is_initialized():  # fast path of most steps, which call this several times
         return None

@@ -294,8 +294,7 @@ def gathered_again(function: Any) -> Iterator[None]:
 def gathered_to_read() -> Iterator[Callable[[Collection[ShardGroup]], None]]:
     """Gather sharded parameters that a backward recomputes values from, whose operators may belong to another group.
 
-    Yields a function that gathers the parameters of some groups and frees those of others: memory may not hold both.
-    All processes come here in the same order.
+    Yields a function that gathers some groups and frees the others. All processes come here in the same order.
     """
     here: list[ShardGroup] = []
 

@@ -246,10 +246,7 @@ def _embedding_backward(call: _Call) -> int:
 
 
 def _index_put(call: _Call) -> int:
-    """`index_put_with_sort_kernel` in Indexing.cu: with `accumulate`, sorts linear indices.
-
-    Holds the indices, a range, both sorted, and cub's copy of both.
-    """
+    """`index_put_with_sort_kernel` in Indexing.cu, `accumulate`: indices, a range, both sorted, cub's copy."""
     func, args, kwargs, _ = call
     if not argument(func, args, kwargs, "accumulate"):
         return 0

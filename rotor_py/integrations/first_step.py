@@ -316,10 +316,9 @@ Handler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[], Any
 
 @contextmanager
 def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
-    """Within the context, `handler` intercepts every module call that no other module makes.
+    """Within the context, `handler` intercepts module calls that no other module makes; yields a function to end it.
 
     Covers the thread and process that entered the context, without backwards, whose module calls are recomputations.
-    Yields a function that ends the interception early.
     """
     # A global forward hook of torch would miss the keyword arguments that transformers pass. TorchDynamo compares
     # `Module.__call__` with the one found at its import.

@@ -77,8 +77,7 @@ class InPlaceForward:
 class InPlace:
     """Plans made by a callback or hook, which has to remove them at the end.
 
-    `settings` are arguments of `Checkpointable` other than the model and `mem_limit`. Raises ValueError and TypeError
-    as it does.
+    `settings` are other arguments of `Checkpointable`. Raises ValueError and TypeError as it does.
     """
 
     def __init__(self, mem_limit: float | str | None, settings: dict[str, Any]) -> None:

@@ -255,14 +255,11 @@ class Extent:
 
 @dataclass(slots=True)
 class FileSpace:
-    """Free ranges of a file by start; `end` is the end of the last range ever taken.
+    """Ranges of a file, first fit: the same sizes in the same order take the same, so the file does not grow."""
 
-    First fit: steps of the same sizes in the same order have the same ranges, so the file does not grow.
-    """
-
-    end: int = 0
+    end: int = 0  # end of the last range ever taken
     taken: int = 0  # bytes taken now
-    _free: list[Extent] = field(default_factory=list)
+    _free: list[Extent] = field(default_factory=list)  # by start
 
     def take(self, nbytes: int) -> Extent:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -60,7 +60,7 @@ class Mark:
 
 
 def curve_picture(facts: ReportFacts, sweep: Sweep, room: float = SCREEN) -> SimpleNamespace | None:
-    """Shapes of `sweep` and the plan of `facts` in `room` pixels, for the template. None if there is no choice to show.
+    """Shapes of `sweep` and the plan of `facts` in `room` pixels, for the template; None if there is no choice to show.
 
     `width` is between the axes; `limit_x` is None if no limit is near the curve.
     """

@@ -92,10 +92,8 @@ class Basis:
                 f"they were planned with operators of the CPU, and {'MIOpen' if amd else 'cuDNN'} keeps other bytes "
                 "for their backward, and takes another time."
             )
-        assumed = [
-            f"the parts of the data sheet's rates that kernels reach ({device.efficiencies.origin})",
-            self._kernels,
-        ]
+        parts = f"the parts of the data sheet's rates that kernels reach ({device.efficiencies.origin})"
+        assumed = [parts, self._kernels]
         if device.rates_of is not None:
             assumed[0] = (
                 f"the rates, the bandwidths and the kernels of {device.rates_of}, since only the memory of this device "
@@ -373,10 +371,7 @@ class ReportFacts:
         return [(f"{name} (predicted)", format_bytes(size)) for name, size in sizes.items()]
 
     def times(self) -> list[tuple[str, str]]:
-        """Predicted times of a planned and a plain step, by name.
-
-        For a simulated device these are ranges, with the source of the efficiencies.
-        """
+        """Predicted times of a planned and a plain step by name: ranges, and their source, for a simulated device."""
         basis = self.basis
         said = format_seconds if basis is None else basis.range
         found = [("planned", said(self.step_seconds)), ("store-all", said(self.store_all_seconds))]

@@ -25,18 +25,14 @@ from rotor_solver import Backward, Loss, Operation, Sequence
 
 @dataclass(frozen=True, slots=True)
 class TimedOperation:
-    """An operation of a step: its start, in seconds since the step began, and its duration.
-
-    `again` marks a recomputation of its stage. `during` is the peak bytes on the device while it runs, `after` the
-    bytes at its end.
-    """
+    """An operation of a step, its times and the bytes on the device."""
 
     operation: Operation
-    again: bool
-    begin: float
+    again: bool  # whether it recomputes its stage
+    begin: float  # in seconds since the step began
     seconds: float
-    during: int
-    after: int
+    during: int  # peak bytes while it runs
+    after: int  # bytes at its end
 
 
 def measured_operations(
@@ -101,8 +97,7 @@ def _begins(
 ) -> Iterator[tuple[int, Operation, bool]]:
     """The event at which each operation begins, and whether it recomputes its stage.
 
-    Forwards come in the order of the sequence, backwards from the last stage down; the loss follows the end of the last
-    forward before it.
+    Forwards come in the sequence's order, backwards from the last stage down, the loss after the forward before it.
     """
     forwards = [operation for operation in sequence if not isinstance(operation, Backward | Loss)]
     before_loss = list(sequence).index(Loss())
