@@ -30,17 +30,14 @@ from rotor_py.distributed.sharding import groups_of
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import autocast_now
 
-# Models built alike share one compiled forward and its traced graphs: tracing a large model takes seconds, and tests,
-# sweeps over limits and copies of a model would each pay for it.
+# Models built alike share one compiled forward and its traced graphs: tracing a large model takes seconds.
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
-# Compiled forwards kept, by last use. A guess: each holds traced graphs, so more costs memory, and fewer costs tracing
-# again.
+# Compiled forwards kept, by last use. A guess: more cost memory for their traced graphs, fewer cost tracing again.
 _MOST = 32
-# Option of `torch.compile` in newer releases. After a graph break, TorchDynamo resumes in library functions that other
-# models call as well, and caches by code object. Isolated, a capture does not see their versions. Otherwise these count
-# against its limit, and their guards fail with a KeyError on a model that lacks the guarded attributes.
+# Option of newer `torch.compile`. After a graph break, TorchDynamo resumes in library functions, and caches by code
+# object: unless isolated, versions of other models count against the limit, and their guards fail with a KeyError.
 _ALONE = "isolate_recompiles"
 _alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
@@ -91,8 +88,7 @@ class TracedGraph:
 def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> _Compiled:
     """A compiled forward that models built alike share; `marks` are from `fully_shard`."""
     key = _structure(model), marks, answers, open_sizes
-    # `model` is an argument of the function, not a part of it, so a function keeps no model alive.
-    # One at TorchDynamo's limit makes no more graphs.
+    # `model` is an argument, so a function keeps no model alive. One at TorchDynamo's limit makes no more graphs.
     if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS:
         # Does what `torch.compile` does, which does not expose its context with the callback.
         backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)
@@ -121,8 +117,7 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap TorchDynamo's `callback`, called where no graph fits, with the settings of `Tracing`."""
 
-    # Copy the callback's attributes, by which TorchDynamo knows the backend. Python code must not look them up:
-    # TorchDynamo reads them while every frame still goes to the callback.
+    # `wraps` copies the attributes by which TorchDynamo knows the backend, and reads while frames go to the callback.
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
@@ -303,8 +298,7 @@ class CapturedForward:
         """The traced graph bound to this model's parameters, and to none that this forward took with other ones."""
         known = self._graphs.setdefault(traced, [])
         found = next((each for each in known if each.has(arguments)), None)
-        if found is None:
-            found = next((each for each in known if each not in taken), None)
+        found = found or next((each for each in known if each not in taken), None)
         if found is None:
             # By id: tensors compare element by element.
             buffers = frozenset(id(buffer) for buffer in self.model.buffers())

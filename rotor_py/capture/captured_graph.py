@@ -105,7 +105,7 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        self._facts, self._is_split = facts, True  # last, so that a refused graph is refused again
+        self._facts, self._is_split = facts, True  # last: a refused graph is refused the next time, too
         self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
@@ -120,7 +120,7 @@ class CapturedGraph:
             self._cuts, names = find_cut_points(facts, weights, self._granularity), None
         self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
         self.overwriting = next((node for node in reversed(facts.context) if overwritten_by(node, facts.given)), None)
-        # Keep only values that the stages read or the graph returns. The context frees all others when it has run.
+        # The context frees all values but those that the stages read or the graph returns.
         early = set(facts.context)
         self._made = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in early]
         self._context = Emitter(facts, facts.given, facts.context).finish(self._made)
@@ -162,17 +162,14 @@ class CapturedGraph:
             self._bind(dict(now))
         values = dict(zip(self._placeholders, arguments, strict=True))
         if self._context is not None:
-            made = self._run_context([values[node] for node in self._facts.given])
+            made = _run_context(self._context, [values[node] for node in self._facts.given])
             values.update(zip(self._made, made, strict=True))
         return tuple(values[node] for node in self._entering), values
 
     def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
         """The graph's outputs, from the last stage's outputs and the values that `enter` returned."""
-        left = dict(zip(self._leaving, made, strict=True))
-        return [
-            (left if each in left else values)[each] if isinstance(each, fx.Node) else each
-            for each in self._facts.outputs
-        ]
+        known = {**values, **dict(zip(self._leaving, made, strict=True))}
+        return [known[each] if isinstance(each, fx.Node) else each for each in self._facts.outputs]
 
     def run_unplanned(self, arguments: tuple[Any, ...]) -> list[Any]:
         """Run the whole captured graph, which must not be sharded: only stages gather parameters."""
@@ -192,16 +189,9 @@ class CapturedGraph:
         given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
         # `enter` has run it before, so libraries have made their permanent allocations.
         with memory_meter(device) as meter:
-            made = self._run_context(given)
+            made = _run_context(self._context, given)
         (phase,) = meter.phases.values()
         return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
-
-    def _run_context(self, given: list[Any]) -> Any:
-        assert self._context is not None
-        # Gradients stay enabled, as where the model runs it: some kernels depend on it. An LSTM on the CPU has other
-        # last digits under `no_grad`.
-        with torch.enable_grad():
-            return run_graph(self._context, given)
 
     def let_go_of_parameters(self) -> None:
         """Release the memory of parameters until the next call brings them: FSDP frees gathered ones in between."""
@@ -227,6 +217,12 @@ def written_input(writing: fx.Node) -> UnsupportedModelError:
     line = line_of(writing)
     text = f"let the model make a new tensor at {line}: it writes into its own input, and a recomputation would again"
     return UnsupportedModelError(text, kind="in_place_input", name=line)
+
+
+def _run_context(context: fx.GraphModule, given: list[Any]) -> Any:
+    # With gradients enabled, as in the model: an LSTM on the CPU has other last digits under `no_grad`.
+    with torch.enable_grad():
+        return run_graph(context, given)
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
@@ -264,7 +260,5 @@ def shared_apart(stages: Sequence[Layer], value: tuple[Any, ...]) -> tuple[tuple
     first = stages[0][1]
     own = len(value) - offers_of(first).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
-        # A shared value gets a gradient: an input of the model. Gradients flow back only through a stage's input, so
-        # all shared values pass from stage to stage.
-        own = len(value)
+        own = len(value)  # gradients, as of an input of the model, flow back only from stage to stage
     return value[:own], value[own:]

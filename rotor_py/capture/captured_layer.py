@@ -1,6 +1,4 @@
-"""Capture one layer of a chain with TorchDynamo, to keep part of its saved tensors; otherwise it runs uncaptured. Hooks
-of a layer sharded with `fully_shard` are called, and TorchDynamo captures the code between them.
-"""
+"""Capture a layer of a chain, or the code between its `fully_shard` hooks, with TorchDynamo, to store it in part."""
 
 from __future__ import annotations
 

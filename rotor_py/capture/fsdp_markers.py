@@ -1,6 +1,5 @@
-"""Capture a model of `fully_shard`: marks in the graph say where its modules begin and end, and call FSDP's own hooks
-when the graph runs. During tracing, hooks that leave marks replace FSDP's, at which TorchDynamo would break the graph.
-A hole replaces every sharded parameter: it looks like the gathered one but has no storage.
+"""Capture a model of `fully_shard`: during tracing, hooks that leave marks replace FSDP's, which would break the graph,
+and a hole without storage replaces every sharded parameter. When the graph runs, marks call FSDP's own hooks.
 """
 
 from __future__ import annotations
@@ -182,8 +181,8 @@ class FSDPMarks:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        # Autograd runs a backward in this thread: a stage is being recomputed. FSDP's hook would take it for a new
-        # forward, and wait for another backward. PyTorch has no public way to ask; its own FSDP reads the same number.
+        # In a backward, a stage is being recomputed: FSDP's hook would take it for a new forward, and wait for another
+        # backward. PyTorch has no public way to ask; its own FSDP reads the same number.
         if torch_compat.current_graph_task_id() != -1:
             in_backward(group)
             return tensors

@@ -47,8 +47,7 @@ from rotor_py.measure.cut import Cut, cut_layers
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 
-# Memory that autograd saves outside captured graphs. It cannot be planned: between graphs the model's own code runs,
-# and no part of that can be recomputed.
+# Memory that autograd saves outside captured graphs cannot be planned: the model's own code between them runs once.
 
 # Frames of torch and of this package are on every operator's stack; errors name the user's line.
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
@@ -56,9 +55,7 @@ _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 
 class SavedOutside(saved_tensors_hooks):
-    """While entered and not suspended, record the tensors that autograd saves, and the lines that cause it; of storages
-    other than those at the addresses `known`, such as those of parameters.
-    """
+    """While entered, record the tensors that autograd saves outside `known` addresses, and the lines that cause it."""
 
     def __init__(self, known: set[int]) -> None:
         self.known = known
@@ -115,7 +112,6 @@ class _AsMade(torch.autograd.Function):
 def as_made(value: Any) -> Any:
     """The leaves of `value` that need a gradient, as if operators had made them."""
     history = torch.empty(0, requires_grad=True)
-
     apply: Any = _AsMade.apply  # untyped in torch
 
     def made(tensor: torch.Tensor) -> Any:
@@ -124,8 +120,7 @@ def as_made(value: Any) -> Any:
     return tree_map_only(torch.Tensor, made, value)
 
 
-# Largest share of saved bytes outside the graphs, relative to those inside. A guess: below the 2 % by which a predicted
-# peak may differ from the measured one.
+# Largest share of saved bytes outside the graphs. A guess, below the 2 % by which peaks may differ from predictions.
 _TRIFLE = 0.01
 
 
@@ -197,12 +192,11 @@ def measure_graphs(
         captured_bytes = sum(each.saved_bytes for each in found.graphs)
         _refuse_much_outside(type(model).__name__, outside, captured_bytes, forward.breaks_at)
         if not found.graphs:
-            raise UnsupportedModelError(
-                f"TorchDynamo found no graph with a gradient in the forward of {type(model).__name__}; "
-                "TORCH_LOGS=graph_breaks says why",
-                kind="no_graph",
-                name=type(model).__name__,
+            name = type(model).__name__
+            text = (
+                f"TORCH_LOGS=graph_breaks says why TorchDynamo found no graph with a gradient in the forward of {name}"
             )
+            raise UnsupportedModelError(text, kind="no_graph", name=name)
         main = found.main
         # Parameters, the batch and what the main graph reads or makes is counted elsewhere.
         known = tensors_in([args, kwargs, [each() for each in main.around]])

@@ -1,7 +1,7 @@
 """Replace functions of torch and transformers while TorchDynamo traces a model; check the branches on data it takes.
 
-`if mask.all(): …` breaks a graph of TorchDynamo, so libraries do not ask such questions during tracing. They take the
-branch that is right for every batch, which may be slower, take more memory and round differently.
+`if mask.all(): …` breaks a graph, so libraries being traced take the branch that is right for every batch: perhaps
+slower, with more memory, and rounded differently.
 
 Note [Questions about data]
 
@@ -198,20 +198,17 @@ def _forward() -> Any:
 
 
 # Plain training multiplies all experts by one kernel (`grouped_mm`). TorchDynamo knows it for bfloat16 only, so traced
-# transformers multiplies experts one by one, which takes longer and may round differently. A captured graph can
-# call the kernel. A version of transformers without this private name has its models captured as it traces them.
+# transformers multiplies them one by one: slower, perhaps rounded differently. A captured graph can call the kernel.
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
 
 
-def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
     """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
     if is_fake(input) or is_fake(weight):
-        made: torch.Tensor = torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
-    else:
-        made = getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
-    return made
+        return torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
+    return getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
 
 
 @cache  # TorchDynamo has to meet the same function at every step
@@ -225,13 +222,10 @@ def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # In plain training, transformers drops a mask that masks nothing, for flash attention. That depends on data, so traced
-# code always builds a dense mask, and repeats keys and values for each head. The replacements ask with `holds` instead
-# (see the Note). A version of transformers without these private names gets a dense mask,
-# which is correct and needs more memory.
+# code always builds a dense mask, and repeats keys and values for each head. The replacements ask with `holds` instead.
+# Without these private names, the dense mask stays: correct, and larger.
 
 _MASKS = "transformers.masking_utils"
-
-
 # Whether a mask masks nothing, and whether no sequence is packed.
 _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prepare_padding_mask": lambda mask: mask.all(),

@@ -38,13 +38,11 @@ from rotor_py.stage.replayed_routing import streams_of
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
 
-# A forward that comes to another graph than the planned one is begun again, for a plan that is for this graph. Without
-# a graph break before, nothing has run but TorchDynamo's own code, which may draw from Python's random stream. After
-# one, anything may have: the model's code, and other graphs. That forward goes on unplanned. The state before all later
-# forwards of this model is copied, since models that branch on data do so often; copying takes time and memory.
+# A forward that comes to another graph than the planned one is begun again, for a plan of this graph. Without a graph
+# break before, only TorchDynamo's own code has run, which may draw from Python's random stream. After one, anything may
+# have: that forward goes on unplanned, and the state before all later forwards of this model is copied.
 
 _branching: WeakSet[nn.Module] = WeakSet()  # models that have come to another graph after a graph break
-
 _uncaptured: WeakSet[nn.Module] = WeakSet()  # models of which a forward had no graph at all, which was said
 
 
@@ -254,8 +252,7 @@ class CaptureSession:
 
 def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
     """Cut a graph like the main one. Raises PlanMismatchError unless they differ in sizes only."""
-    # Not the names alone: for small inputs, a model may do something else in the same modules, and need other memory
-    # than measured.
+    # Not the names alone: for small inputs, a model may do something else in the same modules.
     names = [[name for name, _ in each.layers] for each in (main, graph)]
     if names[0] != names[1] or not graph.same_as(main):
         pieces = [f"{len(each.layers)} pieces" for each in (main, graph)]

@@ -2,21 +2,19 @@
 
 Note [Sizes of inputs]
 
-Tracing takes seconds. By default, TorchDynamo traces a model for one shape, and again for each size that turns out to
-vary. Here every size is a symbol from the start. Four cases still need a graph of their own, which a log line reports:
+By default, TorchDynamo traces a model for one shape, and again for each size that turns out to vary, for seconds each.
+Here every size is a symbol from the start. Four cases still need a graph of their own, which a log line reports:
 
   1. A size of 1, which broadcasts. TorchDynamo takes every symbol to be two at least, and has no graph for both.
   2. A size that the model's own code asks about (`if length > 64`, a loop over blocks of the input): the graph is for
      sizes with the same answers.
   3. A size of an image: of floating-point tensors with four dimensions or more, only the first dimension is left open.
-     Windows, padding and pooling make expressions of symbols that take minutes to simplify: those of a small Swin with
-     symbols for height and width were not done after 15 minutes.
+     Windows, padding and pooling make expressions that are slow to simplify: over 15 minutes for a small Swin.
   4. Any size, for a model that cannot be traced with symbols.
 
-Parameters and buffers keep their sizes, and numbers in modules are constants. TorchDynamo's default is the same except
-in modules of `fully_shard`: there a head's width would be a symbol, and a Llama took nine seconds a layer to trace. But
-a number that has changed between two traces stays open from then on, such as a count of calls, or a temperature that a
-training loop lowers. Otherwise every step would be traced.
+Parameters and buffers keep their sizes, and numbers in modules are constants, in modules of `fully_shard` as well: with
+a symbol for a head's width, a Llama took nine seconds a layer to trace. But a number that has changed between two
+traces, such as a count of calls or a lowered temperature, stays open: otherwise every step would be traced.
 """
 
 from __future__ import annotations
@@ -55,28 +53,25 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-# Most graphs of one model. TorchDynamo's own limit is 8, after which it runs the model uncaptured, without a plan. A
-# guess: a model may ask about the length of its input, and a data set has dozens of lengths.
+# Most graphs of one model, instead of TorchDynamo's 8; beyond, it runs uncaptured. A guess: a data set may have dozens
+# of lengths that a model asks about.
 MOST_GRAPHS = 64
 _IMAGE = 4  # dimensions of a batch of images: number, channels, height and width
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
-    # Inside DistributedDataParallel, Dynamo would cut the graph at each full gradient bucket, so that compiled
-    # backwards overlap with communication. Stages have their own backwards, and overlap anyway.
+    # Inside DistributedDataParallel, Dynamo would cut the graph at each full gradient bucket. Stages overlap anyway.
     "optimize_ddp": False,
     # By default, Dynamo breaks the graph at recurrent layers, whose operators compile badly. Here they run uncompiled.
     "allow_rnn": True,
     # By default, traced code draws with PyTorch where the model draws with NumPy.
     "use_numpy_random_stream": True,
-    # With symbols for sizes, every other number of the input would get one, too. A size can be left open; a temperature
-    # is part of the computation.
+    # With symbols for sizes, every other number of the input, such as a temperature, would get one, too.
     "specialize_float": True,
     # By default, TorchDynamo misses hooks that are registered or removed after it has traced a module.
     "skip_nnmodule_hook_guards": False,
 }
-# One symbol for two sizes that happen to be equal would tie them: a batch of 8 sequences of length 8 could have no
-# other length.
+# One symbol for two equal sizes would tie them: a batch of 8 sequences of length 8 could have no other length.
 _SHAPES = {"use_duck_shape": False}
 
 

@@ -1,10 +1,9 @@
 """The measured graphs of a model, and compiled variants of one: as a whole, or stage by stage with memory budgets.
 
-Compiled stage by stage, nothing is fused, laid out or shared across a border. As one stage, the graph is as fast as
-under `torch.compile`. The partitioner then chooses what the forward saves, not the plan, which can only store the one
-stage. The joint graph gives the bytes of every partition before anything is compiled, as far as they show in it.
-Inductor's result is measured like any stage. If it takes more than predicted, or so much less that a faster partition
-may fit, one other partition is compiled.
+As one stage, the graph is as fast as under `torch.compile`: it is fused and laid out across borders. The partitioner
+then chooses what the forward saves, and not the plan. The joint graph predicts the bytes of every partition before
+anything is compiled. Inductor's result is measured like any stage: if it takes more, or so much less that a faster
+partition may fit, one other partition is compiled.
 """
 
 from __future__ import annotations
@@ -111,10 +110,8 @@ class MeasuredGraphs:
         return bytes_like(each for each in stepped if uses[each] > 1)
 
 
-# A whole step of which only the main graph is planned.
-#
-# For a plan, everything between the main graph's forward and its backward is the loss, so later graphs count as part of
-# it. Memory that earlier graphs save for their backward stays throughout, and counts as kept by the loss.
+# Only the main graph is planned. Everything between its forward and its backward is the loss for the plan: later graphs
+# are part of it, and memory that earlier graphs save for their backward counts as kept by it.
 
 # Whether a frame that resumes after a graph break holds its inputs: seen in torch 2.5, not in 2.11 and 2.13.
 _FRAMES_HOLD = TORCH < (2, 11)
@@ -181,16 +178,14 @@ def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulat
 
 # Least predicted gain for compiling a second partition where the first one fits. A guess: it costs as much waiting.
 _WORTH_COMPILING = 0.03
-# Share of the memory left by the first partition that the second may take: it is fused differently. A guess; with all
-# of it, a Llama came out 1 % over its limit.
+# Share of the memory left by the first partition that the second may take. A guess: with all, a Llama was 1 % over.
 _CAUTION = 0.75
 
 # Timings of each variant in a comparison. A guess: fewer let noise decide.
 _TURNS = 4
 # Further timings before one is rejected, after a disturbance of the machine may have passed. A guess, as above.
 _MORE_TURNS = 8
-# How much slower compiled code has to be for the plain graph to win. Times are known no better; a closer choice would
-# change a user's last digits from one day to the next.
+# How much slower compiled code has to be for the plain graph to win. A closer choice would change a user's last digits.
 _CLEARLY_SLOWER = 0.02
 
 
@@ -294,14 +289,13 @@ Agree = Callable[[Sequence[int]], list[int]]
 Stages = Sequence[CompiledStage | None]
 
 # How much faster a compiled stage has to be, relative to its plain time, to count as faster. A guess, about the error
-# of single stages' times: with less, a plan picks stages that seemed faster by chance, and promises time that is not
-# there.
+# of single stages' times: with less, a plan picks stages that seemed faster by chance.
 _CLEARLY_FASTER = 0.05
 
 
 def with_ways(stages: Stages, compiler: StageCompiler) -> list[CompiledStage | None]:
-    """Give compiled stages further storage modes, the most frequent kind first. Compiling stages may take as long as
-    compiling the model whole: of 32 equal blocks, there is time for all modes of one; where all differ, there is none.
+    """Give compiled stages further storage modes, the most frequent kind first, in the compile time that stages of one
+    kind save: of 32 equal blocks, there is time for all modes of one; where all differ, there is none.
     """
     codes = Counter(stage.code for stage in stages if stage is not None)
     # Clocks of several processes differ, and the n-th mode has to be the same in each.
