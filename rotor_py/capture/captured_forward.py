@@ -117,7 +117,8 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
 def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap TorchDynamo's `callback`, called where no graph fits, with the settings of `Tracing`."""
 
-    # `wraps` copies the attributes by which TorchDynamo knows the backend, and reads while frames go to the callback.
+    # Copy the attributes by which TorchDynamo knows the backend. Python code must not look them up: TorchDynamo reads
+    # them while every frame still goes to the callback.
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()

@@ -1,6 +1,5 @@
 """Read a captured graph, and find where to cut it. Nodes without gradient (masks, positions, rotary tables) are its
-context, which runs once before the first stage: a mask that every layer reads would be live at every position. The body
-is cut.
+context, which runs once before the first stage: a mask that every layer reads would be live at every cut of the body.
 """
 
 from __future__ import annotations
@@ -168,8 +167,8 @@ class _Reader:
         """Whether a node can run before all nodes of the body, with the same result, or has to."""
         if node in self.ahead:
             return True
-        # Random numbers have to be drawn in the model's order. A norm may update its running statistics; measuring
-        # restores them after a stage, but not after the context. A mark has to run in place.
+        # Random numbers have to be drawn in the model's order. Measuring restores a norm's running statistics after a
+        # stage, but not after the context. A mark has to run in place.
         if (
             node in self.late
             or carries_gradient(node)
@@ -181,9 +180,9 @@ class _Reader:
             return False
         inputs, owned = node.all_input_nodes, self.facts.owned
         # A sharded parameter is a hole outside the stage that gathers it, frozen or not.
-        if any(each in self.facts.sharded for each in inputs):
-            return False
-        if not all(each in self.early or (each in owned and not owned[each].requires_grad) for each in inputs):
+        if any(each in self.facts.sharded for each in inputs) or not all(
+            each in self.early or (each in owned and not owned[each].requires_grad) for each in inputs
+        ):
             return False
         if not self.facts.written.isdisjoint(map(memory_root, inputs)):
             return False
@@ -205,19 +204,18 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
-# A stage of a chain has one input. Between the blocks of a network usually one tensor is live, and a cut there costs
-# nothing. A tensor that stays live over many blocks (an encoder's output, a skip connection) would forbid every cut in
-# between. So it is carried: each stage passes it on with its main output.
+# A stage of a chain has one input: usually one tensor is live between blocks. One that is live over many blocks (an
+# encoder's output, a skip connection) is carried: each stage passes it on with its main output.
 
 # Share of all bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more, large
-# stages stay in which a plan cannot save much; with less, more carried tensors stay in memory.
+# stages stay; with less, more carried tensors stay in memory.
 _HUGE = 0.3
 # Fewest new cuts for which one more tensor is carried. A guess: fewer cost more than they gain.
 _WORTHWHILE = 4
 # Share of all bytes up to which results are carried in any case. Chosen: a thousand of them take a tenth.
 _TINY = 1e-4
-# Share of an average stage's bytes below which a stage is joined to the next. A guess: a cut after every reshape would
-# slow down the solver, and save nothing.
+# Share of an average stage's bytes below which a stage is joined to the next: a cut after every reshape saves nothing.
+# A guess.
 _SMALL = 0.25
 
 
@@ -256,8 +254,7 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
     def is_one(nodes: list[fx.Node]) -> bool:
         return len(nodes) <= 1 and checkpoints.issuperset(nodes)
 
-    # Results that are made with the last parameter, or after it, count as dropped after the loss that follows. Carried
-    # to the end, they would count as held.
+    # Results made with the last parameter, or later, count as dropped after the loss; carried, they would be held.
     results: set[Any] = set()
     if losses_of(facts.outputs):
         owned = [at for at, node in enumerate(facts.body) if not facts.owned.keys().isdisjoint(node.all_input_nodes)]
@@ -288,10 +285,8 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
             break
         carried.append(best)
     smallest = _SMALL / granularity
-    ends = _merged(possible, weights, smallest)
-    while len(ends) > granularity:
+    while len(ends := _merged(possible, weights, smallest)) > granularity:
         smallest *= 1.5  # a guess: a few rounds suffice, and the number of stages ends not far below the bound
-        ends = _merged(possible, weights, smallest)
     return CutPoints(ends, carried, live)
 
 
@@ -334,8 +329,7 @@ def _possible_ends(facts: GraphFacts, live: list[list[fx.Node]]) -> dict[int, li
             unfinished.update(range(position.get(target, position[node]), position[node]))
     found: dict[int, list[fx.Node]] = {}
     for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
-        # `enter` has just gathered parameters, which a cut would keep until the next stage. It returns a tuple, whose
-        # elements are nodes that follow it.
+        # `enter` has just gathered parameters, which a cut would keep. Elements of its tuple are nodes that follow.
         begins = node.all_input_nodes[0] if node.target is operator.getitem else node
         # A mark belongs into one stage with its module. A stage must not end where gradients are off: none would
         # arrive at its output. A stage that overwrites its input could not be recomputed from it.
@@ -387,4 +381,4 @@ def _name(weights: Counter[str]) -> str:
     for path, weight in weights.items():
         if path:
             below[".".join(path.split(".")[: common + 1])] += weight
-    return max(below, key=lambda path: below[path])
+    return max(below, key=below.__getitem__)

@@ -21,8 +21,6 @@ from torch.nn import functional
 from rotor_profiling.storage import local
 from rotor_profiling.torch_compat import tree_leaves
 
-# Numbers for the symbolic sizes of a graph that serves many shapes.
-#
 # Bytes decide cuts and saved values. A symbol's hint is the size at tracing, which may have been for another input, or
 # for another model built alike. The present input's sizes count.
 
@@ -77,10 +75,8 @@ def example_of(node: fx.Node) -> Any:
 
 # Parts of names of random operators; torch lists none for functions and methods.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
-_IN_PLACE = {operator.setitem, operator.delitem}
-_IN_PLACE |= {
-    getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
-}
+_AUGMENTED = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
+_IN_PLACE = {operator.setitem, operator.delitem, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
 # Python's functions for `and`, `or`, `not` and `is` end in an underscore because those words are reserved.
 _NOT_IN_PLACE = {operator.and_, operator.or_, operator.not_, operator.is_}
 
@@ -181,12 +177,12 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(local(tensor).untyped_storage()._cdata)
 
 
-_FRAME = r"(?m)^(?=  File )"
 _OWN = str(Path(__file__).parent.parent)
 
 
 def lines_of(node: fx.Node) -> list[str]:
-    return [frame for frame in re.split(_FRAME, node.meta.get("stack_trace") or "") if _OWN not in frame]
+    frames = re.split(r"(?m)^(?=  File )", node.meta.get("stack_trace") or "")
+    return [frame for frame in frames if _OWN not in frame]
 
 
 def line_of(node: fx.Node) -> str:

@@ -44,8 +44,8 @@ class SavingFunction(torch.autograd.Function):
         ctx.backward_graph = backward
         ctx.others = [None if isinstance(each, torch.Tensor) else each for each in saved]
         ctx.positions = [number for number, each in enumerate(saved) if isinstance(each, torch.Tensor)]
-        # A tensor kept as `ctx.x = x` may be written over, so it is saved without its version counter. An attribute of
-        # `ctx` would live as long as the autograd graph, and not end with the backward.
+        # A tensor kept as `ctx.x = x` may be written over, so it is saved without its version counter, and not as an
+        # attribute of `ctx`, which would outlive the backward.
         guarded = how.get("saved_for_backward_idx", ())
         ctx.save_for_backward(*(saved[at] if at in guarded else saved[at].data for at in ctx.positions))
         return output
@@ -60,8 +60,8 @@ class SavingFunction(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
 
 
-# Dynamo's operator for a region of `torch.utils.checkpoint` is for the compiler. Run as it is, it draws other random
-# numbers when it recomputes, and refuses buffers that the region writes, as batch norm's are.
+# Run as it is, Dynamo's operator for a region of `torch.utils.checkpoint` draws other random numbers when recomputing,
+# and refuses buffers that the region writes, as batch norm's are.
 
 # One function for each kind of region, so that stages with equal regions are equal, and measured once.
 _functions: dict[Hashable, Callable[..., Any]] = {}
@@ -176,14 +176,9 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
 
 def _kind_of(graph: fx.Graph) -> Hashable:
     names = {node: f"%{number}" for number, node in enumerate(graph.nodes)}  # unlike numbers among the arguments
-    return tuple(
-        (
-            node.op,
-            node.op != "placeholder" and node.target,
-            *map(str, fx.node.map_arg((node.args, node.kwargs), names.__getitem__)),
-        )
-        for node in graph.nodes
-    )
+    given = [fx.node.map_arg((node.args, node.kwargs), names.__getitem__) for node in graph.nodes]
+    pairs = zip(graph.nodes, given, strict=True)
+    return tuple((node.op, node.op != "placeholder" and node.target, *map(str, each)) for node, each in pairs)
 
 
 def _names(nodes: Iterable[fx.Node]) -> str:
@@ -191,8 +186,8 @@ def _names(nodes: Iterable[fx.Node]) -> str:
     return ", ".join(name_of(node) for node in nodes if node.op.startswith("call"))
 
 
-# The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one after the other, so one operator for each does the same,
-# to the last bit, and a stage may end between them. cuDNN runs all layers at once, so there they stay together.
+# The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one by one, so one operator for each does the same to the last
+# bit, and a stage may end between them. cuDNN runs all layers at once, so there they stay together.
 
 _OPERATORS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 

@@ -27,8 +27,7 @@ from rotor_py.stage.partial_storage import Around, PartialSaving
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.skipped_output import skip_output
 
-# A stage recomputed for its backward makes its output again, without a reader. If the last operator is a matrix
-# product, its backward needs its inputs and not its value, so it can be skipped. Operators before it cannot.
+# A stage recomputed for its backward can skip a matrix product at its end, whose backward needs only its inputs.
 
 # Listed, not found from autograd's saved values: those are unknown before the stage runs.
 _PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
@@ -36,8 +35,7 @@ _SUMS: set[Any] = {operator.add, torch.add, "add"}
 # Operators that may follow a product: their backward does not read their input values.
 _RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
 _FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
-# Most runs that a stage remembers. A guess, far above the sequences that a model alternates between; with too few, runs
-# are built again.
+# Most runs that a stage remembers. A guess, far above the sequences that a model alternates between.
 _MOST_RUNS = 16
 
 
@@ -63,8 +61,7 @@ def _skippable(graph: fx.Graph) -> list[fx.Node]:
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
         # A product's backward needs the product's inputs, so these are not skipped.
         unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
-        called = node.op in ("call_function", "call_method")
-        made = example_of(node)
+        made, called = example_of(node), node.op in ("call_function", "call_method")
         is_tensor = isinstance(made, torch.Tensor) and made.is_floating_point()
         if called and known and unused and is_tensor and not overwrites(node):
             found[node] = None
@@ -82,8 +79,8 @@ def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# One function for consecutive stages that are stored whole has no call for each, and no look-up of each parameter
-# through `nn.Module`: a fifth of the Python time of a small network.
+# One function for consecutive stages that are stored whole saves calls and look-ups of parameters through `nn.Module`:
+# a fifth of the Python time of a small network.
 
 
 class WholeRun:
@@ -169,12 +166,8 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         super().__init__()
         self.body = emitter.finish(outputs)
         self.needs_gradient = needs_gradient
-        self.reads = reads
-        self.shared = shared
-        self.last = last
-        self.wiring = (reads, shared, last)
-        self.carried = carried
-        self.handed_on = handed_on
+        self.wiring = self.reads, self.shared, self.last = reads, shared, last
+        self.carried, self.handed_on = carried, handed_on
         self._begun = tuple(emitter.begun)
         self._marked = marked
         self._around: Around | None = None if marked is None else marked.gathering(self.body)
@@ -223,10 +216,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
             return super().forward_by(way, skip_output=skip_output)
         bare = self._bare if skip_output else None
         key: tuple[str | None, bool] = way, bare is not None
-        if key not in self._graphs:
-            self._graphs[key] = parts[way].instrumented(self.body, (bare or self.body).graph)
-        graph = self._graphs[key]
-        assert graph is not None
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = parts[way].instrumented(self.body, (bare or self.body).graph)
         return partial(self._run_in_part, parts[way], graph)
 
     def run_through(self, following: Sequence[StageOffers]) -> RunThrough | None:

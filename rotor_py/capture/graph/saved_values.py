@@ -1,6 +1,4 @@
-"""Find the values that autograd saves for the backward by running a graph: torch has no table of them. A measured stage
-runs on its input, others on fake tensors, which takes longer than most small stages.
-"""
+"""Find the values that autograd saves by running a graph: on a measured stage's input, otherwise on fake tensors."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
 
-# Prices of recomputing values are in floating point operations: an operator's own, plus, for every byte moved,
-# as many as fit into that time. They only rank values by price per byte; whole stages are timed later.
+# Prices of recomputing values are in floating point operations: an operator's own, plus, for every byte moved, as many
+# as fit into that time. They only rank values; whole stages are timed later.
 
 # Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between; a
 # wrong one ranks values worse.
@@ -123,11 +121,8 @@ def largest_bytes(node: fx.Node, sizes: SymbolValues) -> int:
 
 
 # The kernel of the CPU, which torch's counter does not know.
-_MORE_FLOPS = {
-    torch_compat.scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: sdpa_flop_count(
-        query, key, value
-    )
-}
+_CPU_ATTENTION = torch_compat.scaled_dot_product_flash_attention_for_cpu
+_MORE_FLOPS = {_CPU_ATTENTION: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,11 +287,10 @@ def _like(value: Any, sizes: SymbolValues) -> Any:
 
 def _refuse_special(tensor: torch.Tensor) -> None:
     """Raise TypeError for a tensor that is not plainly strided: its bytes and views mean something else."""
-    tensor = local(tensor)
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
-        raise InvalidTypeError(
-            f"{type(tensor).__name__} of layout {tensor.layout}", kind="unknown_layout", name=type(tensor).__name__
-        )
+    kind, layout = type(local(tensor)), local(tensor).layout
+    if kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or layout is not torch.strided:
+        name = kind.__name__
+        raise InvalidTypeError(f"{name} of layout {layout}", kind="unknown_layout", name=name)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -309,9 +303,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """The values that a partially stored stage keeps for its backward and drops, by the number of their node in the
-    graph, so that they mean the same for all equal stages; and how to recompute these.
-    """
+    """Values that a stage keeps for its backward, and drops, by node number, which equal stages share; and a recipe."""
 
     kept: frozenset[int]
     dropped: frozenset[int]
@@ -359,8 +351,7 @@ def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Ca
     if is_mark(node):  # recomputing a value is no forward of the module
         function = passed_through
     reads = tuple(numbers[each] for each in node.all_input_nodes)
-    # With gradients, operators may choose another kernel: `matmul` folds a batch into one product where a gradient is
-    # needed. Cheap operators and views have one kernel each.
+    # With gradients, operators may choose another kernel, as `matmul` does; cheap operators and views have one each.
     whole = values.roots.get(node) is node and not is_cheap(node)
     wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
     return Call(function, args, kwargs, reads, wanted)

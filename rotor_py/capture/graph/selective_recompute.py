@@ -25,9 +25,8 @@ from rotor_py.capture.graph.saved_values import (
 from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
-# A line joins the bytes and prices of two parts; a part below it saves more for its price than a mixture of both. The
-# least cut by the line's own slope finds it if there is one, and so on between the new part and each of the two: all
-# parts on the lower convex hull, by Eisner and Severance (1976).
+# A part below the line that joins the bytes and prices of two parts saves more for its price than a mixture of both.
+# The least cut by the line's slope finds it, and so on: the lower hull, by Eisner and Severance (1976).
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +61,7 @@ def hull_between(
 
 
 def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, most: int) -> list[PricedCut]:
-    """Keep at most `most` parts, `least_bytes` or more apart; of others, that which gains least goes first, `stays`
-    never.
-    """
+    """Keep at most `most` parts, `least_bytes` or more apart; the one that gains least goes first, `stays` never."""
     whole, *inner, again = parts
     left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]
 
@@ -86,9 +83,9 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
     return saved * (after.price - before.price) - apart * (part.price - before.price)
 
 
-# Which values to keep is a minimum cut. Flow goes from values that cannot be recomputed, through those that can, to the
-# saved ones. A cut's capacity is the bytes of the values cut, plus the price of everything behind it, which has to be
-# recomputed. PyTorch's compiler decides in the same way what a backward recomputes (torch._functorch.partitioners).
+# Which values to keep is a minimum cut, as in torch._functorch.partitioners. Flow goes from values that cannot be
+# recomputed, through those that can, to the saved ones. A cut's capacity is the bytes of the values cut, plus the price
+# of everything behind it, which has to be recomputed.
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
@@ -100,10 +97,8 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
     flow = Network("source", "saved")
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
-        if node in values.overwritten:  # its value is gone and cannot be kept
-            flow.add_edge((node, "made"), (node, "kept"))
-        else:
-            flow.add_edge((node, "made"), (node, "kept"), keeping[node])
+        # An overwritten value is gone and cannot be kept.
+        flow.add_edge((node, "made"), (node, "kept"), None if node in values.overwritten else keeping[node])
         if node in values.saved:
             flow.add_edge((node, "kept"), "saved")
         if node not in again:  # the cut has to pass between it and all saved values
@@ -140,8 +135,7 @@ _log = logging.getLogger("rotor_py")
 IN_PART = "in part"  # the storage mode that keeps the least from which cheap operators recompute the rest
 # Least share of the saved bytes by which parts must differ. A guess: closer ones are not worth measuring.
 _WORTHWHILE = 0.1
-# Highest price of cheap operators for a byte that is not kept. A guess: most cost 50 to 100; recomputing the statistics
-# of rows, which are hardly any bytes, costs thousands.
+# Highest price of cheap operators for a byte not kept. A guess: most cost 50 to 100, statistics of rows thousands.
 _FOR_A_BYTE = 1000
 # Most parts of a stage. A guess: each of them is timed.
 _MOST = 5
@@ -169,11 +163,8 @@ def find_saved_parts(
     free |= values.saved & {values.roots.get(node) for node in outputs}
     keeping = {node: 0 if node in free else largest_bytes(node, sizes) for node in nodes}
     own = [node for node, root in values.roots.items() if root is node and node not in values.stale]
-    prices = {
-        node: price_of(node, values.flops.get(node, 0), sizes)
-        for node in own
-        if is_cheap(node) or kind_of(node) is not None
-    }
+    priced = [node for node in own if is_cheap(node) or kind_of(node) is not None]
+    prices = {node: price_of(node, values.flops.get(node, 0), sizes) for node in priced}
 
     def least(for_bytes: int, for_prices: int, prices_of: Mapping[fx.Node, int] = prices) -> PricedCut:
         costs = {node: for_bytes * nbytes for node, nbytes in keeping.items()}
@@ -225,9 +216,7 @@ def same_parts(
     found = {}
     for name, example in parts.items():
         # A number is available in any case.
-        dropped, kept = (
-            {nodes[number] for number in numbers if number in nodes} for numbers in (example.dropped, example.kept)
-        )
+        dropped, kept = ({nodes[at] for at in places if at in nodes} for places in (example.dropped, example.kept))
         found[name] = SavedPart.of_cut(body, values, kept | (values.saved - dropped))
     return found
 
@@ -243,6 +232,5 @@ def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence
     except refusals as error:
         _log.debug("the values that a stage saves are unknown: %s", error, extra=record_fields("not_in_part"))
         return None
-    # A node may return several tensors, one saved and another overwritten. Telling them apart would take entries by
-    # tensor.
+    # A node may return several tensors, one saved and another overwritten: entries are by node, not by tensor.
     return None if found.saved & found.overwritten else found

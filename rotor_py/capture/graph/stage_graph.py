@@ -37,8 +37,8 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
     """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default its own). An
     operator's error is raised unchanged, with a note that quotes the model's line.
     """
-    # Not `graph(...)`: if an operator raises, that prints generated code and cuts off the traceback. In generated code,
-    # autocast regions and `no_grad` are plain calls and not `with` blocks, so an error would leave them on.
+    # Not `graph(...)`: on an error, that prints generated code and cuts off the traceback. Generated code has no `with`
+    # blocks, so an error would leave autocast regions and `no_grad` on.
     gradients = torch.is_grad_enabled()
     try:
         return type(graph).forward(graph if owner is None else owner, *arguments)
@@ -204,8 +204,8 @@ class Emitter:
         return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike(id(value))
 
 
-# A stage of a sharded model is split between marks: compiled code would not see that one gathers or frees parameters.
-# Nothing is gathered or freed between two marks: a piece finds whole parameters.
+# A stage of a sharded model is split at marks, which gather and free parameters unseen by compiled code. A piece
+# between two marks finds whole parameters.
 
 
 class UnmarkedPiece(nn.Module, StageOffers, HasKind):
@@ -216,8 +216,7 @@ class UnmarkedPiece(nn.Module, StageOffers, HasKind):
         self._signature = signature
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        made: tuple[Any, ...] = run_graph(self.body, values)
-        return made
+        return run_graph(self.body, values)  # type: ignore[no-any-return]  # a graph returns a tuple
 
     def kind(self, value: Any) -> Hashable:
         return self._signature, value_signature(value)
