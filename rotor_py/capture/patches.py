@@ -50,8 +50,7 @@ class Asking:
     """The questions of one forward. Beyond `answers`, yes is assumed: batches without padding are the fast ones."""
 
     answers: Answers
-    # Answers assumed so far. Not a count: TorchDynamo would make a variable of it, and break the graph where it is
-    # formatted as a string.
+    # Answers assumed so far. Not a count: made a variable by TorchDynamo, it would break the graph as a string.
     assumed: Answers = ()
     open: bool = True  # whether no graph has run yet, so that the forward can be called again
 

@@ -53,8 +53,7 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-# Most graphs of one model, instead of TorchDynamo's 8; beyond, it runs uncaptured. A guess: a data set may have dozens
-# of lengths that a model asks about.
+# Most graphs of one model, for TorchDynamo's 8; beyond, it runs uncaptured. A guess: a data set has dozens of lengths.
 MOST_GRAPHS = 64
 _IMAGE = 4  # dimensions of a batch of images: number, channels, height and width
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")

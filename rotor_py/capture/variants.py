@@ -131,8 +131,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     returned = storages(tensors_in(found.output))
     given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)
     inside = bool(after) and returned.keys().isdisjoint(given)
-    # The main graph's output is gone when later graphs go backward, unless it is returned: a step may show that the
-    # caller holds it. For the solver, it is there in the loss.
+    # The solver counts the main graph's output in the loss. It is gone when later graphs go backward, unless returned.
     gone = main.stages[-1].output_released_bytes if inside and not _FRAMES_HOLD else 0
     gone = max(0, gone - sum(other.saved_inputs for other in after))
     # The graphs go backward one by one, each beside what those before it keep.
@@ -142,8 +141,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
         last = found.outputs_held and other is after[-1]
         whole, saved = _stored(other, output_held=last)
         seconds, behind = seconds + whole.makespan, behind + other.context_bytes
-        # For the solver, gradients made before the main graph's backward and an output of the model are there from the
-        # start. They are not there yet.
+        # The solver counts gradients made before the main graph's backward, and an output, from the start: too early.
         made += sum(measured.gradient_bytes)
         output = measured.stages[-1].activation_bytes
         counted = output if last else 0
@@ -224,8 +222,8 @@ CompileBudgetOf = Callable[[Measurement, Any], CompileBudget]
 def compiled_whole(
     plain: MeasuredGraph, compiler: StageCompiler, room: CompileBudget, progress: Progress | None = None
 ) -> MeasuredGraph | None:
-    """Return the graph as one compiled stage, the fastest inside the room, of at most two partitions. None if none of
-    them fits, or if the plain graph also fits and is clearly faster.
+    """Return the graph as one compiled stage, the faster of at most two partitions inside the room. None if none fits,
+    or if the plain graph also fits and is clearly faster.
     """
     if plain.cut.prefix:  # its stages need outputs of the prefix layers, which are not available
         return None

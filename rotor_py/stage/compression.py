@@ -363,10 +363,6 @@ def word_of(ways: Iterable[str]) -> str | None:
 
 def rounded_stages(chain: Chain, sequence: Sequence) -> dict[int, str]:
     """Return the stages that `sequence` ever keeps in low precision, with their `keep=` words."""
-    found = {}
-    for operation in (each for one in (sequence, *sequence.beside) for each in one):
-        if isinstance(operation, ForwardEnable):
-            word = word_of([chain.stages[operation.stage].options[operation.option].name])
-            if word is not None:
-                found[operation.stage] = word
-    return found
+    enabled = [each for one in (sequence, *sequence.beside) for each in one if isinstance(each, ForwardEnable)]
+    ways = [(each.stage, chain.stages[each.stage].options[each.option].name) for each in enabled]
+    return {stage: word for stage, way in ways if (word := word_of([way])) is not None}

@@ -83,10 +83,10 @@ class World:
                 if (now := each.get()) != before:  # older settings change newer ones
                     undo.append(partial(each.set, now))
                     each.set(before)
-        _swap_modes(undo, function_mode_stack, self.function_modes, pop_function_mode, push_function_mode, _is_own)
-        _swap_modes(
-            undo, dispatch_mode_stack, self.dispatch_modes, pop_dispatch_mode, push_dispatch_mode, _only_observes
-        )
+        swap = partial(_swap_modes, undo)
+        swap(function_mode_stack, self.function_modes, pop_function_mode, push_function_mode, _OWN)
+        # Those of torch count operators, or make all tensors fake.
+        swap(dispatch_mode_stack, self.dispatch_modes, pop_dispatch_mode, push_dispatch_mode, _OWN_AND_TORCH)
         if self.hooks or any(_GLOBAL_HOOKS):
             for table, hooks in zip(_GLOBAL_HOOKS, self.hooks or [{} for _ in _GLOBAL_HOOKS], strict=True):
                 _swap(undo, table, hooks)
@@ -105,6 +105,7 @@ class World:
 
 
 _OWN = "rotor_"  # beginning of the names of this project's context variables, and of its modules
+_OWN_AND_TORCH = (_OWN, "torch.")
 
 
 def _users_variables() -> dict[ContextVar[Any], Any]:
@@ -117,13 +118,14 @@ def _swap_modes(
     before: list[Any],
     pop: Callable[[], Any],
     push: Callable[[Any], object],
-    stays: Callable[[Any], bool],
+    own: str | tuple[str, ...],
 ) -> None:
-    """Have the modes of the first run until that is undone, with those that `stay` as they are now."""
+    """Have the modes of the first run until that is undone; those whose modules begin with `own` stay as they are."""
     now = present()
     if len(now) == len(before) and all(map(operator.is_, now, before)):
         return
-    wanted = [mode for mode in before if not stays(mode)] + [mode for mode in now if stays(mode)]
+    wanted = [mode for mode in before if not type(mode).__module__.startswith(own)]
+    wanted += [mode for mode in now if type(mode).__module__.startswith(own)]
 
     def turn_to(modes: list[Any]) -> None:
         for _ in present():
@@ -133,15 +135,6 @@ def _swap_modes(
 
     undo.append(partial(turn_to, now))
     turn_to(wanted)
-
-
-def _is_own(mode: Any) -> bool:
-    return type(mode).__module__.startswith(_OWN)
-
-
-def _only_observes(mode: Any) -> bool:
-    """Whether a dispatch mode is this project's, or one of torch, which counts operators, or makes all tensors fake."""
-    return type(mode).__module__.startswith((_OWN, "torch."))
 
 
 def _swap(undo: Undoing, table: dict[Any, Any], before: dict[Any, Any]) -> None:
@@ -225,7 +218,7 @@ class Seen:
 
 def _is_theirs(forward: object) -> bool:
     """Whether a `forward` is torch's, or this project's, which replaces some while it captures, in any thread."""
-    return (getattr(forward, "__module__", None) or "").startswith((_OWN, "torch."))
+    return (getattr(forward, "__module__", None) or "").startswith(_OWN_AND_TORCH)
 
 
 _PLAIN = (torch.Tensor, nn.Parameter)

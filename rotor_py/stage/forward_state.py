@@ -246,19 +246,17 @@ def _places_of(function: Callable[..., Any], *, hooked: bool) -> Sequence[Place]
 
 
 def _find_moving(
-    function: Callable[..., Any],
+    function: Any,
     slots: list[Slot],
     copies: dict[int, torch.Tensor],
     versions: list[int],
     statistics: WrittenStatistics | None,
     name: str,
 ) -> list[int]:
-    assert isinstance(function, nn.Module)
     now = [table[name] for table, name, _ in slots]
     changed = {i for i, (_, _, old) in enumerate(slots) if now[i] is not old or old._version != versions[i]}
     if statistics is not None:
-        # Some kernels write without raising the version. Values are compared once, while there is a copy of each; in
-        # every step this would cost as much as the copies.
+        # Some kernels write without raising the version. So values are compared once, while there is a copy of each.
         changed |= {i for i in copies if slots[i][2] in statistics or not equal(copies[i], now[i])}
     else:
         changed |= copies.keys()
@@ -401,8 +399,7 @@ def remember_effects(function: nn.Module, effects: GraphEffects) -> None:
 def find_effects(function: nn.Module, value: Any, made: Any, device: torch.device) -> GraphEffects:
     """Run a stage on `value` without a graph, and compare with its output `made` with one. Restores the stage.
 
-    `made` is detached, with its `requires_grad`. A stage that is not reproducible does not count as dependent on the
-    graph, which would not help.
+    `made` is detached, with its `requires_grad`. A stage that is not reproducible never counts as graph-dependent.
     """
     attached = _detached(made)
     with isolated(function, device), torch.no_grad():

@@ -59,8 +59,7 @@ class Recipe:
     needs: dict[int, frozenset[int]]
 
 
-# Stages stored in part: saved-tensor hooks replace cheap tensors by handles, which recompute them in the backward from
-# values that are often saved anyway.
+# Saved-tensor hooks replace cheap tensors by handles, which recompute them from values that are often saved anyway.
 
 
 class PartialSaving:
@@ -107,8 +106,7 @@ class PartialSaving:
             self._kept[number] = self._keeper.save(value, for_numbers=True).tensor
 
     def drop(self, number: int, value: torch.Tensor) -> None:
-        # By address: autograd saves views and detached aliases, which are other objects. The weak reference keeps
-        # another storage from reusing the address.
+        # By address, kept from reuse by the weak reference: autograd saves views and aliases, which are other objects.
         storage = value.untyped_storage()
         self._storages[storage._cdata] = StorageWeakRef(storage), number, value.dtype
         # Some operators save their result before they return it.

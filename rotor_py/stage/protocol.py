@@ -1,7 +1,6 @@
 """Storage modes, and optional offers of a stage: other ways to run it, and facts for running it alone.
 
-A user's layer offers nothing. A stage generated from a captured graph derives from `StageOffers`. Every use goes
-through `offers_of`, so this file lists all offers.
+A user's layer offers nothing; a captured stage derives from `StageOffers`. Every use goes through `offers_of`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class StageOffers:
 
     # Output tensors handed on outside the chain: name, and index among the output tensors.
     carried: Mapping[str, int] = MappingProxyType({})
-    # Output tensors that are input tensors not otherwise used: index in the output, to index in the input. Their
-    # gradients pass the stage's backward unchanged.
+    # Output tensors that are otherwise unused input tensors: output index to input index. Gradients pass unchanged.
     handed_on: Mapping[int, int] = MappingProxyType({})
     # Positions of the input values that the stage reads and hands on. Stages with one signature (`stage_signature`)
     # cost the same whichever values they read, but compiled code reads fixed ones.
@@ -62,8 +60,7 @@ class StageOffers:
         """Return how to run the stage right before its backward, without output values; None if that saves nothing."""
         return None
 
-    # Whether its `ways` run different code, which may round differently. Then all runs of the stage in a plan use the
-    # way in which it is stored, also those that store nothing.
+    # Whether its `ways` run different code, which may round differently: then all its runs in a plan use its way.
     ways_are_code = False
 
     def ways(self) -> tuple[str, ...]:
@@ -180,8 +177,7 @@ class Keeper:
         return Trial()
 
 
-# With some saved tensors offloaded, the stage runs as without: stored whole, in part, or packed. What to offload, and
-# when, concerns the whole step (`offload`).
+# With saved tensors offloaded, the stage runs as without. What to offload, and when, concerns the step (`offload`).
 
 
 class _Elsewhere(Keeper):

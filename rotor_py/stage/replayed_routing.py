@@ -152,7 +152,7 @@ def decisions_recorded(function: Callable[..., Any]) -> Iterator[list[Decisions]
     A module that decided nothing in its first run is not watched again: watching takes time for every operator.
     """
     result: list[Decisions] = []
-    if isinstance(function, nn.Module) and function in _undecided:
+    if decides_nothing(function):
         yield result
         result.append(())
         return

@@ -80,8 +80,7 @@ class _SkippedOutputs(TorchDispatchMode):
         if make is None or types or any(each.layout is not torch.strided for each in tensors):
             return func(*args, **(kwargs or {}))
         if make is _sum and self._is_unwritten(args[0]) and _widens_nothing(*args):
-            # A linear layer adds its bias in place, but not under a dispatch mode. To take no more memory than other
-            # runs, the sum reuses the memory of its product.
+            # Linear layers add their bias in place, but not under a dispatch mode: the sum takes the product's memory.
             return args[0].detach()
         made = make(func, *args, **(kwargs or {}))
         self._unwritten.append(made.untyped_storage())

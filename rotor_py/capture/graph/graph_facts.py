@@ -214,8 +214,7 @@ _HUGE = 0.3
 _WORTHWHILE = 4
 # Share of all bytes up to which results are carried in any case. Chosen: a thousand of them take a tenth.
 _TINY = 1e-4
-# Share of an average stage's bytes below which a stage is joined to the next: a cut after every reshape saves nothing.
-# A guess.
+# Share of an average stage's bytes below which a stage is joined to the next. A guess: tiny stages save nothing.
 _SMALL = 0.25
 
 

@@ -87,8 +87,7 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
                 return operator(body, *values, **how)  # the compiler traces
             trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in values]
             given = [each if needed else None for each, needed in zip(values, trained, strict=True)]
-            # A recomputed stage has copies of buffers. As in plain training, the region's own recomputation writes the
-            # buffers themselves.
+            # A recomputed stage has copies of buffers; the region writes the buffers again, as in plain training.
             later = [None if needed else lasting(each) for each, needed in zip(values, trained, strict=True)]
             others = [later, list(values)]
 

@@ -37,8 +37,7 @@ from rotor_py.stage.partial_storage import Call, Recipe, Value
 # Prices of recomputing values are in floating point operations: an operator's own, plus, for every byte moved, as many
 # as fit into that time. They only rank values; whole stages are timed later.
 
-# Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between; a
-# wrong one ranks values worse.
+# Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between.
 _FOR_A_BYTE = 20
 # Operations for each number of which exp, tanh or the like is computed: half a nanosecond of a CPU core. A guess.
 _FOR_A_FUNCTION = 50
@@ -131,8 +130,7 @@ class SavedValues:
 
     `saved`: nodes whose memory is saved. `roots`: for every node with a tensor, the one that allocated its memory or
     wrote to it last. `in_graph`: nodes whose tensor needs a gradient. `flops`: of expensive nodes. An `overwritten`
-    value is gone: it can be recomputed, but not kept. A `stale` node reads memory through a view from before a write:
-    recomputed from that, it would differ.
+    value can be recomputed, but not kept. A `stale` node reads memory through a view from before a write, so it cannot.
     """
 
     saved: set[fx.Node] = field(default_factory=set)

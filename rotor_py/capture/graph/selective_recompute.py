@@ -84,8 +84,7 @@ def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
 
 
 # Which values to keep is a minimum cut, as in torch._functorch.partitioners. Flow goes from values that cannot be
-# recomputed, through those that can, to the saved ones. A cut's capacity is the bytes of the values cut, plus the price
-# of everything behind it, which has to be recomputed.
+# recomputed, through those that can, to the saved ones. A cut's capacity: the bytes it keeps, and the price behind it.
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
