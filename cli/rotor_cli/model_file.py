@@ -148,8 +148,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
 def _made_by(sample: Any, batch: int | None) -> Any:
     if not callable(sample) or isinstance(sample, torch.Tensor):
         return sample
-    required = [p for p in inspect.signature(sample).parameters.values() if p.default is p.empty]
-    if batch is None and not required:
+    if batch is None and all(p.default is not p.empty for p in inspect.signature(sample).parameters.values()):
         return sample()
     return sample(DEFAULT_BATCH if batch is None else batch)
 

@@ -120,14 +120,14 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
             buffers=True,
         )
     except InfeasibleError as error:
-        # The limit of a rank is divided among its parts in a few ways only; others might need less.
-        divided = "the way in which the limits are divided among the parts of a rank needs"
-        needs = divided if request.schedule == "interleaved" else "it needs at least"
         least, limit = error.min_bytes, error.mem_limit
+        # Another division of a rank's limit among its parts might need less.
+        needs = (
+            "dividing limits among a rank's parts needs" if request.schedule == "interleaved" else "it needs at least"
+        )
         message = (
-            f"the model does not fit on {ranks} ranks, wherever it is cut: {needs} {exact_bytes(least)} on a rank "
-            f"whose limit is {exact_bytes(limit)}. Try smaller microbatches, more ranks, or a limit of "
-            f"{limit_text(least)}."
+            f"try a limit of {limit_text(least)}, smaller microbatches or more ranks: wherever the model is cut "
+            f"for {ranks} ranks, {needs} {exact_bytes(least)} on one that has {exact_bytes(limit)}"
         )
         raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
     except ValueError as error:
@@ -137,9 +137,9 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
         stepping = sum(costs.fixed[stage] + costs.stepping[stage] for stage in stages)
         if stepping > limit:
             message = (
-                f"the optimizer's step on rank {rank} needs {exact_bytes(stepping)}; the limit is "
-                f"{exact_bytes(limit)}. Try more ranks, or a limit of {limit_text(stepping)}."
+                f"try a limit of {limit_text(stepping)}, or more ranks: the optimizer's step on rank {rank} needs "
             )
+            message += f"{exact_bytes(stepping)}; the limit is {exact_bytes(limit)}"
             raise Failure(message, INFEASIBLE, kind="optimizer_too_large", min_bytes=stepping, mem_limit=limit)
     return plan
 

@@ -41,7 +41,7 @@ from rotor_py.plan.settings import refuse_optimizer
 from rotor_py.plan.step_spec import describe, spec_of
 from rotor_py.report.progress import Activities, activities
 from rotor_py.report.report import sweep_of
-from rotor_py.report.sweep import Aim, BatchChoice
+from rotor_py.report.sweep import BatchChoice
 from rotor_py.report.terminal import stage_table
 from rotor_py.stage.forward_state import restored_autocast
 from rotor_py.validate.comparison import compare_at_limit, leanest_of_each
@@ -240,7 +240,6 @@ def refuse_offload(request: Request) -> None:
 
 
 def _choose(found: ModelFile, limit: int | None, request: Request, shown: Activities, target: Target) -> PlannedBatch:
-    aim: Aim = "max" if request.batch_aim == "max" else "best"
     options: dict[str, Any] = {
         "loss": found.loss,
         "optimizer": found.optimizer,
@@ -253,7 +252,7 @@ def _choose(found: ModelFile, limit: int | None, request: Request, shown: Activi
     else:
         batches = PredictedBatches(target.simulated, target.autocast, found.model, found.sample_of, limit, **options)
     return choose_among(
-        aim,
+        request.batch_aim or "best",
         batches,
         multiple=request.batch_multiple,
         effective_batch=request.grad_accumulation,

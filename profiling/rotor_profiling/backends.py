@@ -75,8 +75,7 @@ _STORAGES = {"cpu": Storages(1), "cuda": Storages(512)}
 
 @cache
 def _wake_engine(device: torch.device) -> None:
-    # In the thread in which the engine runs backwards on `device`: without a context, cuBLAS warns if a matrix product
-    # comes first, as in the backward of a stage.
+    # In the engine's thread for `device`: without a context, cuBLAS warns if a matrix product comes first.
     with torch.enable_grad():
         scalar = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(scalar.exp(), scalar)

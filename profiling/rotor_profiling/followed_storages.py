@@ -13,17 +13,13 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rotor_profiling import torch_compat
 from rotor_profiling.storage import allocated, local, tensors_in
 from rotor_profiling.torch_compat import TorchDispatchMode, engine_run_backward
-
-if TYPE_CHECKING:  # Python has it from 3.11 on
-    from typing_extensions import Self
-
 
 _ADD = torch.ops.aten.add.Tensor
 _ENGINE = engine_run_backward.__code__
@@ -54,7 +50,8 @@ class AddedGradients:
         if func is not _ADD or node is None or kwargs or torch.is_grad_enabled():
             return None
         one, other = args
-        if id(one) in self._made and not _gives_twice(node):
+        given = [each for each in node.next_functions if each[0] is not None]
+        if id(one) in self._made and len({*given}) == len(given):  # else the node gives one tensor two gradients
             return None
         if not (_is_plain(one) and _is_plain(other) and _called_by_engine(sys._getframe(2))):
             return None
@@ -64,11 +61,6 @@ class AddedGradients:
     def made(self, tensors: list[torch.Tensor]) -> None:
         if self._node is not None:
             self._made.update(map(id, tensors))
-
-
-def _gives_twice(node: Any) -> bool:
-    given = [each for each in node.next_functions if each[0] is not None]
-    return len({*given}) < len(given)
 
 
 def _is_plain(tensor: object) -> bool:
@@ -129,7 +121,7 @@ class FollowedStorages(TorchDispatchMode):
             (_, storage), self._sum = self._sum, None
             self.follow(storage)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> FollowedStorages:
         # No mode sees the resizing by which FSDP2 frees gathered parameters and gathers them again.
         before = self._resize = torch.UntypedStorage.resize_
 

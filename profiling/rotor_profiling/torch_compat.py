@@ -177,7 +177,7 @@ def kernel_settings() -> list[KernelSetting]:
         KernelSetting(torch.get_default_dtype, torch.set_default_dtype),
         KernelSetting(torch.get_num_threads, torch.set_num_threads),
         KernelSetting(torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-        *(KernelSetting(_readable(get), _settable(put)) for get, put in _C_SETTINGS if hasattr(torch._C, get)),
+        *(_c_setting(get, put) for get, put in _C_SETTINGS if hasattr(torch._C, get)),
     ]
     if hasattr(torch._C, "_get_fp32_precision_getter"):  # last, since older settings change these
         get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
@@ -185,21 +185,17 @@ def kernel_settings() -> list[KernelSetting]:
     return found
 
 
-def _readable(name: str) -> Callable[[], Any]:
-    read: Callable[[], Any] = getattr(torch._C, name)
+def _c_setting(get: str, put: str) -> KernelSetting:
+    read, write = getattr(torch._C, get), getattr(torch._C, put)
 
-    def get() -> Any:
+    def read_old() -> Any:
         try:
             return read()
         except RuntimeError:  # the user sets precisions by the newer functions
             return None
 
-    return get if name in _OLD_PRECISIONS else read
-
-
-def _settable(name: str) -> Callable[[Any], object]:
-    write = getattr(torch._C, name)
-    return lambda value: None if value is None else write(value)
+    old = get in _OLD_PRECISIONS
+    return KernelSetting(read_old if old else read, lambda value: None if value is None else write(value))
 
 
 # Tests for classes of TorchDynamo, DTensor and FSDP, which are slow to import: nothing is of one before its import.

@@ -113,10 +113,7 @@ class Periodic:
                 check_count(getattr(self, name), name)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted.
-
-        Raises InfeasibleError otherwise, with the least limit.
-        """
+        """Return the schedule. Raises InfeasibleError, with the least limit, above `mem_limit` bytes, a_0 counted."""
         check_chain(chain)
         length = len(chain)
         distances = range(1, max(2, length + 1)) if self.every is None else [self.every]
@@ -134,13 +131,9 @@ class Sqrt:
     name = "sqrt"
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """Return the schedule if its peak is at most `mem_limit` bytes, a_0 counted.
-
-        Raises InfeasibleError otherwise, with the least limit.
-        """
+        """Return the schedule. Raises InfeasibleError, with the least limit, above `mem_limit` bytes, a_0 counted."""
         check_chain(chain)
-        count = max(1, round(math.sqrt(len(chain))))
-        segments = even_segments(len(chain), count)
+        segments = even_segments(len(chain), max(1, round(math.sqrt(len(chain)))))
         return _fastest_fitting(chain, mem_limit, [_all_but_last_again(chain, segments, self.name)])
 
 

@@ -99,12 +99,6 @@ def check_count(value: Any, name: str) -> None:
         raise InvalidValueError(f"{name} must be an integer ≥ 1, got {value!r}", kind="not_a_count", name=name)
 
 
-def check_work(value: Any) -> None:
-    """Raise ValueError unless `value` is a number, at least 0; it may be infinite."""
-    if not is_number(value) or not value >= 0:
-        raise InvalidValueError(f"work must be ≥ 0 pairs of slots, got {value!r}", kind="not_work", name="work")
-
-
 def is_number(value: Any, kind: type = Real) -> bool:
     """Return whether `value` is a real number, NumPy scalars included; bool is never meant as one."""
     return isinstance(value, kind) and not isinstance(value, bool)

@@ -76,10 +76,8 @@ def _beside(footprints: Many[Footprint], order: str) -> list[int]:
 
 def peaks_of(footprints: Many[Footprint], order: str) -> list[int]:
     """Bytes of all forwards together while each of them runs; in reverse order, those before it wait."""
-    beside = _beside(footprints, order)
-    if order == "any":
-        return [others + each.waiting + each.working for others, each in zip(beside, footprints, strict=True)]
-    return [others + each.peak for others, each in zip(beside, footprints, strict=True)]
+    own = [max(each.peak, each.waiting if order == "any" else 0) for each in footprints]
+    return [others + each for others, each in zip(_beside(footprints, order), own, strict=True)]
 
 
 def busiest_of(footprints: Many[Footprint], order: str) -> tuple[int, int]:

@@ -102,7 +102,10 @@ def measure_ways(
     with isolated(runners[0].function, context.device) as parameters, torch.enable_grad():
         with added_up(parameters, fresh=context.fresh_gradients), _stand_in_steps(parameters, context.stepped):
             rounds = [_measure_once(runners, value, parameters, context, watch) for _ in range(repeats)]
-        after_replay = _bytes_after_replay(parameters, context.stepped)
+        # Held when a recomputed stage's first parameter is stepped, without its input's gradient: its node makes the
+        # gradients of all parameters before it hands on the first.
+        steps = [nbytes for nbytes in context.stepped if nbytes is not None]
+        after_replay = bytes_like(parameters) + max(steps) if steps else 0
     ways = tuple(map(_least, zip(*(each for each, _ in rounds), strict=True)))
     # The solver adds activation and saved bytes itself; both are gone when the first parameter is stepped.
     needs = (after_replay - each.activation_bytes - each.saved_bytes for each in ways)
@@ -342,13 +345,6 @@ def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> Ite
 def _stand_in(nbytes: int, parameter: torch.Tensor) -> None:
     torch.empty(nbytes, dtype=torch.uint8, device=parameter.device)
     parameter.grad = None
-
-
-def _bytes_after_replay(parameters: Sequence[torch.Tensor], stepped: Stepped) -> int:
-    # Held when a recomputed stage's first parameter is stepped, without its input's gradient: its node makes the
-    # gradients of all parameters before it hands on the first.
-    steps = [nbytes for nbytes in stepped if nbytes is not None]
-    return bytes_like(parameters) + max(steps) if steps else 0
 
 
 def stage_layouts(

@@ -118,12 +118,6 @@ class Windows(NamedTuple):
     outside: Floats
 
 
-def fastest_options(costs: Costs) -> Ints:
-    bounds = zip(costs.first[:-1], costs.first[1:], strict=True)
-    keys = [range(low, high) for low, high in bounds]
-    return np.array([min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in keys], np.int64)
-
-
 def grid_of(
     costs: Costs, fastest: Ints, kinds: Ints, room: int, unit: int, spacing: Spacing, later: Floats, cut: float
 ) -> Grid:
@@ -322,12 +316,14 @@ class Problem:
     """Data that all tables of a chain share."""
 
     def __init__(self, chain: Chain) -> None:
-        self.chain, self.costs = chain, costs_of(chain)
+        self.chain, self.costs = chain, (costs := costs_of(chain))
         self.stored = store_all(chain).lower_bound or 0.0  # Seconds of storing everything
-        self.least = least_memory(self.costs)
-        self.fastest = fastest_options(self.costs)
+        self.least = least_memory(costs)
+        options = map(range, costs.first[:-1].tolist(), costs.first[1:].tolist())  # by stage
+        fastest = [min(each, key=lambda k: (costs.extra[k], costs.taken[1, k])) for each in options]
+        self.fastest = np.array(fastest, np.int64)
         # [2, L+1, L+1] bytes, by (state, i, l): the memory from which on the whole interval is stored.
-        self.full = full_memory(self.costs, self.fastest)
+        self.full = full_memory(costs, self.fastest)
         self.kinds = kinds_of(chain)
         self.period = period_of(self.kinds)  # In stages; 0 if most of the chain does not repeat
 

@@ -21,10 +21,11 @@ import numpy as np
 from rotor_solver.chain import Chain
 from rotor_solver.described_error import (
     InfeasibleError,
+    InvalidValueError,
     check_count,
     check_fits,
     check_type,
-    check_work,
+    is_number,
     whole_bytes,
     within_memory,
 )
@@ -122,7 +123,8 @@ class Persistent:
     def __post_init__(self) -> None:
         check_count(self.slots, "slots")
         check_type(self.effort, Effort, "effort", "leave it out")
-        check_work(self.work)
+        if not is_number(self.work) or not self.work >= 0:  # it may be infinite
+            raise InvalidValueError(f"work must be ≥ 0 pairs of slots, got {self.work!r}", kind="not_work", name="work")
 
     @within_memory
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:

@@ -318,9 +318,8 @@ def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> Infeasible
     # Another division of a rank's limit among its parts might need less.
     needs = "needs at least" if schedule.virtual_stages == 1 else "of whose limit each part has a share, needs"
     message = (
-        f"{len(search.chain)} stages do not fit on {schedule.ranks} ranks, wherever they are cut: rank {rank}, with "
-        f"{flying} of {schedule.microbatches} microbatches in flight, {needs} {least} bytes; its limit is "
-        f"{limit}. Take smaller microbatches, more ranks, or a limit of {least} bytes"
+        f"take a limit of {least} bytes, smaller microbatches or more than {schedule.ranks} ranks: rank {rank}, with "
+        f"{flying} of {schedule.microbatches} microbatches in flight, {needs} {least} bytes; its limit is {limit}"
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=limit)
 
