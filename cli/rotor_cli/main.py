@@ -100,12 +100,8 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.argument("model", type=click.Path())
-@click.option(
-    "--mem-limit", metavar="LIMIT", help="Peak of the whole step: 4GB, 512MiB, 80%. [default: 90% of what is free]"
-)
-@click.option(
-    "--max-overhead", metavar="SHARE", help="Instead of a limit: the least one that costs at most 10% more time."
-)
+@click.option("--mem-limit", metavar="LIMIT", help="Peak of the step: 4GB, 512MiB, 80%. [default: 90% of free]")
+@click.option("--max-overhead", metavar="SHARE", help="Instead of a limit: the least with at most 10% more time.")
 @click.option(
     "--device",
     metavar="DEVICE",
@@ -115,20 +111,14 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 @click.option("--device-memory", metavar="SIZE", help="Plan for a device of so many bytes, which need not be here.")
 @_file("--device-file", help="A device that need not be here, as --calibrate prints.")
 @click.option("--dtype", metavar="DTYPE", help="Convert model and input first: bfloat16, float16, float32.")
-@click.option(
-    "--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype: bfloat16."
-)
+@click.option("--precision", metavar="DTYPE", help="With h100:8: blocks gather parameters, and run, in this dtype.")
 @click.option(
     "--shard",
     type=click.Choice(["blocks", "whole"]),
     help="With h100:8: parameters are gathered block by block, or all at once.  [default: blocks]",
 )
-@click.option(
-    "--autocast", metavar="DTYPE", help="With a --device that need not be here: a step under torch.autocast: bfloat16."
-)
-@click.option(
-    "--optimizer", metavar="NAME", help="One of torch.optim instead of the file's: adamw, adamw-fused, sgd-momentum."
-)
+@click.option("--autocast", metavar="DTYPE", help="For a --device not here: a step under torch.autocast: bfloat16.")
+@click.option("--optimizer", metavar="NAME", help="Instead of the file's: adamw, adamw-fused, sgd-momentum.")
 @click.option(
     "--batch",
     callback=lambda context, option, text: batch_of(text),
@@ -136,13 +126,9 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     help="Samples in a batch; max: the most that fit, best: the most samples a second.",
 )
 @_number("--batch-multiple", default=1, metavar="N", help="Of --batch max or best: only multiples of N.")
-@_number(
-    "--grad-accumulation", metavar="SAMPLES", help="Of --batch max or best: several batches make this effective batch."
-)
+@_number("--grad-accumulation", metavar="SAMPLES", help="Of --batch max or best: the effective batch of several.")
 @click.option("--input", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
-@click.option(
-    "--config", metavar="JSON", help="For a model class of transformers: its configuration, as JSON or a file of it."
-)
+@click.option("--config", metavar="JSON", help="Configuration of a model class of transformers, as JSON or a file.")
 @_number("--slots", default=500, help="How finely memory is divided.")
 @_flag("--fresh-grads", help="Gradients are freed between steps: zero_grad(set_to_none=True).")
 @_flag("--step-in-backward", help="The optimizer steps each parameter in the backward: step_in_backward=.")
@@ -151,11 +137,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     type=click.Choice(["bf16", "fp8", "int8"]),
     help="Let stages be kept in fewer bits: gradients then differ. Without it, all is exact.",
 )
-@_number(
-    "--forwards-in-flight",
-    default=1,
-    help="Forwards before the first backward: 2 for a sum of two losses, or siamese networks.",
-)
+@_number("--forwards-in-flight", default=1, help="Forwards before the first backward: 2 for a sum of two losses.")
 @click.option(
     "--backward-order",
     type=click.Choice(["any", "reverse"]),
@@ -166,9 +148,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 @_flag("--verify", help="Train one step, and compare peak, time and gradients with the plain step.")
 @_flag("--compile", help="Have Inductor compile the stages, where that makes the plan faster.")
 @click.option(
-    "--offload",
-    metavar="TIER",
-    help="Where activations may wait for their backward, if that is faster: file:/path, or host (for a CUDA device).",
+    "--offload", metavar="TIER", help="Where activations may wait, if that is faster: file:/path, or host (for CUDA)."
 )
 @_flag("--no-cache", help="Measure what an earlier run has measured, and keep nothing.")
 @_file("--json", "json_file", help="Write the report as JSON; - is stdout.")
@@ -181,10 +161,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
 @_number("--pipeline", metavar="RANKS", help="Cut the model for a pipeline of RANKS.")
 @_number("--microbatches", metavar="M", help="In a step. [default: 2 for each rank]")
 @click.option(
-    "--schedule",
-    default="1f1b",
-    show_default=True,
-    help="Of the pipeline: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole.",
+    "--schedule", default="1f1b", show_default=True, help="gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-whole."
 )
 @_number("--virtual-stages", metavar="V", help="Parts on each rank. [interleaved: 2]")
 @click.option(

@@ -76,11 +76,9 @@ class Request:
     @property
     def as_script(self) -> bool:
         """Whether the file is a training script: marked as one, or without the definitions of a model file."""
-        if self.explicit_script:
-            return True
-        if not self.model.endswith(".py") or self.of_model_files:
-            return False
-        return not defines(self.model, ("model", "sample"))
+        return self.explicit_script or (
+            self.model.endswith(".py") and not self.of_model_files and not defines(self.model, ("model", "sample"))
+        )
 
     @property
     def of_model_files(self) -> list[str]:
@@ -91,7 +89,7 @@ class Request:
 
     @property
     def overhead(self) -> float | None:
-        """Allowed overhead: 0.1 for `10%`. Raises Failure if it is no share."""
+        """0.1 for `10%`. Raises Failure if it is no share."""
         if self.max_overhead is None:
             return None
         number, sign, rest = self.max_overhead.strip().partition("%")
@@ -119,10 +117,9 @@ class Request:
     @property
     def limited(self) -> bool:
         """Whether to plan for one limit; a sweep alone has none."""
-        if self.batch_aim is not None:
-            return True
         others = (self.verify, self.compare, self.plan_file, self.trace_file, self.html_file, self.run)
-        return not self.sweep or any(others) or self.mem_limit is not None or self.max_overhead is not None
+        given = (self.batch_aim, self.mem_limit, self.max_overhead)
+        return not self.sweep or any(others) or any(each is not None for each in given)
 
     @property
     def microbatches_or_default(self) -> int:

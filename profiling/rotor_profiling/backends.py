@@ -101,7 +101,7 @@ def prediction() -> Prediction | None:
 
 def _is_cpu(device: torch.device) -> bool:
     if device.type not in _STORAGES:
-        message = f"cpu and cuda devices can be measured, not {device.type!r}; move the model to one"
+        message = f"move the model to a cpu or cuda device: {device.type!r} cannot be measured"
         raise InvalidValueError(message, kind="unknown_device", name=device.type)
     return device.type == "cpu"
 

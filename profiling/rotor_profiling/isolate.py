@@ -42,8 +42,6 @@ def trained_parameters(function: Callable[..., Any]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for _, _, tensor in parameter_slots(function)}.values())
 
 
-# Changes that are undone.
-#
 # Ctrl-C arrives between any two instructions, also in those that undo. So every change has its undoing on a list before
 # it is made; what an interrupted context has not undone, the next one around it does. Undoing twice does no harm.
 

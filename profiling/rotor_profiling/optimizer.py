@@ -237,8 +237,7 @@ def _twin(
     foreach: bool = False,
     fused: bool = False,
 ) -> torch.optim.Optimizer:
-    # A copy, since the constructor's arguments are unknown. torch's optimizers do not copy hooks, so the user's are not
-    # called, nor other attributes of their own.
+    # A copy, since the constructor's arguments are unknown. It lacks hooks, and attributes that are not torch's.
     parameters = [parameter for group in groups for parameter in group["params"]]
     stand_ins: dict[int, Any] = {id(p): _stand_in(make(p)) for p in parameters if p.requires_grad}
     twins = {id(each): copy.copy(each) for each in with_inner(optimizer)}
@@ -301,9 +300,8 @@ def _stand_in(tensor: torch.Tensor) -> torch.nn.Parameter:
     return twin
 
 
-# Optimizers that access only a parameter, its gradient, its state and its group's settings: stepping parameters one by
-# one, in any order, gives the numbers of a joint step. From torch.optim. Not LBFGS, which uses all parameters together
-# and needs a closure. Nor SparseAdam, whose cost cannot be found: its copy would need sparse gradients.
+# Optimizers of torch.optim that access only a parameter, its gradient, its state and its group's settings: stepping
+# parameters one by one gives the numbers of a joint step. Not LBFGS, nor SparseAdam, whose copy needs sparse gradients.
 _NAMES = (
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     "SGD",

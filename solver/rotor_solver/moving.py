@@ -118,8 +118,8 @@ def lowest_point(lines: list[Line]) -> tuple[float, float]:
 
 _CLOSE = 0.005  # A gap that is good enough, as in `persistent.recurrence`
 _NOT_FAR = 0.01  # The same for chains in which less can move, which double the solve time. Not measured.
-# First prices to try, the last one first, as multiples of the seconds of a byte's round trip. The last is so small that
-# it does not count, the first so high that no more moves than must. Not measured; wrong ends only cost solves.
+# First prices to try, the last one first, as multiples of the seconds of a byte's round trip: so small that it does not
+# count, and so high that no more moves than must. Not measured; wrong ends only cost solves.
 _ENDS = (64.0, 2.0**-10)
 _PRICES = 12  # Most prices to try; five or six are typical. Not measured; too few loosen the plan and the bound.
 _SAME = 1e-6  # Prices with no larger relative difference are the same
@@ -197,8 +197,7 @@ class _Search:
 
     def offer(self, sequence: Sequence) -> tuple[int, float]:
         """Keep `sequence` if it is the fastest. Return the bytes that it may move, and its seconds without copies."""
-        # A price is the same for all stages, so it does not choose among equal stages. A timetable does: the early
-        # ones, which have the most time. So it may choose among all.
+        # A price does not choose among equal stages; a timetable does: the early ones, which have the most time.
         for each in dict.fromkeys((sequence, with_all_moves(self.chain, sequence))):
             moves = plan_moves(self.chain, each, self.link, self.limit)
             settled = without_idle_moves(self.chain, each, moves)

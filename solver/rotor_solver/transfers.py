@@ -146,8 +146,8 @@ class CopyQueues:
         for stage in self._moves.wait_out[position]:
             self._wait(self.out_end[stage])
         for stage in self._moves.fetch[position]:
-            end = self._copy(self._trips[stage], False, self._in_free, self._link.in_bytes_per_second)
-            self._in_end[stage] = self._in_free = end
+            self._in_free = self._copy(self._trips[stage], False, self._in_free, self._link.in_bytes_per_second)
+            self._in_end[stage] = self._in_free
         if position in self._arriving:
             self._wait(self._in_end[self._arriving[position].stage])
         return self.now

@@ -5,8 +5,8 @@ A phase begins at each mark. The phase "between" does not count: frees, and allo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 
 from rotor_profiling.attributes import left_tensors
 from rotor_profiling.backends import memory_meter
-from rotor_profiling.isolate import RandomState, isolated
+from rotor_profiling.isolate import RandomState, isolated, undoing
 from rotor_profiling.memory import MemoryMeter, Phase
 from rotor_profiling.stage.gradients import (
     Layouts,
@@ -26,6 +26,7 @@ from rotor_profiling.stage.gradients import (
     added_up,
     enter_graph,
     gradients_for,
+    hooked,
     leaves_of,
     scalar_after,
 )
@@ -327,19 +328,10 @@ def _forget(parameters: list[torch.Tensor]) -> None:
         parameter.grad = None
 
 
-@contextmanager
-def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> Iterator[None]:
+def _stand_in_steps(parameters: Sequence[torch.Tensor], stepped: Stepped) -> AbstractContextManager[None]:
     """Take the memory of steps of `parameters`, each as soon as its gradient is complete, and free the gradient."""
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(_stand_in, nbytes))
-        for parameter, nbytes in zip(parameters, stepped or [None] * len(parameters), strict=True)
-        if nbytes is not None
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    pairs = zip(parameters, stepped or [None] * len(parameters), strict=True)
+    return hooked([(each, partial(_stand_in, nbytes)) for each, nbytes in pairs if nbytes is not None])
 
 
 def _stand_in(nbytes: int, parameter: torch.Tensor) -> None:
@@ -376,13 +368,10 @@ def stage_layouts(
 
 def loss_layouts(loss: Callable[[Any], torch.Tensor], output: Any, device: torch.device) -> Layouts:
     """Return the gradient layouts that the backward of `loss` gives to the tensors of `output`."""
-    state = RandomState.now((device,))
-    try:
-        with torch.enable_grad():
-            leaf = leaves_of(output)
-            return _layouts_at(leaf, [loss(leaf)], [None])
-    finally:
-        state.restore()
+    with undoing() as undo, torch.enable_grad():
+        undo.append(RandomState.now((device,)).restore)
+        leaf = leaves_of(output)
+        return _layouts_at(leaf, [loss(leaf)], [None])
 
 
 def _layouts_at(leaf: Any, outputs: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Layouts:

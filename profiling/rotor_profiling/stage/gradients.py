@@ -6,8 +6,8 @@ layers with `batch_first` return a transposed view, and copy the gradient that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
@@ -140,17 +140,22 @@ def _entered(origin: torch.Tensor, tensor: torch.Tensor) -> Any:
 
 
 @contextmanager
-def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> Iterator[None]:
+def hooked(hooks: Iterable[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]) -> Iterator[None]:
+    """Call each parameter's hook when its gradient is complete."""
+    handles = [parameter.register_post_accumulate_grad_hook(hook) for parameter, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractContextManager[None]:
     """Free each parameter's new gradient once it has been added up, as where gradients are present, unless `fresh`.
 
     Takes no memory for the gradients that it is added to: measuring has to fit where the plan does.
     """
-    hooks = [] if fresh else [parameter.register_post_accumulate_grad_hook(_added) for parameter in parameters]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return hooked(() if fresh else [(parameter, _added) for parameter in parameters])
 
 
 def _added(parameter: torch.Tensor) -> None:
