@@ -1,7 +1,4 @@
-"""Options and exit codes of the command line.
-
-Heavy imports are deferred: `--help` and wrong options load neither torch nor numba.
-"""
+"""Options and exit codes of the command line. `--help` and wrong options load neither torch nor numba."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ def _import(location: str) -> tuple[ModuleType, str]:
     path = Path(location)
     spec: Any = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
-    # As when Python runs the file: it may import its neighbours, and its classes are found by module name. A file named
-    # like an imported module (torch.py) must not replace it.
+    # The file may import its neighbours, and its classes are found by module name; torch.py must not replace a module.
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.resolve().parent))
     with user_code(str(path)):

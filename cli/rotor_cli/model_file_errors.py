@@ -1,7 +1,4 @@
-"""Check MODEL and the text of its file before anything is imported.
-
-Importing a training script might train, and importing torch takes seconds.
-"""
+"""Check MODEL and its file's text before any import: a script might train, and importing torch takes seconds."""
 
 from __future__ import annotations
 

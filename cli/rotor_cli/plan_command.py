@@ -370,10 +370,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
 
 @contextmanager
 def main_module(path: str, arguments: tuple[str, ...]) -> Iterator[ModuleType]:
-    """Install the `__main__` module that `run_script` fills, with the script's `sys.argv` and `sys.path`.
-
-    Within the context it stays `__main__` after the script's end: measuring and child processes find it by that name.
-    """
+    """Install the `__main__` module that `run_script` fills, and that child processes find, and the script's `sys`."""
     file = str(Path(path).resolve())
     module = ModuleType("__main__")
     module.__dict__.update(__file__=file, __loader__=SourceFileLoader("__main__", file), __builtins__=__builtins__)

@@ -103,7 +103,6 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def comparison(rows: tuple[ComparedStrategy, ...]) -> Table:
-    """One row per strategy: predictions, and measurements if there are any."""
     headings = ["fits", "predicted peak", "time", "overhead"]
     if any(row.verified is not None for row in rows):
         headings = ["fits", "predicted\npeak", "time", "overhead", "measured\npeak", "measured\ntime"]
@@ -124,7 +123,6 @@ _HEIGHT, _WIDEST = 14, 100
 
 
 def curve(sweep: Sweep, title: str, width: int, overhead: float | None = None) -> RenderableType:
-    """The sentence about `overhead` more time (10 % by default), the chart and its legend."""
     points = sweep.points
     shown: list[RenderableType] = [Prose(f"{title}: {saving(sweep, USUAL if overhead is None else overhead)}")]
     if len(points) > 1:
@@ -198,7 +196,6 @@ def chart(
 
 
 def _with_axes(cells: list[list[str]], heights: tuple[str, str], ends: tuple[str, str]) -> list[str]:
-    """The cells as lines, with labels for both ends of both axes."""
     columns = len(cells[0])
     labels = [heights[0], *[""] * (len(cells) - 2), heights[1]]
     return [

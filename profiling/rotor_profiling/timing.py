@@ -105,8 +105,7 @@ class _CpuStopwatch:
         self._times.append(self._now())
 
     def _now(self) -> float:
-        # Reads both clocks until no wait comes in between. Otherwise a lap would be too short or too long by that wait,
-        # and estimates prefer the shortest.
+        # Reads both clocks until no wait comes in between, by which a lap would be too short or too long.
         waited = self._waited()
         while True:
             now = time.perf_counter()

@@ -1,7 +1,7 @@
 """Inputs of measuring a stage as in training: its runner, its position in a chain, and its gradients.
 
-In training, a gradient has the layout that the next stage's backward makes, not necessarily its tensor's: recurrent
-layers with `batch_first` return a transposed view, and copy the gradient that a linear layer after them gives.
+A gradient has the layout that the next stage's backward makes: recurrent layers with `batch_first` return a transposed
+view, and copy the gradient that a linear layer after them gives.
 """
 
 from __future__ import annotations

@@ -97,8 +97,7 @@ class Effort:
 # Chosen, not measured. A gap of half a percent is below the error of measured stage times. One core visits about 2e9
 # pairs in a second (500 stages): a table takes up to 13 seconds if thorough, 1.5 if hasty, and 0.01 if brief.
 THOROUGH = Effort(close=0.005, pairs=2.7e10, numbers=2**28)
-# Pairs of slots to visit by tables that hardly lower a wide gap, and then, once it is `close`, to close it: about a
-# second of one core each. Counted, so that no plan depends on load.
+# Pairs of slots to visit by tables that hardly lower a wide gap, and to close it: about a second of one core each.
 WORK = 2e9
 _STUCK = 0.9  # Part of the gap that is left by a table that hardly lowers it. Not measured; a lower one saves seconds
 _NO_GAP = 1e-9  # Bounds are certified up to rounding errors of sums
