@@ -126,8 +126,8 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
             "dividing limits among a rank's parts needs" if request.schedule == "interleaved" else "it needs at least"
         )
         message = (
-            f"try a limit of {limit_text(least)}, smaller microbatches or more ranks: wherever the model is cut "
-            f"for {ranks} ranks, {needs} {exact_bytes(least)} on one that has {exact_bytes(limit)}"
+            f"wherever the model is cut for {ranks} ranks, {needs} {exact_bytes(least)} on one that has "
+            f"{exact_bytes(limit)}; try smaller microbatches, more ranks, or a limit of {limit_text(least)}"
         )
         raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
     except ValueError as error:
