@@ -118,8 +118,8 @@ MUTATIONS = [
     # Measuring
     mutation(
         "what a stage saves is eight bytes more",
-        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes - dropped)",
-        "saved = max(0, max(forward.kept, attach.kept) - carried_bytes - dropped) + 8",
+        "saved = max(0, max(forward.kept, attach.kept) - apart - dropped)",
+        "saved = max(0, max(forward.kept, attach.kept) - apart - dropped) + 8",
         "chain",
     ),
     mutation(
@@ -191,8 +191,8 @@ MUTATIONS = [
     ),
     mutation(
         "no forward in flight needs more while it runs",
-        "others + each.waiting + each.working",
-        "others + each.waiting",
+        'max(each.peak, each.waiting if order == "any" else 0)',
+        'each.waiting if order == "any" else each.peak',
         "two in flight",
     ),
     mutation(

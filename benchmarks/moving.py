@@ -134,6 +134,8 @@ def table(rows: list[Row]) -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
+        if row["recomputed"] is row["both"] is None:
+            continue
         ways = " | ".join("–" if row[each] is None else f"{row[each]:+.1%}" for each in ("recomputed", "moved", "both"))
         rest = "– | – | –"
         if row["both"] is not None:

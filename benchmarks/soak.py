@@ -254,8 +254,10 @@ def kept_so(model: Checkpointable, kind: Kind) -> int:
 
 def file_bytes(model: Checkpointable) -> int:
     """Bytes of the file of moved activations, and of it those that somebody has."""
-    offload = model._planner.model.offload
-    return 0 if offload is None else offload.tier.held_bytes + offload.tier._file.size
+    if model.budget.link is None:
+        return 0
+    tier = model._planner.model.tier
+    return tier.held_bytes + tier._file.size
 
 
 def open_files() -> int:

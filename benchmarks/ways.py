@@ -225,9 +225,11 @@ def table(rows: list[Row]) -> str:
             for row in found.values()
         ]
         there = [row for row in found.values() if row["predicted"] is not None]
+        if not there:
+            continue
         exact = max((row["distance"] for row in there if row["ways"] != "bf16"), default=0.0)
         rounded = max((row["distance"] for row in there if row["ways"] == "bf16"), default=0.0)
-        peak = f"{max(row['peak'] for row in there):.2%}" if there else ""
+        peak = f"{max(row['peak'] for row in there):.2%}"
         limit = format_bytes(next(iter(found.values()))["limit_bytes"])
         lines.append(
             f"| {model} | {share:.0%} | {limit} | " + " | ".join(cells) + f" | {peak} | {exact:.0e}; {rounded:.0e} |"

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,7 +57,8 @@ def test_json_has_every_key_text_shows_how_to_use_it_and_everything_is_stored_wh
 
 
 def test_a_tight_limit_is_kept_costs_time_and_is_verified_and_saved(plan, model_file, loose, tmp_path, monkeypatch):
-    limit, saved = (loose["min_bytes"] + loose["store_all"]["peak_bytes"]) // 20 * 10 + 7, tmp_path / 'a "plan".json'
+    limit, saved = (loose["min_bytes"] + loose["store_all"]["peak_bytes"]) // 20 * 10 + 7, Path('a "plan".json')
+    monkeypatch.chdir(tmp_path)
     printed = plan(model_file(), "--mem-limit", limit, "--verify", "--json", tmp_path / "found.json").stdout
     found = json.loads((tmp_path / "found.json").read_text())
     written = parse_bytes(ast.literal_eval(printed.partition("mem_limit=")[2].partition(", loss")[0]))

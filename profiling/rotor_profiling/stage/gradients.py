@@ -161,7 +161,8 @@ def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractCont
 def _added(parameter: torch.Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and gradient.layout is torch.strided:
-        gradient.add_(gradient)  # takes as long as to add it to another one
+        with torch.no_grad():
+            gradient.add_(parameter)  # takes as long as to add it to another gradient
 
 
 class Attached(Protocol):
