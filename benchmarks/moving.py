@@ -30,7 +30,7 @@ from rotor_py import estimate, models
 from rotor_py.stage.protocol import ELSEWHERE
 from rotor_solver import Chain, InfeasibleError, Option, Stage, simulate, store_all
 from rotor_solver.chain import LARGEST_SIZE
-from rotor_solver.moving import Link, MovingPlan, simulate_moves, solve_moving
+from rotor_solver.offload import Link, MovingPlan, simulate_moves, solve_moving
 
 GB = 10**9
 TIMES_LESS = (2, 3, 4, 6)

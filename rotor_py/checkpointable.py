@@ -99,11 +99,11 @@ class Checkpointable(PlannedModel):
         granularity: the most stages into which a captured graph is cut.
         process_group: the processes that train this model together by one plan. Known with DistributedDataParallel,
             around this or inside it.
-        watch: which steps are watched, from the forward to the end of the backward. What such a step takes beyond the
-            limit, in an undeclared loss for example, is planned for and logged. None: on CUDA every step, by counters;
-            on the CPU, by PyTorch's profiler, the first one by each plan, later ones that differ from it, and those
-            after 10, 100 and 1,000 steps. True: every step. False: none, nor is an order of backwards noticed, nor
-            training that follows no plan.
+        watch: of which steps the memory is observed, from the forward to the end of the backward. What such a step
+            takes beyond the limit, in an undeclared loss for example, is planned for and logged. None: on CUDA every
+            step, by counters; on the CPU, by PyTorch's profiler, the first one by each plan, later ones that differ
+            from it, and those after 10, 100 and 1,000 steps. True: every step. False: none, nor is an order of
+            backwards noticed, nor training that follows no plan.
         level: checkpoint by hand instead: every module of this level (`assign_levels`) is recomputed from its input.
         every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
         max_checkpoints: with `every_n_layers`, the most inputs that are kept.

@@ -20,7 +20,7 @@ from rotor_py.validate.steps import TimedOperation
 from rotor_py.validate.verification import Verification
 from rotor_solver import Backward, Loss
 from rotor_solver.frontier import draw
-from rotor_solver.moving import timed_moments, transfers
+from rotor_solver.offload import timed_moments, transfers
 
 SCHEMA = 1  # Raised when a key is dropped or changes its meaning; new keys do not raise it
 

@@ -9,8 +9,8 @@ and the end of the backward. So a watch starts, marks and stops wherever our cod
 # caller's code and must not disturb it.
 #
 #  1. It is PyTorch's legacy profiler, which belongs to its thread, and changes no operator, mode or compiled function.
-#     An operator takes some 20 µs longer. Of the newer one, which the meters use, a second session in another thread
-#     ends in a segmentation fault.
+#     An operator takes some 20 µs longer. The newer one, which the meters use, crashes with a segmentation fault if a
+#     second session starts in another thread.
 #  2. A thread has one profiler. If there is one already, nothing is watched. If another is about to start, a meter of
 #     ours or the user's own, the watch gives way and reports nothing.
 #  3. It must stop in the thread in which it started, and not inside autograd's engine, which restores the thread's

@@ -25,7 +25,7 @@ from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_py.measure.measurement import costliest
 from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
-from rotor_solver.moving import Link
+from rotor_solver.offload import Link
 
 # Most growth from one measured batch to the next. A guess: too much runs out of memory if bytes rise above their line.
 _GROWTH = 4

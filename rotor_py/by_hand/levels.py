@@ -92,9 +92,9 @@ class AssignedLevel(NamedTuple):
 def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
     """The level of every submodule of `model` by name; "" is the model. `LEVELS` defines the levels.
 
-    Single layers are level 1, also with their activation, normalisation or dropout. Above that, a container of single
-    layers is a small block (2), of small blocks a layer (3), of repeated blocks or layers in a row a group (4), of
-    groups an encoder or decoder (5). Anything larger is level 0.
+    Single layers are level 1, also with their activation, normalisation or dropout. Containers of single layers are
+    small blocks (2), those of small blocks are layers (3), rows of repeated blocks or layers are groups (4), and
+    containers of groups are encoders or decoders (5). Anything larger is level 0.
     """
     found: dict[str, AssignedLevel] = {}
     # Under all names of a shared module: a caller may use any of them.

@@ -19,7 +19,7 @@ from rotor_solver import Chain, Option, Sequence, Stage, frontier
 from rotor_solver.max_flow import Network
 from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
-# Most stages: cuts are at least a 64th of all allocated bytes apart. A guess: more take longer to solve for little.
+# The maximum number of stages: each allocates at least a 64th of all bytes. A guess: more take longer for little.
 _MOST_STAGES = 64
 # Number of cuts over which a small value is live to be kept outside all stages: masks, tables of rotary embeddings.
 _SPREAD = 4

@@ -119,7 +119,7 @@ class JointGraph:
         return {node: position for position, node in enumerate(self.module.graph.nodes)}
 
     def in_turn(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Sort `nodes` of the forward, including `early` ones: these run right after their sources."""
+        """Sort `nodes` into the order in which they run: an `early` one right after the last of its inputs."""
         when = {node: self.order[node] for node in self.forward}
         for node in self.early:
             when[node] = max((when[each] for each in node.all_input_nodes if each in when), default=0)

@@ -17,8 +17,8 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_py.distributed.sharding import ShardGroup, at_rest, groups_of
 from rotor_py.errors import InvalidValueError
 
-# In two dimensions of parallelism, a process shares each group with others. All follow one plan: none may wait in a
-# collective that another enters later.
+# With two dimensions of parallelism, a process is in two groups of different members. All of these follow one plan:
+# none may wait in a collective that another enters later.
 _joined: dict[tuple[str, ...], dist.ProcessGroup] = {}  # joined groups by the names of their parts
 
 

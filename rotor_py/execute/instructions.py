@@ -29,7 +29,7 @@ from rotor_solver import (
     simulate,
     skipped_outputs,
 )
-from rotor_solver.moving import Moves
+from rotor_solver.offload import Moves
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ from rotor_py.stage.forward_state import Surroundings, recall_effects
 from rotor_py.stage.replayed_routing import draws
 from rotor_py.stage.runner import AttachedStage, StageRunner, run_offloadable
 from rotor_solver import Backward, ForwardEnable, Sequence
-from rotor_solver.moving import Moves
+from rotor_solver.offload import Moves
 
 
 @dataclass(slots=True)

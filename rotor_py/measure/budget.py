@@ -36,7 +36,7 @@ from rotor_solver import (
     store_all,
 )
 from rotor_solver.in_flight import Footprint, busiest_of, least_in_flight_sequence, most_while_one_begins, peaks_of
-from rotor_solver.moving import Link, simulate_moves, solve_moving
+from rotor_solver.offload import Link, simulate_moves, solve_moving
 
 # Share of time that distinct sequences for backwards in reverse must save: at most the solver's gap.
 _WORTH = 0.005

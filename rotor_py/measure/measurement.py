@@ -70,8 +70,8 @@ class Measurement:
     other_outputs: int = 0
     """Bytes of outputs that no stage has made or read."""
     outputs_held: bool = True
-    """Whether the caller holds these through the backward. Beside a loss, they count as dropped until a step shows them
-    held."""
+    """Whether the caller holds such outputs through the backward. Beside a loss, they count as dropped until a step
+    shows them held."""
     waiting_gradients: tuple[int, ...] = ()
     """With parameters stepped in the backward: bytes of shared parameters' gradients that each backward leaves for
     earlier stages, less those that it finishes. Not in `gradient_bytes`, which stay."""

@@ -403,7 +403,7 @@ def _sum_bytes(cut: Cut, stages: Sequence[StageCost]) -> tuple[int, ...]:
 
 
 def _snapshot_bytes(cut: Cut) -> int:
-    # An upper bound, for buffers that a forward changes the copy to restore, and one that the recompute writes into.
+    # An upper bound. A buffer that a forward changes counts twice: a copy to restore, and one that is written into.
     tensors = [tensor for _, function in cut.stages for tensor in moving_buffers(function)]
     return 2 * bytes_like(tensors) + sum(kept_bytes(function) for _, function in cut.stages)
 

@@ -16,7 +16,7 @@ from rotor_py.offload.file_tier import FileTier
 from rotor_py.offload.host_tier import HostTier
 from rotor_py.offload.offload_saved import Moved, Tier
 from rotor_solver import InvalidValueError
-from rotor_solver.moving import Link
+from rotor_solver.offload import Link
 
 # Share of the measured bandwidth that plans use: training needs memory bandwidth, too. A guess; too high delays steps.
 _SHARE = 0.8

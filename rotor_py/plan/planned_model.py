@@ -199,9 +199,9 @@ def _plan_for_file(plan: StepPlan, model: TrainedModel) -> Plan:
         return replace(
             plan.file, sequence=sequence, mem_limit=limit, peak_bytes=peak, costs=costs, limited=not unlimited
         )
-    # The file takes its fingerprint from the model as it is now, so it would name a step that it was not made for.
+    # The file stores the fingerprint of the model as it is now: after a change, that would be of another step.
     if plan.spec is not None and not ModelState.of(model.core).looks_like(plan.spec.model):
-        text = "save the plan before trained parameters, modes or dtypes change: it is for another kind of step"
+        text = "save the plan before requires_grad, train/eval modes, dtypes or devices change: it is for another step"
         raise InvalidValueError(text, kind="plan_for_other_step")
     assert plan.cut is not None
     predicted = prediction()

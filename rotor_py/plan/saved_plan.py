@@ -28,7 +28,7 @@ from rotor_py.stage.forward_state import GraphEffects, recall_effects, remember_
 from rotor_solver import Chain, Sequence
 from rotor_solver.chain import LARGEST_SIZE
 from rotor_solver.in_flight import ORDERS
-from rotor_solver.moving import Moves
+from rotor_solver.offload import Moves
 
 _log = logging.getLogger("rotor_py")
 
@@ -124,7 +124,7 @@ class PlanCosts:
     budget: Budget
 
     def as_data(self) -> dict[str, Any]:
-        """Return seconds and bytes as JSON. Leaves out the chain: it follows from the measurement."""
+        """Return the costs, in seconds and bytes, as a dict for `json`. The chain follows from the measurement."""
         found = asdict(self.measurement) | {name: getattr(self.budget, name) for name in _AROUND}
         del found["names"]
         link = None if self.budget.link is None else asdict(self.budget.link)

@@ -27,7 +27,7 @@ from rotor_py.plan.step_plan import StepPlan
 from rotor_py.plan.trained_model import TrainedModel
 from rotor_py.units import exact_bytes
 from rotor_solver import Algorithm, InfeasibleError, Persistent, Sequence
-from rotor_solver.moving import Link
+from rotor_solver.offload import Link
 
 _log = logging.getLogger("rotor_py")
 

@@ -65,7 +65,7 @@ class Following:
 
 
 class SequenceExecutor:
-    """Runs stages of `model` by sequences. Each is parsed once while in use; its runners serve all forwards."""
+    """Runs stages of `model` by sequences. Keeps the last ones parsed, each with the objects that run its stages."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

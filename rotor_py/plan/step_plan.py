@@ -99,7 +99,7 @@ class StepPlan:
 
     @property
     def followed(self) -> Sequence:
-        """The sequence of a plan that is solved."""
+        """The sequence that steps by this plan follow. The plan must have been solved."""
         assert self.sequence is not None
         return self.sequence
 

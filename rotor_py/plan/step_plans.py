@@ -111,7 +111,7 @@ class StepPlans:
             if not in_flight:
                 make_room_for_forwards(plan, self.model)
         except InfeasibleError as error:
-            # It was measured on a larger input, for example with `measure()`. A plan for this smaller one may fit.
+            # The plan may have been measured on a larger input, as with `measure()`. One for this input may fit.
             assert plan.spec is not None
             self._remember_refused(plan.spec, error)
             if not self.model.alone or self.blank.covers(spec.input, plan.input_spec):

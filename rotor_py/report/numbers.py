@@ -180,7 +180,7 @@ class ReportFacts:
     recurrent: tuple[str, ...] = ()
     """Names of layers whose prediction is not exact."""
     reserved: Reservation | None = None
-    """Predicted reservation of the allocator, if a step was followed."""
+    """What the allocator is predicted to reserve; None if no step was simulated."""
 
     @property
     def fits(self) -> bool:

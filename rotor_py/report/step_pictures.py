@@ -13,7 +13,7 @@ from rotor_py.report.numbers import NAME, WORDS, OptimizerStep, ReportFacts, kep
 from rotor_py.report.sweep import kind, sentence
 from rotor_py.units import format_bytes, format_seconds
 from rotor_solver import Backward, Chain, ForwardEnable, Loss, Moment
-from rotor_solver.moving import Moves, timed_moments, transfers
+from rotor_solver.offload import Moves, timed_moments, transfers
 
 HEIGHT, LEFT, TOP, RIGHT = 280, 64, 20, 8
 _NARROW, _WIDE = 9, 40  # preferred least and greatest width of a column, in pixels

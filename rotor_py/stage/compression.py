@@ -33,8 +33,8 @@ class Converted:
 
 # Booleans packed as bits, eight to a byte.
 #
-# Eight booleans are one 64-bit integer. A multiplication gathers their lowest bits in its highest byte; another spreads
-# a byte, and a mask takes one bit of each copy: a few vectorized passes over n/8 integers, on every device.
+# Eight booleans, a byte each, are read as one 64-bit integer. A multiplication gathers their lowest bits in its highest
+# byte; another spreads a byte, and a mask takes one bit of each copy: a few vectorized passes over n/8 integers.
 
 # byte i times byte 7 - i of this, 2**i, adds up in the highest byte; no sum carries into another byte
 _GATHER = 0x0102040810204080

@@ -67,8 +67,8 @@ class AttachedStage:
         for leaf in leaves_behind(self.outputs):
             if id(leaf) not in known:
                 raise InvalidStateError(
-                    f"pass the owning torch.nn.Module as stage {self.name!r}: it uses a parameter of shape "
-                    f"{tuple(leaf.shape)} that it does not own, whose gradient would be lost",
+                    f"as stage {self.name!r}, pass the torch.nn.Module that owns its parameters: it uses one of "
+                    f"shape {tuple(leaf.shape)} that it does not own, whose gradient would be lost",
                     kind="foreign_parameter",
                     name=self.name,
                 )
@@ -215,7 +215,7 @@ class StageRunner:
         return recorded(self.function, self.devices(value, context), self.preserve_rng_state, self.name)
 
     def again(self, value: Any, surroundings: Surroundings, context: Context = ()) -> Any:
-        """Recompute it without a graph, exactly as in the first run."""
+        """Recompute the stage without a graph, from the state in which its first run began."""
         with self._in_recomputation, torch.no_grad(), surroundings.restored(self.function, graph=False):
             return surroundings.run(self._run_without_graph, value, context)
 

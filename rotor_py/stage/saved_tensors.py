@@ -60,8 +60,8 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 # node. But nodes are numbered in creation order, and a tensor knows its own: a result saved by its own node is known at
 # once. Nodes that save an input are found in the graph behind later tensors.
 #
-# Some bounds do not fit in one bit. For NaN, the backward of hardtanh and ReLU6 lets a gradient pass or not by its
-# position in memory: vector instructions and the remainder loop differ.
+# Hardtanh and ReLU6 are left out. Whether their backward lets a gradient pass at a NaN depends on its position in
+# memory: vector instructions and the remainder loop differ. One bit per number cannot tell.
 
 
 class Need(Enum):

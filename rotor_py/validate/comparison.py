@@ -42,7 +42,7 @@ from rotor_solver import (
     StoreAll,
     simulate,
 )
-from rotor_solver.moving import Link, solve_moving
+from rotor_solver.offload import Link, solve_moving
 from rotor_solver.watching import Progress
 
 _KEEPERS = (Packed().name, *(form.name for form in FEWER_BITS.values()), ELSEWHERE.name)

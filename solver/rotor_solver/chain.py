@@ -22,7 +22,7 @@ class Option:
     it defaults to `backward_temp`.
 
     The backward needs `moved` bytes more, which can be offloaded between the forward and the backward
-    (`rotor_solver.moving`). They are in memory when the forward ends and when the backward begins, and stay in between
+    (`rotor_solver.offload`). They are in memory when the forward ends and when the backward begins, and stay in between
     unless a plan moves them.
     """
 

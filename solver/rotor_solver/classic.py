@@ -214,7 +214,8 @@ class _Heterogeneous:
         self.costs, self.attached, self.state = costs, attached, int(attached)
         self.length = length = len(costs.activation) - 1
         self.needs = _stage_needs(costs)
-        # By checkpoint a_j: the first stage after it, the bytes that it takes, and by (j, stop) those to make it.
+        # For each checkpoint a_j: the first stage after it, the bytes that it takes, and in `kept[j, stop]`, the bytes
+        # that are needed while it is made in an interval that ends at `stop`.
         self.first, self.taken = np.arange(length + 1), costs.activation.copy()
         self.kept = np.zeros((length + 1, length + 2), np.int64)
         if attached:

@@ -12,7 +12,7 @@ from rotor_py.batch_size.search import Curve, Largest, StepCosts, interpolated, 
 from rotor_py.measure.budget import Budget
 from rotor_py.measure.fixed_memory import FixedMemory
 from rotor_solver import Chain, Option, Stage
-from rotor_solver.moving import Link
+from rotor_solver.offload import Link
 
 NUMBERS = {"launch": (0, 9), "work": (1, 5), "output": (1, 6), "kept": (0, 12), "weights": (0, 20), "scratch": (0, 6)}
 DRAWN = {name: st.integers(*ends) for name, ends in NUMBERS.items()}

@@ -15,7 +15,7 @@ from rotor_py.execute.tape import Tape
 from rotor_py.offload.file_tier import FileTier
 from rotor_py.stage.runner import StageRunner
 from rotor_solver import Sequence
-from rotor_solver.moving import Moves
+from rotor_solver.offload import Moves
 from tests.fields import raises
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from torch import nn
 
 from rotor_py import Checkpointable, Report, store_all
 from rotor_solver import Option, Sequence
-from rotor_solver.moving import Link, Moves
+from rotor_solver.offload import Link, Moves
 
 EVIL = "<script>[b]&'"
 

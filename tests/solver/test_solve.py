@@ -44,7 +44,7 @@ from rotor_solver import (
     solve,
     store_all,
 )
-from rotor_solver.moving import Link, plan_moves, simulate_moves, solve_moving, transfers
+from rotor_solver.offload import Link, plan_moves, simulate_moves, solve_moving, transfers
 from rotor_solver.pipeline import equal_cuts
 from rotor_solver.segments import RecomputeAll, StoreAll, recompute_segments
 from tests.fields import raises

@@ -22,7 +22,7 @@ from torch import nn
 from rotor_py import Checkpointable, UnsupportedModelError
 from rotor_py.errors import OffloadError
 from rotor_solver import Backward, Chain, ForwardEnable, InfeasibleError, Loss, Persistent, Sequence, simulate
-from rotor_solver.moving import Link, plan_moves, timed_moments
+from rotor_solver.offload import Link, plan_moves, timed_moments
 from tests.checkpointable.steps import between, square, step_peak
 from tests.execute.test_moving import same, settle
 from tests.fields import logged, raises

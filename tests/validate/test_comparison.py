@@ -14,7 +14,7 @@ from rotor_py import Checkpointable, InfeasibleError, Sweep, compare, least_limi
 from rotor_py.measure.measurement import Way
 from rotor_py.validate.comparison import EVERY, OneWay, at_limit, leanest, named, one_way_each, strategies
 from rotor_solver import ForwardEnable, Periodic, Persistent, StoreAll, simulate, store_all
-from rotor_solver.moving import Link
+from rotor_solver.offload import Link
 from tests.checkpointable.steps import Residual, between
 from tests.fields import raises
 from tests.solver.strategies import unit_chain

@@ -169,7 +169,7 @@ class Attached(Protocol):
     """A recomputed stage with a graph of its own."""
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of the input's tensors, then of the parameters, for those of the outputs."""
+        """Given the outputs' gradients, return those of the input's tensors, then those of the parameters."""
 
 
 class Runner(Protocol):

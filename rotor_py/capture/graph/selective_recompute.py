@@ -171,7 +171,7 @@ def find_saved_parts(
         # Recomputed values without a reader are behind no cut.
         return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.again))
 
-    # The fewest bytes from which cheap operators make the rest, offered in any case.
+    # The fewest bytes from which cheap operators alone recompute the other saved values.
     first = least(_FOR_A_BYTE, 1, {node: prices[node] for node in own if is_cheap(node)})
     whole = PricedCut(ValueCut(), sum(keeping[node] for node in values.saved), 0)
     again = PricedCut(ValueCut(), sum(keeping[node] for node in inputs), _price_of_all(values, prices))

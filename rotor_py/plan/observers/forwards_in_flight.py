@@ -156,7 +156,7 @@ class Forwards:
         peak = max(running, budget.optimizer_peak_bytes)
         if peak <= limit:
             return planned
-        # Only a single process: processes follow the same sequences, and cannot see each other's forwards in flight.
+        # Only a process that trains alone may change its sequence: several follow one, and do not see each other.
         if running > limit and model.alone and plan.found_for(model.settings):
             rest = limit - budget.fixed.total - held - budget.held_beside - budget.snapshot_bytes
             squeezed = self._squeezed(budget.chain, rest, working)

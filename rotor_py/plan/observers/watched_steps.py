@@ -157,7 +157,7 @@ class WatchedStep:
 
     def _pass_done(self, token: _Alive, held: Callable[[], bool] | None) -> None:
         self._done += 1
-        # Only now: before, the graph may have held them.
+        # Ask now, when the pass is over: before, the graph itself may have held the outputs.
         self._outputs_held = self._outputs_held or (held is not None and held())
         self._in_first_pass = self._in_first_pass or self._backwards
         self.watch.mark(f"after {self._done}")

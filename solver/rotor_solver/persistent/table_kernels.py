@@ -24,8 +24,8 @@ tests/solver/persistent/test_table.py checks the numbers.
  1. Slot m of a row stands for m · unit + offset bytes. Every node has its own offset, such that the fastest option
     takes a whole number of slots from its row to the next. Here all sizes are multiples of 4, and all offsets 0. If
     stage 0 saved 25 bytes, the offsets of later stages would be 3: with 4 m bytes for [0, l], Fe_0 leaves 4 m - 25 = 4
-    (m - 7) + 3 for [1, l], its slot m - 7. All other sizes taken are rounded down to slots. So the table never has less
-    memory than there is, and its times are lower bounds.
+    (m - 7) + 3 for [1, l], its slot m - 7. Whatever else takes memory is rounded down to whole slots. So the table
+    never has less memory than there is, and its times are lower bounds.
  2. A row holds few slots. Below `begin`, the interval cannot run, or takes too long to be of use. From `high` on the
     time is `final`: 0 where everything is stored, else the time of the last useful slot. Times never increase from slot
     to slot. Of the 21 rows of the example:

@@ -168,8 +168,8 @@ def in_flight(schedule: Schedule) -> list[InFlight]:
 def buffer_bytes(part: Chain, number: int, schedule: Schedule, flying: InFlight) -> int:
     """Bytes for part `number` beyond those of `flying` microbatches, from the beginning of a step to its end.
 
-    A stage of torch has a receive buffer for every microbatch's input (`args_recv_info`; the first part has the inputs
-    themselves), and one for the output's gradient (`grad_recv_info`). The last part keeps all outputs
+    For every microbatch, torch's `PipelineStage` has a receive buffer for the input (`args_recv_info`; the first part
+    has the inputs themselves), and one for the output's gradient (`grad_recv_info`). The last part keeps all outputs
     (`output_chunks`), and computes the loss right after each forward, which keeps at most the loss's scratch memory.
     Sent outputs and gradients of inputs are held until the schedule waits for them: one tensor at a time in 1f1b,
     gradients to the end of all backwards in gpipe, everything to the end of the step in the others.

@@ -141,7 +141,7 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
     return kept
 
 
-# Numbers in the largest table: 160 MB; else slots are larger. Not measured; too low makes sequences slower.
+# Most numbers in one table (160 MB), else slots get larger. Not measured; fewer make sequences slower.
 _NUMBERS = 2e7
 # Most pairs of slots to visit in one table, about half a second. Not measured; too low makes sequences slower.
 _PAIRS = 3e8

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Stage, min_bytes, simulate, solve, store_all
-from rotor_solver.moving import Link, lower_bound, moving_only, priced, simulate_moves, solve_moving
+from rotor_solver.offload import Link, lower_bound, moving_only, priced, simulate_moves, solve_moving
 from tests.fields import raises
 from tests.solver.moving.twins import LINKS, exhaustive_moving_optimum, moving_chains, tiny_chains
 from tests.solver.naive import naive_optimum

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rotor_solver import Chain, InfeasibleError, Option, Sequence, Stage, recompute_all, simulate, store_all
-from rotor_solver.moving import Link, Moves, plan_moves, simulate_moves
+from rotor_solver.offload import Link, Moves, plan_moves, simulate_moves
 from tests.fields import raises
 from tests.solver.moving.twins import LINKS, all_sequences, best_timetable, moving_chains, possible_trips, tiny_chains
 

@@ -8,7 +8,7 @@ from itertools import combinations, product
 from hypothesis import strategies as st
 
 from rotor_solver import Backward, Chain, ForwardEnable, Loss, Option, Sequence, Stage, moments
-from rotor_solver.moving import Link
+from rotor_solver.offload import Link
 from tests.solver.naive import all_sequences
 from tests.solver.strategies import SCRATCH, SIZES, TIMES, rich_chains
 
