@@ -293,7 +293,7 @@ def test_stages_that_are_run_again_are_not_gathered_all_at_once(processes: Proce
         ("broken", "does not capture its forward as one graph"),
         ("wrapping", "no tensor with a gradient was found in what"),
         ("still", "nothing in the graph of"),
-        ("old torch", "that takes torch 2.11 or newer"),
+        ("old torch", "takes torch 2.11 or newer"),
     ],
 )
 def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all_processes(
