@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from rotor_profiling.storage import layout_of, local, tensors_in, wait_for
+from rotor_profiling.torch_compat import is_dtensor
 from rotor_profiling.value_tree import tree_map_only
 
 Strides = tuple[int, ...]
@@ -159,9 +160,12 @@ def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractCont
 
 
 def _added(parameter: torch.Tensor) -> None:
-    gradient, parameter.grad = parameter.grad, None
+    gradient: Any = parameter.grad
+    parameter.grad = None
     if gradient is not None and gradient.layout is torch.strided:
         with torch.no_grad():
+            if is_dtensor(gradient):  # as where it is added to one that is placed like its parameter
+                gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)  # type: ignore[attr-defined]
             gradient.add_(parameter)  # takes as long as to add it to another gradient
 
 
