@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ from rotor_py.measure.cut import Cut, Layer, joined
 from rotor_py.measure.stage_measurer import MeasuredCut, MeasuringOptions
 from rotor_py.stage.forward_state import recall_effects, recall_moving, remember_effects, remember_moving
 from rotor_py.stage.protocol import offers_of
-from rotor_py.stage.replayed_routing import streams_of
+from rotor_py.stage.replayed_routing import Stream, streams_of
 
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
@@ -49,9 +49,9 @@ _uncaptured: WeakSet[nn.Module] = WeakSet()  # models of which a forward had no 
 class _Beginning:
     """The state of a model before a forward: `whole`, or what code of TorchDynamo may change before the first graph."""
 
-    def __init__(self, model: nn.Module, *, whole: bool) -> None:
+    def __init__(self, model: nn.Module, streams: Iterable[Stream], *, whole: bool) -> None:
         self.whole = whole
-        self._streams = [(stream, stream.state()) for stream in streams_of(model if whole else model.forward)]
+        self._streams = [(stream, stream.state()) for stream in streams]
         self._attributes = Attributes(model) if whole else None
         self._buffers = Buffers(model) if whole else None
         devices = accelerators(each.device for each in model.parameters()) if whole else ()
@@ -83,9 +83,17 @@ class CaptureSession:
         self._followed_plan = False  # whether the running or else the last forward reached a planned graph
         self._went_on = False  # whether it went on unplanned at another graph
         self._beginning: _Beginning | None = None  # the state before it; None once a planned graph has run
+        self._streams: list[Stream] | None = None  # of random numbers, found once for a plan: that takes milliseconds
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_main": None, "_planned": {}, "_unplanned": set(), "_beginning": None}
+        return {
+            **self.__dict__,
+            "_main": None,
+            "_planned": {},
+            "_unplanned": set(),
+            "_beginning": None,
+            "_streams": None,
+        }
 
     def run(
         self,
@@ -103,7 +111,9 @@ class CaptureSession:
         model's own errors pass through.
         """
         self._followed_plan = self._went_on = False
-        self._beginning = _Beginning(self.model, whole=self.model in _branching)
+        if self._streams is None:
+            self._streams = streams_of(self.model)
+        self._beginning = _Beginning(self.model, self._streams, whole=self.model in _branching)
         run_graph = partial(self._run_graph, run_stages, goes_on)
         try:
             with self._refusing():
@@ -138,6 +148,7 @@ class CaptureSession:
         main graph's stages with the measurement of the whole step, and the values that all stages share. A compiled
         graph has several variants: the plain one comes last, and is followed by default.
         """
+        self._streams = None
         measure = partial(
             measure_graphs, args=args, kwargs=kwargs, device=device, options=options, compiler=compiler, room=room
         )

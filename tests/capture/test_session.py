@@ -8,6 +8,7 @@ import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -291,3 +292,10 @@ def test_a_model_that_needs_more_graphs_than_there_may_be_trains_on_with_one_war
         planned(torch.randn(8, 16)).sum().backward()
     (record,) = logged(caplog, "unplanned_graph")
     assert re.search(r"test_session.py:\d+ \(assert value.isfinite", str(record.subject))
+
+
+def test_a_steady_step_looks_for_no_state_that_code_names() -> None:
+    planned, ids = Checkpointable(Tower(depth=2), mem_limit="1GB"), torch.randint(20, (2, 8))
+    planned(ids)["value"].sum().backward()
+    with patch("rotor_py.stage.replayed_routing.named_objects", side_effect=AssertionError):
+        planned(ids)["value"].sum().backward()
