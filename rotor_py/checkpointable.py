@@ -111,7 +111,7 @@ class Checkpointable(PlannedModel):
             again by a plan that needs less, up to three times in a step, with the numbers of plain training.
         compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
             Each kind of stage is compiled once and measured beside the plain one; the plan takes the better for its
-            limit. A step has the numbers of compiled training, whatever is recomputed.
+            limit. The numbers are those of compiled training that stores everything.
 
         step_in_backward: optimizer that steps each parameter in the backward as soon as its gradient is whole, and
             frees the gradient. The training loop stays as it is, with the numbers of a plain step; `optimizer.step()`

@@ -345,7 +345,7 @@ def _ending(request: Request, module: ModuleType, known: _Known) -> Iterator[Non
         raise
     except BaseException as error:
         if known.step is not None and known.facts is None:
-            return  # this command ended the script, whatever error the script made of it
+            return  # ended on purpose at the first step, which the script may have turned into an error of its own
         match error:
             case NoTrainingStepError() if request.explicit_script:
                 raise usage("no_training_step", name, f"{name} took no training step: {error}") from error

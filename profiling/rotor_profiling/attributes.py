@@ -175,7 +175,7 @@ def with_gradients(changes: Iterable[Change]) -> list[str]:
 
 
 def modules_of(function: Callable[..., Any], but: type | tuple[()] = ()) -> list[nn.Module]:
-    """Return what `modules()` does, in less time, but without those of a class, and what is in these."""
+    """Return what `modules()` yields, in less time, without modules of the class `but` and what they contain."""
     found: dict[nn.Module, None] = {}
     pending: list[Any] = [function] if isinstance(function, nn.Module) else []
     while pending:

@@ -159,13 +159,12 @@ def added_up(parameters: Sequence[torch.Tensor], *, fresh: bool) -> AbstractCont
     return hooked(() if fresh else [(parameter, _added) for parameter in parameters])
 
 
-def _added(parameter: torch.Tensor) -> None:
-    gradient: Any = parameter.grad
-    parameter.grad = None
+def _added(parameter: Any) -> None:
+    gradient, parameter.grad = parameter.grad, None
     if gradient is not None and gradient.layout is torch.strided:
         with torch.no_grad():
             if is_dtensor(gradient):  # as where it is added to one that is placed like its parameter
-                gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)  # type: ignore[attr-defined]
+                gradient = gradient.redistribute(gradient.device_mesh, parameter.placements)
             gradient.add_(parameter)  # takes as long as to add it to another gradient
 
 

@@ -60,8 +60,8 @@ class SavingFunction(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
 
 
-# Run as it is, Dynamo's operator for a region of `torch.utils.checkpoint` draws other random numbers when recomputing,
-# and refuses buffers that the region writes, as batch norm's are.
+# Dynamo makes one operator of a region of `torch.utils.checkpoint`. When it recomputes, it draws other random
+# numbers, and refuses buffers that the region writes, as batch norm's are.
 
 # One function for each kind of region, so that stages with equal regions are equal, and measured once.
 _functions: dict[Hashable, Callable[..., Any]] = {}
@@ -181,7 +181,7 @@ def _kind_of(graph: fx.Graph) -> Hashable:
 
 
 def _names(nodes: Iterable[fx.Node]) -> str:
-    # They show what is random or writes statistics, and that two graphs are the same but for sizes.
+    # By them, others know which functions draw random numbers or write statistics, and which graphs are alike.
     return ", ".join(name_of(node) for node in nodes if node.op.startswith("call"))
 
 

@@ -182,10 +182,10 @@ class _NoModules(nullcontext[None]):
     parents = ("Global",)
 
 
-def _counter() -> FlopCounterMode:
-    counter = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
+def _counter() -> Any:
+    counter: Any = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
     # Its own tracker hooks all modules of the process: also those that another thread trains.
-    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+    counter.mod_tracker = _NoModules()
     return counter
 
 
