@@ -306,3 +306,7 @@ def test_models_that_cannot_be_captured_are_refused_in_one_sentence_by_all_proce
 
 def test_a_module_may_begin_without_an_input_that_needs_a_gradient(one_process: Processes) -> None:
     assert one_process.run(begun_with_nothing) == [()]
+
+
+def test_a_captured_model_is_planned_in_a_process_alone_too(one_process: Processes) -> None:
+    assert_same_inside(one_process.run(same, "skips"))
