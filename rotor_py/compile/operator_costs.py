@@ -44,7 +44,9 @@ def laid_out(node: fx.Node) -> int:
 
 def copied_bytes(node: fx.Node, last: int) -> int:
     """Return the bytes of the copies of inputs among the `last` first arguments of a node."""
-    wanted: Any = node.args[-1] if node.args else None
+    if not last:
+        return 0
+    wanted: Any = node.args[-1]
     # Without a gradient of the image, the weight is not read.
     read = node.args[: last - 1 if node.target is _BACKWARD and not wanted[0] else last]
     copied = 0

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._dynamo.backends.common import AotAutograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import fresh_cache
 
@@ -92,6 +94,16 @@ def deep() -> nn.Module:
 
 def apart() -> nn.Module:
     return nn.Sequential(nn.Conv2d(8, 128, 1), *(Depthwise(128) for _ in range(3)))
+
+
+def test_the_peak_of_convolutions_that_run_one_by_one_is_that_of_the_graph() -> None:
+    """Their layouts stay: not even the first one, whose image needs no gradient, copies what it is given."""
+    torch._dynamo.reset()
+    model, chooser = Loss(nn.Conv2d(64, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), BudgetPartitioner("1GB")
+    run = torch.compile(model, backend=AotAutograd(fw_compiler=boxed_nop, partition_fn=chooser))
+    step = take_step(model, run, torch.randn(4, 64, 32, 32))
+    (weight,) = chooser.chosen.values()
+    assert 0.98 * weight.peak <= step.peak <= weight.peak
 
 
 @pytest.mark.slow
