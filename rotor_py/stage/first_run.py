@@ -186,7 +186,7 @@ class Seen:
         """Raise StageChangedError if a value is another one, or a module runs other code."""
         for module, (kind, forward) in zip(self._modules, self._code, strict=True):
             code = type(module).forward
-            if type(module) is not kind or (code is not forward and not (_is_theirs(code) and _is_theirs(forward))):
+            if type(module) is not kind or (code != forward and not (_is_theirs(code) and _is_theirs(forward))):
                 label = next(name for name, each in self._modules[0].named_modules() if each is module)
                 raise StageChangedError(self._name, f"the forward of {label or 'it'}", forward, code)
         for tensor, then in self._marks:
