@@ -151,7 +151,8 @@ class StageNode(torch.autograd.Function):
         if torch.is_grad_enabled():
             name = ctx.tape.runners[ctx.stage].name
             ctx.tape.note_passed()
-            text = f"create_graph=True cannot go through stage {name!r}, {ctx.tape.hidden_because}"
+            remedy = f"{ctx.tape.hidden_because}, or train this loss without Checkpointable"
+            text = f"create_graph=True cannot go through stage {name!r}, {remedy}"
             raise InvalidStateError(text, kind="create_graph", stage=ctx.stage, name=name)
         sources = [node for node, _ in ctx.next_functions]
         if all(gradient is None for gradient in gradients):
@@ -200,7 +201,7 @@ class Tape:
     """
 
     hidden_because = "which is recomputed in the backward; plans of later steps store it if the limit has room"
-    """Why a stage is a node, and how to get its operators into the caller's graph: the end of a sentence."""
+    """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""
 
     def __init__(
         self,
