@@ -108,8 +108,11 @@ def refuse_lost_gradients(
     known = {id(tensor) for tensor in (*tensors_in(value), *parameters)}
     lost = [each for each in leaves_behind(edges_and_owners(output)[0]) if id(each) not in known]
     if lost:
-        stage = f"stage {name!r} ({type(function).__name__}), which uses it but would recompute it without gradient"
-        text = f"make the owner of a parameter of shape {tuple(lost[0].shape)} a submodule of {stage}"
+        stage = f"stage {name!r} ({type(function).__name__}), which uses it"
+        text = (
+            f"make the owner of a parameter of shape {tuple(lost[0].shape)} a submodule of {stage}: where the stage is "
+            "recomputed, the parameter would get no gradient"
+        )
         raise UnsupportedModelError(text, kind="foreign_parameter", name=name)
 
 

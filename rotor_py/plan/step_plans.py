@@ -206,7 +206,7 @@ class StepPlans:
             )
         if plan is not None:
             if not self.model.alone and not self.blank.covers(plan.input_spec, value):
-                text = f"call measure() in all processes with the largest input: none covers {describe(spec.input)}"
+                text = f"call measure() in all processes with the largest input: no plan covers {describe(spec.input)}"
                 raise UnsupportedModelError(text, kind="no_plan_for_input", name="input")
             why, cause = "planning for another kind of step", "step"
             if plan.is_for(spec):

@@ -228,7 +228,8 @@ def recorded(
     if named is not None and named.only_unchanged() and function not in _told_of:
         _told_of.add(function)
         _log.warning(
-            "a higher limit stores stage %r, which writes to others' objects, and again when it is recomputed",
+            "stage %r writes to objects that are not its own, such as a list or a counter, and again where a plan "
+            "recomputes it; with a higher limit, the plan stores it",
             name,
             extra=record_fields("writes_elsewhere", name=name),
         )

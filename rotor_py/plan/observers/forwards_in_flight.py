@@ -109,8 +109,8 @@ class Forwards:
             return
         stays = plan.file is not None or not model.alone
         _log.warning(
-            f"backward_order='any' (--backward-order any) is missing: of {len(flying)} forwards of {model.name} in "
-            "flight, the last does not go backward first. The step takes up to "
+            f"say backward_order='any' (--backward-order any): of {len(flying)} forwards of {model.name} in flight, "
+            "another than the last goes backward first, and the plan is for backwards in reverse. The step takes up to "
             f"{exact_bytes(peak)}, and the limit is {exact_bytes(limit)}. "
             f"{'The plan stays as it is' if stays else 'From the next step on, the plan is for any order'}.",
             extra=record_fields("other_backward_order", forwards=len(flying), peak_bytes=peak, mem_limit=limit),
