@@ -152,7 +152,8 @@ def kept_bytes(function: Callable[..., Any]) -> int:
 def left_tensors(function: Callable[..., Any]) -> list[torch.Tensor]:
     """Return the tensors in attributes that each run sets anew: in memory until the next, as in weight norm."""
     modules = modules_of(function, but=HasKind)
-    names = [(module, name) for module in modules for name in _changing.get(module, set()) - _written[module]]
+    changing = [(module, name) for module in modules for name in _changing.get(module, ())]
+    names = [(module, name) for module, name in changing if name not in _written[module]]
     owned = _owned(modules).keys() if names else set()
     tensors = [each for module, name in names for each in tensors_in(vars(module).get(name))]
     return [each for each in tensors if owned.isdisjoint(storages([each]))]

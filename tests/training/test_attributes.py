@@ -49,6 +49,9 @@ class _Layer(nn.Module):
                 y = y if self.state is None else y + self.state
                 self.state = y.detach().mean(0)
                 return y
+            case "module":
+                self.last = nn.Tanh()  # another module in every forward
+                return self.last(y)
             case _:
                 self.total += y.detach().mean()
                 return y * self.total
@@ -69,7 +72,8 @@ def _attributes(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("count", {}), ("list", {}), ("state", {}), ("sum", {}), ("state", {"on_oom": "replan"})]
+    ("kind", "options"),
+    [*((kind, {}) for kind in ("count", "list", "state", "sum", "module")), ("state", {"on_oom": "replan"})],
 )
 def test_numbers_and_attributes_are_those_of_plain_training(kind: str, options: dict[str, Any]) -> None:
     plain = nn.Sequential(*(_Layer(kind) for _ in range(6)))
