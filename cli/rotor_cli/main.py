@@ -123,7 +123,7 @@ _number = partial(click.option, type=click.IntRange(min=1), show_default=True)
     help="Samples in a batch; max: the most that fit, best: the most samples a second.",
 )
 @_number("--batch-multiple", default=1, metavar="N", help="Of --batch max or best: only multiples of N.")
-@_number("--grad-accumulation", metavar="SAMPLES", help="Of --batch max or best: the effective batch of several.")
+@_number("--grad-accumulation", metavar="SAMPLES", help="Of --batch max or best: so many make an optimizer step.")
 @click.option("--input", metavar="SHAPE", help="Replace `sample`: 32,3,224,224, or 8,128:int64.")
 @click.option("--config", metavar="JSON", help="Configuration of a model class of transformers, as JSON or a file.")
 @_number("--slots", default=500, help="How finely memory is divided.")

@@ -122,12 +122,10 @@ def _plan(costs: PipelineCosts, ranks: int, limits: tuple[int, ...], request: Re
     except InfeasibleError as error:
         least, limit = error.min_bytes, error.mem_limit
         # Another division of a rank's limit among its parts might need less.
-        needs = (
-            "dividing limits among a rank's parts needs" if request.schedule == "interleaved" else "it needs at least"
-        )
+        why = ", since each of its parts has a share of its own" if request.schedule == "interleaved" else " at least"
         message = (
-            f"wherever the model is cut for {ranks} ranks, {needs} {exact_bytes(least)} on one that has "
-            f"{exact_bytes(limit)}; try smaller microbatches, more ranks, or a limit of {limit_text(least)}"
+            f"wherever the model is cut for {ranks} ranks, one that has {exact_bytes(limit)} needs {exact_bytes(least)}"
+            f"{why}; try smaller microbatches, more ranks, or a limit of {limit_text(least)}"
         )
         raise Failure(message, INFEASIBLE, kind=kind_of(error), min_bytes=least, mem_limit=limit) from error
     except ValueError as error:

@@ -316,10 +316,10 @@ def _refusal(search: PartCosts, bounds: Floats, points: list[int]) -> Infeasible
     limit = search.divided.limits[rank]
     least = limit + int(missing)
     # Another division of a rank's limit among its parts might need less.
-    needs = "needs at least" if schedule.virtual_stages == 1 else "of whose limit each part has a share, needs"
+    why = " at least" if schedule.virtual_stages == 1 else ", since each of its parts has a share of its own"
     message = (
         f"take a limit of {least} bytes, smaller microbatches or more than {schedule.ranks} ranks: rank {rank}, with "
-        f"{flying} of {schedule.microbatches} microbatches in flight, {needs} {least} bytes; its limit is {limit}"
+        f"{flying} of {schedule.microbatches} microbatches in flight, needs {least} bytes{why}; its limit is {limit}"
     )
     return InfeasibleError(message, min_bytes=least, mem_limit=limit)
 
