@@ -43,7 +43,6 @@ def round_numbers(low: float, high: float, most: int) -> list[float]:
 
 
 HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 240, 64, 28, 32, 44
-WIDTH = SCREEN - LEFT - RIGHT
 _LABEL = 90  # pixels of a size label along the axis, padding included
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10, 20, 50, 100)
 _APART, _FINEST = 20, 0.02  # least distance between time labels, in pixels; tick share for curves below a tenth

@@ -10,12 +10,12 @@ import pytest
 
 from rotor_py import Report
 from rotor_py.report import curve_pictures
-from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, TOP, WIDTH, batch_picture, curve_picture
+from rotor_py.report.curve_pictures import HEIGHT, LEFT, PHONE, RIGHT, SCREEN, TOP, batch_picture, curve_picture
 from rotor_py.report.report import page, sweep_of
 from rotor_py.report.sweep import BatchChoice, BatchPoint, Point, Sweep, format_rate, saving
 from rotor_solver import Sequence
 
-NONE = Sequence([])
+NONE, WIDTH = Sequence([]), SCREEN - LEFT - RIGHT
 STEPS = tuple(Point("", size, 1e-3 * more, more, NONE) for size, more in ((400, 8.0), (600, 2.0), (1000, 1.0)))
 
 
@@ -54,7 +54,7 @@ def test_the_plan_lies_on_the_curve_which_fills_screen_and_phone_and_letters_sta
     assert picture.columns[0].title.startswith("no plan needs less than ")
     assert all(re.search(r"limit .*: peak .* a step, \+.* time, ", column.title) for column in picture.columns[1:])
     phone = curve_picture(report, found, PHONE)
-    assert LEFT + phone.width + curve_pictures.RIGHT == PHONE
+    assert LEFT + phone.width + RIGHT == PHONE
     assert [column.title for column in phone.columns] == [column.title for column in picture.columns]
     assert 2 <= len(phone.sizes) < len(picture.sizes)
     assert all(LEFT <= x <= LEFT + phone.width for x, _ in corners(phone.line))
