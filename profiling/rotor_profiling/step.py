@@ -94,7 +94,6 @@ def watch_step(device: torch.device, present_bytes: int, limit_bytes: int) -> St
 class CpuWatch:
     def __init__(self, present_bytes: int) -> None:
         self._present_bytes = present_bytes
-        self._thread = threading.get_ident()
         self._listens, self._complete = True, True
         # As `torch.autograd.profiler_legacy` does, which warns of its age and parses all events.
         kinds: Any = torch.autograd
@@ -106,14 +105,14 @@ class CpuWatch:
         _in_thread.watch = self
 
     def mark(self, name: str) -> None:
-        if self._listens and threading.get_ident() == self._thread:
+        if self._in_its_thread():
             # An event among the allocations, so that both are in one order.
             with torch.autograd.profiler.record_function(MARK + name):
                 pass
 
     def stop(self) -> dict[str, Phase] | None:
         # In another thread, the profiler runs on until its own thread starts the next watch or meter (Rule 3).
-        if not self._listens or threading.get_ident() != self._thread:
+        if not self._in_its_thread():
             return None
         if _in_engine():
             self._complete = False
@@ -122,6 +121,10 @@ class CpuWatch:
         self._listens, _in_thread.watch = False, None
         phases = split(_events(torch_compat.disable_profiler_legacy()), self._present_bytes)
         return phases if self._complete else None
+
+    def _in_its_thread(self) -> bool:
+        # Not by the thread's number: once a thread has ended, another one gets it.
+        return self._listens and getattr(_in_thread, "watch", None) is self
 
     def give_way(self) -> None:
         """Stop because another profiler is about to start. Raises RuntimeError if that is not possible now."""

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from queue import Queue
-from threading import Thread
+from threading import Thread, get_ident
 from typing import Any
 
 import pytest
@@ -232,6 +232,26 @@ def test_another_thread_cannot_stop_it_but_its_own_can() -> None:
     held = block(1)
     assert watch.stop() == {"": Phase(0, 1024, 1024)}
     del held
+
+
+def test_a_thread_with_the_number_of_the_ended_one_that_began_it_cannot_stop_it() -> None:
+    began: list[Any] = []
+    found: list[Any] = []
+
+    def begins() -> None:
+        began.extend((get_ident(), watch_step(CPU, 0, 0)))
+
+    def stops() -> None:
+        if get_ident() == began[0]:
+            found.extend((began[1].mark("other"), began[1].stop()))
+
+    for work in (begins, *[stops] * 1000):  # the system may give the number later
+        thread = Thread(target=work)
+        thread.start()
+        thread.join()
+        if found:
+            break
+    assert found == [None, None]
 
 
 class Allocator:
