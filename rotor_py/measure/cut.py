@@ -76,15 +76,31 @@ def _layers(path: str, module: nn.Module) -> Iterator[Layer]:
     for key, child in module._modules.items():
         if child is None:
             continue
-        if type(child).forward is nn.Sequential.forward and len(child._modules) > 0 and not _hooked(child):
+        if _opens(child):
             yield from _layers(f"{path}{key}.", child)
         else:
             yield path + key, child
 
 
-def _hooked(module: nn.Module) -> bool:
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(tables) or module._compiled_call_impl is not None
+def opened(model: nn.Module) -> tuple[str, ...]:
+    """Return the dotted paths of the containers in a chain that `layers` goes into; none for other models."""
+    return tuple(_opened("", model)) if is_chain(model) else ()
+
+
+def _opened(path: str, module: nn.Module) -> Iterator[str]:
+    for key, child in module._modules.items():
+        if child is not None and _opens(child):
+            yield path + key
+            yield from _opened(f"{path}{key}.", child)
+
+
+def _opens(module: nn.Module) -> bool:
+    """Whether a call of `module` does no more than to call its layers in order."""
+    if not is_chain(module) or not module._modules or module._compiled_call_impl is not None:
+        return False
+    return not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def cut(model: nn.Module, value: Any, device: torch.device) -> Cut:

@@ -27,7 +27,7 @@ from rotor_profiling.torch_compat import is_dtensor
 from rotor_profiling.value_tree import Structure, tree_flatten, tree_unflatten
 from rotor_py.distributed.sharding import at_rest
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
-from rotor_py.measure.cut import is_chain, layers
+from rotor_py.measure.cut import is_chain, layers, opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +160,13 @@ class ModelState:
     dtypes: tuple[torch.dtype, ...]
     devices: tuple[torch.device, ...]
     autocast: tuple[torch.dtype | None, ...]  # autocast's dtype on the CPU and on CUDA; None where it is off
+    opened: tuple[str, ...]  # containers of a chain that are not called: a hook or another forward closes one
     # whether a trained parameter has a gradient already: not part of the kind of step
     has_gradients: bool = field(compare=False)
 
     def looks_like(self, other: ModelState) -> bool:
         """Whether modes, dtypes and trained parameters are the same, also for a copy of the layers."""
-        mine, theirs = ((each.modes, each.trained, each.dtypes, each.devices) for each in (self, other))
+        mine, theirs = ((each.modes, each.trained, each.dtypes, each.devices, each.opened) for each in (self, other))
         return mine == theirs
 
     @classmethod
@@ -192,6 +193,7 @@ class ModelState:
                     torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
                     for kind in ("cpu", "cuda")
                 ),
+                opened=opened(model),
                 has_gradients=any(needed and each is not None for needed, each in zip(trained, gradients, strict=True)),
             )
 

@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable
 from threading import Thread
+from types import MethodType
 
 import numpy as np
 import pytest
@@ -170,6 +171,10 @@ def test_a_smaller_batch_uses_the_plan_evaluation_the_model_and_another_shape_is
     planned(images(4, 20)).sum().backward()
 
 
+def _doubled(layers: nn.Sequential, value: torch.Tensor) -> torch.Tensor:
+    return 2 * nn.Sequential.forward(layers, value)
+
+
 def test_a_model_that_has_changed_is_planned_anew() -> None:
     planned = planned_at(0.3)
     planned.mem_limit = "1GB"
@@ -177,6 +182,8 @@ def test_a_model_that_has_changed_is_planned_anew() -> None:
         lambda: planned.__setitem__(2, nn.Sequential(nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1))),
         lambda: planned[1].requires_grad_(False),
         lambda: planned[1][1].eval(),
+        lambda: planned[1].register_forward_hook(lambda module, arguments, output: 3 * output),
+        lambda: setattr(planned[2], "forward", MethodType(_doubled, planned[2])),
     ):
         sequence = planned.sequence
         planned.zero_grad()
