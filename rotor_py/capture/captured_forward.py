@@ -28,6 +28,7 @@ from rotor_py.capture.patches import NOW, Answers, Asking, OtherAnswerError, fun
 from rotor_py.capture.tracing import MOST_GRAPHS, Tracing, keep_image_sizes, known_image_sizes
 from rotor_py.distributed.sharding import groups_of
 from rotor_py.errors import UnsupportedModelError
+from rotor_py.stage.first_run import hooks_on_all_modules
 from rotor_py.stage.forward_state import autocast_now
 
 # Models built alike share one compiled forward and its traced graphs: tracing a large model takes seconds.
@@ -155,7 +156,7 @@ def _structure(model: nn.Module) -> Hashable:
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     # `remove_duplicate=False`: a model with two tied weights differs from one where they are not tied.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
-    return modules, kinds, autocast_now([torch.device("cuda")])
+    return modules, kinds, autocast_now([torch.device("cuda")]), hooks_on_all_modules()
 
 
 RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]

@@ -33,6 +33,7 @@ from rotor_profiling import (
 )
 from rotor_profiling.attributes import attributes_kept
 from rotor_profiling.backends import operators
+from rotor_profiling.isolate import own_parametrizations
 from rotor_profiling.torch_compat import tree_map_only
 from rotor_profiling.value_tree import with_own_containers
 from rotor_py.capture.captured_forward import CapturedForward
@@ -177,7 +178,7 @@ def measure_graphs(
 
     # Measuring runs stages several times, each drawing random numbers.
     state = RandomState.now((device,))
-    with attributes_kept(model), buffers_kept(model), forward.measuring():
+    with attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
         try:
             with outside, warnings.catch_warnings():
                 # TorchDynamo reads it of tensors that earlier graphs have made.

@@ -23,6 +23,7 @@ from rotor_py.distributed.sharding import Sharding, gathered, sharding_of
 from rotor_py.errors import UnsupportedModelError, record_fields
 from rotor_py.measure.measurement import PrefixCost
 from rotor_py.stage.error_context import During
+from rotor_py.stage.first_run import hooks_on_all_modules
 
 _log = logging.getLogger("rotor_py")
 Layer = tuple[str, nn.Module]
@@ -96,7 +97,7 @@ def _opened(path: str, module: nn.Module) -> Iterator[str]:
 
 def _opens(module: nn.Module) -> bool:
     """Whether a call of `module` does no more than to call its layers in order."""
-    if not is_chain(module) or not module._modules or module._compiled_call_impl is not None:
+    if not is_chain(module) or not module._modules or module._compiled_call_impl is not None or hooks_on_all_modules():
         return False
     return not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

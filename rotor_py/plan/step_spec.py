@@ -28,6 +28,7 @@ from rotor_profiling.value_tree import Structure, tree_flatten, tree_unflatten
 from rotor_py.distributed.sharding import at_rest
 from rotor_py.errors import PlanMismatchError, UnsupportedModelError
 from rotor_py.measure.cut import is_chain, layers, opened
+from rotor_py.stage.first_run import hooks_on_all_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +162,9 @@ class ModelState:
     devices: tuple[torch.device, ...]
     autocast: tuple[torch.dtype | None, ...]  # autocast's dtype on the CPU and on CUDA; None where it is off
     opened: tuple[str, ...]  # containers of a chain that are not called: a hook or another forward closes one
+    hooks: tuple[
+        int, ...
+    ]  # on all modules of the process, for a graph: where a chain's layers are called, they are, too
     # whether a trained parameter has a gradient already: not part of the kind of step
     has_gradients: bool = field(compare=False)
 
@@ -194,6 +198,7 @@ class ModelState:
                     for kind in ("cpu", "cuda")
                 ),
                 opened=opened(model),
+                hooks=() if is_chain(model) else hooks_on_all_modules(),
                 has_gradients=any(needed and each is not None for needed, each in zip(trained, gradients, strict=True)),
             )
 

@@ -56,6 +56,13 @@ _TABLES = [name for name, table in vars(nn.Module()).items() if isinstance(table
 _PARAMETERS = "_parameters"
 
 
+def hooks_on_all_modules() -> tuple[int, ...]:
+    """Numbers of the hooks that PyTorch calls for every module, but for those of its counters, which change nothing."""
+    tables = [table.items() for table in _GLOBAL_HOOKS if table]
+    ours = "torch.utils.module_tracker"
+    return tuple(number for table in tables for number, hook in table if getattr(hook, "__module__", None) != ours)
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """Surroundings of a forward that the user may change before its backward (Rule 1 of the Note)."""

@@ -246,3 +246,27 @@ def test_a_forward_that_comes_to_another_graph_does_nothing_twice(make: Any, unp
     assert_same_gradients(model, plain)
     assert len(logged(caplog, "unplanned_graph")) == unplanned
     assert len(planned._planner.plans._waiting) == 1  # both graphs are planned
+
+
+def test_a_hook_on_all_modules_that_comes_after_the_plan_is_called_as_in_plain_training() -> None:
+    model = Stack(Block(), Block(), Block())
+    batch = torch.randn(4, WIDTH)
+    plain = copy.deepcopy(model)
+    planned = planned_for(model, batch)
+    assert_same_step(planned, plain, batch)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, arguments, output: 1.5 * output)
+    try:
+        assert_same_step(planned, plain, batch)
+    finally:
+        hook.remove()
+    assert_same_step(planned, plain, batch)
+
+
+def test_cached_parametrizations_have_their_gradients_in_the_step_that_is_measured() -> None:
+    model = Stack(*(nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    planned, batch = Checkpointable(model, mem_limit="1GB", cache=False), torch.randn(4, WIDTH)
+    for network in (planned, plain):
+        with nn.utils.parametrize.cached():
+            network(batch).square().mean().backward()
+    assert_same_gradients(planned, plain)

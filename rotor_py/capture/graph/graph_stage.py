@@ -183,6 +183,9 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         kept = {name: each for name, each in self.__dict__.items() if name not in ("_graphs", "_first")}
         return {**kept, "_own_graphs": {}, "_known": {}, "_runs": {}}
 
+    def __call__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.forward(values)  # without hooks on all modules: those are for the user's
+
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
 
