@@ -31,49 +31,48 @@ from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.first_run import hooks_on_all_modules
 from rotor_py.stage.forward_state import autocast_now
 
-# Models built alike share one compiled forward and its traced graphs: tracing a large model takes seconds.
+# Models with the same structure share one compiled forward and its traced graphs: tracing a large one takes seconds.
 
 Handler = Callable[["TracedGraph", tuple[Any, ...]], Sequence[Any]]
 
-# Compiled forwards kept, by last use. A guess: more cost memory for their traced graphs, fewer cost tracing again.
-_MOST = 32
-# Option of newer `torch.compile`. After a graph break, TorchDynamo resumes in library functions, and caches by code
-# object: unless isolated, versions of other models count against the limit, and their guards fail with a KeyError.
-_ALONE = "isolate_recompiles"
-_alone: dict[str, Any] = {_ALONE: True} if _ALONE in inspect.signature(torch.compile).parameters else {}
+# Size of the LRU cache `_compiled`. A guess: a larger one holds more traced graphs, a smaller one traces more often.
+_MAX_COMPILED = 32
+# An option of newer releases of `torch.compile`. After a graph break, TorchDynamo also compiles library functions that
+# all models share. Without the option, versions of other models count against the limit, and guards raise KeyError.
+_ISOLATE = "isolate_recompiles"
+_extra: dict[str, Any] = {_ISOLATE: True} if _ISOLATE in inspect.signature(torch.compile).parameters else {}
 _compiled: OrderedDict[Hashable, _Compiled] = OrderedDict()
 
 
 @dataclass(slots=True)
 class _Compiled:
     run: Callable[..., Any]
-    traced: int = 0  # how often TorchDynamo was asked for a graph
-    # Lines of the graph breaks: path:number, and its text. Kept here, since models built alike are traced once.
-    breaks: list[str] = field(default_factory=list)
+    traced: int = 0  # number of TorchDynamo's traces of this forward
+    breaks: list[str] = field(default_factory=list)  # source line of each graph break: path:number, and its text
 
 
 @dataclass(slots=True)
 class _Call:
-    """A call of a compiled forward: models built alike share one, and may train in several threads at once."""
+    """A call of a compiled forward, which several models may share and call in several threads at once."""
 
     run: Handler
     tracing: Tracing
     inputs: Any
-    recaptured: Callable[[], None] | None  # told of the first graph that is traced
+    recaptured: Callable[[], None] | None  # called when TorchDynamo begins to trace the first new graph
     compiled: _Compiled | None = None
 
     def begin_tracing(self) -> None:
-        """By TorchDynamo's callbacks, or, while another thread compiles, by the new graph."""
-        tell, self.recaptured = self.recaptured, None
-        if tell is not None:
-            tell()
+        """Call `recaptured` once: TorchDynamo's start callback does, or `_backend` if another thread also compiles."""
+        report, self.recaptured = self.recaptured, None
+        if report is not None:
+            report()
 
 
 _call: ContextVar[_Call | None] = ContextVar("rotor_py.call", default=None)
 
 
 class TracedGraph:
-    """A graph traced by Dynamo. Models built alike may share it, so the current call says how it runs."""
+    """A graph traced by TorchDynamo. Several models may share it, so the current `_Call` decides how it runs."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self.graph_module = graph_module
@@ -81,31 +80,31 @@ class TracedGraph:
 
     def __call__(self, *arguments: Any) -> Sequence[Any]:
         call = _call.get()
-        # A user's own torch.compile may come here where torch cannot isolate captures: TorchDynamo caches by code
-        # object, and a function at its limit of versions runs one that fits, whichever backend made it.
+        # Without a call, a user's own torch.compile runs this graph. If torch lacks `isolate_recompiles`, a function at
+        # its recompile limit runs any compiled version whose guards pass, also one from another backend such as ours.
         return run_graph(self.graph_module, arguments) if call is None else call.run(self, arguments)
 
 
 def _compiled_forward(model: nn.Module, marks: Hashable, answers: Answers, open_sizes: bool) -> _Compiled:
-    """A compiled forward that models built alike share; `marks` are from `fully_shard`."""
+    """Return the compiled forward for models structured like `model`; `marks` is the signature of `FSDPMarks`."""
     key = _structure(model), marks, answers, open_sizes
-    # `model` is an argument, so a function keeps no model alive. One at TorchDynamo's limit makes no more graphs.
+    # A compiled function takes its model as an argument, so it keeps none alive. Replace one at the recompile limit.
     if key not in _compiled or _compiled[key].traced >= MOST_GRAPHS:
-        # Does what `torch.compile` does, which does not expose its context with the callback.
+        # Do the same as `torch.compile`, which does not expose the context object whose callback is wrapped below.
         backend = torch_compat.TorchCompileWrapper(_backend, None, None, open_sizes)
-        context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_alone)
-        if hasattr(context, "callback"):  # absent where TorchDynamo is switched off
-            context.callback = _tracing_as_noted(context.callback)
-        # With a code object of its own: Dynamo limits recompilations by code object.
+        context: Any = torch_compat.optimize(backend=backend, nopython=marks is not None, dynamic=open_sizes, **_extra)
+        if hasattr(context, "callback"):  # absent if TorchDynamo is disabled, as by TORCHDYNAMO_DISABLE=1
+            context.callback = _with_tracing_settings(context.callback)
+        # Copy the code object: TorchDynamo counts recompilations for each code object.
         _compiled[key] = _Compiled(context(FunctionType(_forward.__code__.replace(), _forward.__globals__, "forward")))
     _compiled.move_to_end(key)
-    if len(_compiled) > _MOST:
+    if len(_compiled) > _MAX_COMPILED:
         _compiled.popitem(last=False)
     return _compiled[key]
 
 
 def _forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], asking: Asking) -> Any:
-    NOW.asking = asking  # set inside the traced code
+    NOW.asking = asking  # inside the traced code, so that `patches.holds` sees it while TorchDynamo traces
     return model.forward(*args, **kwargs)
 
 
@@ -115,11 +114,11 @@ def _backend(graph_module: fx.GraphModule, example_inputs: list[Any]) -> TracedG
     return TracedGraph(graph_module)
 
 
-def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap TorchDynamo's `callback`, called where no graph fits, with the settings of `Tracing`."""
+def _with_tracing_settings(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap TorchDynamo's `callback`, which traces a frame that no cached graph fits, in the settings of `Tracing`."""
 
-    # Copy the attributes by which TorchDynamo knows the backend. Python code must not look them up: TorchDynamo reads
-    # them while every frame still goes to the callback.
+    # `wraps` copies the attributes by which TorchDynamo identifies the backend. A `__getattr__` in Python could not
+    # provide them: TorchDynamo reads them while it sends every new frame, also that of `__getattr__`, to the callback.
     @functools.wraps(callback)
     def trace(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
@@ -128,7 +127,7 @@ def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
         if prediction() is None:
             _refuse_modes()
         call.compiled.traced += 1
-        with call.tracing.as_the_note_says(call.begin_tracing, call.compiled.breaks.append):
+        with call.tracing.configured(call.begin_tracing, call.compiled.breaks.append):
             keep_image_sizes(tensors_in(call.inputs))
             return callback(*args, **kwargs)
 
@@ -136,25 +135,25 @@ def _tracing_as_noted(callback: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_modes() -> None:
-    """Raise UnsupportedModelError in a mode of the caller under which TorchDynamo traces nothing, now or later."""
-    # Those under which TorchDynamo traces, by the flags that this release of torch checks.
-    own = ("is_infra_mode", "ignore_compile_internals")
-    modes = [mode for mode in dispatch_mode_stack() if not any(getattr(mode, word, bool)() for word in own)]
+    """Raise UnsupportedModelError if the caller has entered a dispatch mode under which TorchDynamo does not trace."""
+    # TorchDynamo still traces under modes that set one of these flags; releases of torch differ in the flag they read.
+    flags = ("is_infra_mode", "ignore_compile_internals")
+    modes = [mode for mode in dispatch_mode_stack() if not any(getattr(mode, flag, bool)() for flag in flags)]
     if modes:
         names = " and ".join(type(mode).__name__.lstrip("_") for mode in modes)
         raise UnsupportedModelError(
-            f"leave {names} out of training steps, or use it around the attribute `model`: TorchDynamo would have to "
-            "capture the model anew for this step, and captures nothing inside of it",
+            f"leave {names} out of training steps, or use it around the attribute `model`: TorchDynamo has to capture "
+            "the model anew for this step, and captures nothing under such a mode",
             kind="capture_suspended",
             name=names,
         )
 
 
 def _structure(model: nn.Module) -> Hashable:
-    """A key equal for models that may share code: Dynamo's guards separate others, but versions are limited."""
+    """Return a key that is equal for models of one structure. By guards alone, all would share one recompile limit."""
     modules = tuple((name, type(module), module.training) for name, module in model.named_modules())
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    # `remove_duplicate=False`: a model with two tied weights differs from one where they are not tied.
+    # `remove_duplicate=False` lists a tied weight under both names, so that its key differs from that of a lone weight.
     kinds = tuple((name, t.shape, t.dtype, t.device, t.requires_grad, layout_of(t)) for name, t in tensors)
     return modules, kinds, autocast_now([torch.device("cuda")]), hooks_on_all_modules()
 
@@ -163,7 +162,7 @@ RunGraph = Callable[[CapturedGraph, tuple[Any, ...]], Sequence[Any]]
 
 
 class CapturedForward:
-    """The forward of one model. A `gathered` sharded one has whole parameters, so it is captured as any other."""
+    """Capture and run the forward of one model. `gathered`: FSDP has gathered its parameters, so it needs no marks."""
 
     def __init__(self, model: nn.Module, granularity: int, *, open_sizes: bool = True, gathered: bool = False) -> None:
         self.model = model
@@ -171,19 +170,19 @@ class CapturedForward:
         self.open_sizes = open_sizes
         self._granularity = granularity
         self._marks: FSDPMarks | None = None
-        # Each made at its first call. None before the model was looked at.
+        # The compiled forward for each combination of answers, made at its first call. None before `_read_model`.
         self._forwards: dict[Answers, _Compiled] | None = None
-        # Per traced graph, one entry for each layer that runs it: layers built alike may share a traced graph.
+        # Per traced graph, one entry for each layer that runs it: equal layers share a traced graph.
         self._graphs: dict[TracedGraph, list[CapturedGraph]] = {}
         self.tracing = Tracing(model)
-        self._answers: Answers = ()  # the last batch's answers, assumed for the next
+        self._answers: Answers = ()  # answers that the last batch gave, assumed for the next batch
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_marks": None, "_forwards": None, "_graphs": {}}
 
     @property
     def breaks_at(self) -> str | None:
-        """Line of the first graph break: path:number, and its text. None without breaks."""
+        """Source line of the first graph break: path:number, and its text. None without breaks."""
         return next((line for each in (self._forwards or {}).values() for line in each.breaks), None)
 
     def call(
@@ -194,12 +193,12 @@ class CapturedForward:
         recaptured: Callable[[], None] | None = None,
         put_back: Callable[[], None] | None = None,
     ) -> Any:
-        """Run the model's forward, with `run_graph` in place of every graph; `recaptured` is told of another capture,
-        and `put_back` undoes what has run when the forward begins again. Raises UnsupportedModelError for a sharded
-        model that cannot be captured whole; the model's own errors pass through.
+        """Run the model's forward with `run_graph` in place of each graph. Call `recaptured` if TorchDynamo captures
+        another graph, and `put_back` to restore the model's state before the forward is repeated with other answers.
+        Raises UnsupportedModelError for a sharded model that has graph breaks; the model's own errors pass through.
         """
-        if self._forwards is None:  # the first call unless it was measured: the plan came from a file, or it is a copy
-            self._look_at_model()
+        if self._forwards is None:  # never measured: the plan was loaded from a file, or this is a copy
+            self._read_model()
         answers = self._answers
         while True:
             asking = Asking(answers)
@@ -228,7 +227,7 @@ class CapturedForward:
         def run(traced: TracedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
             asking.open = False
             graph = self._captured(traced, arguments, taken)
-            # The graph runs inside of the forward, while holes and marks are on the model.
+            # The forward calls this while the model has marks and holes; the graph needs the model's own tensors.
             with marks.unmarked() if marks else nullcontext():
                 outputs = run_graph(graph, arguments)
             if self.open_sizes:
@@ -241,7 +240,7 @@ class CapturedForward:
         call = _Call(run, self.tracing, inputs, recaptured if known and self._graphs else None)
         token = _call.set(call)
         try:
-            # In every step: guards compare these functions, and a forward that has changed is captured in any of them.
+            # Replace functions in every step: TorchDynamo's guards compare them, and any step may capture a new graph.
             with functions_replaced, marks.marked() if marks else nullcontext():
                 if not known:
                     signature = marks.signature if marks else None
@@ -254,9 +253,9 @@ class CapturedForward:
                 raise
             cause = str(error).partition("\n")[0].rstrip(".: ")
             raise UnsupportedModelError(
-                "remove what breaks the graph, use DistributedDataParallel, or write the model as an nn.Sequential of "
-                f"its blocks: fully_shard was applied to {type(self.model).__name__}, and TorchDynamo does not capture "
-                f"its forward as one graph: {cause}",
+                "remove the code that breaks the graph, use DistributedDataParallel, or write the model as an "
+                f"nn.Sequential of its blocks: fully_shard was applied to {type(self.model).__name__}, and TorchDynamo "
+                f"does not capture its forward as one graph: {cause}",
                 kind="graph_break",
             ) from error
         except TorchRuntimeError:
@@ -268,42 +267,41 @@ class CapturedForward:
             _call.reset(token)
 
     def _raise_own_error(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise the model's own error for this input, if any: TorchDynamo's is hundreds of lines on its tracing."""
+        """Run the uncaptured forward to raise the model's own error, if any: TorchDynamo's has hundreds of lines."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         with isolated(self.model, device), torch.no_grad():
             try:
                 self.model.forward(*args, **kwargs)
             except Exception as error:
-                raise error from None  # not "during handling of" TorchDynamo's
+                raise error from None  # without TorchDynamo's traceback
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Look at the model anew, since it may have changed, and disable its marks during measurement."""
-        self._look_at_model()
+        """Read the model's sharding again, since it may have changed, and disable marks while stages are measured."""
+        self._read_model()
         marks = self._marks
         if marks is None:
             yield
             return
-        self._graphs.clear()  # their stages call the old marks
+        self._graphs.clear()  # the stages of these graphs call the previous FSDPMarks
         marks.measuring = True
         try:
             yield
         finally:
             marks.measuring = False
 
-    def _look_at_model(self) -> None:
+    def _read_model(self) -> None:
         groups = [] if self._gathered else groups_of(self.model)
         self._marks = FSDPMarks(self.model, groups) if groups else None
         self._forwards = {}
 
     def _captured(self, traced: TracedGraph, arguments: tuple[Any, ...], taken: list[CapturedGraph]) -> CapturedGraph:
-        """The traced graph bound to this model's parameters, and to none that this forward took with other ones."""
+        """Return the traced graph bound to the parameters in `arguments`, or one that this forward has not used."""
         known = self._graphs.setdefault(traced, [])
         found = next((each for each in known if each.has(arguments)), None)
         found = found or next((each for each in known if each not in taken), None)
         if found is None:
-            # By id: tensors compare element by element.
-            buffers = frozenset(id(buffer) for buffer in self.model.buffers())
+            buffers = frozenset(id(buffer) for buffer in self.model.buffers())  # `==` of tensors is elementwise
             found = CapturedGraph(traced.graph_module, buffers, self._granularity, self._marks)
             known.append(found)
         taken.append(found)
@@ -314,13 +312,13 @@ class CapturedForward:
         return "use_cache" in inspect.signature(self.model.forward).parameters
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Add `use_cache=False`, as transformers does under checkpointing: nothing reads the cache."""
+        """Add `use_cache=False`, as transformers does under checkpointing: training never reads the key-value cache."""
         cached = getattr(getattr(self.model, "config", None), "use_cache", False) and "use_cache" not in kwargs
         return {**kwargs, "use_cache": False} if cached and self._takes_use_cache else kwargs
 
 
 def run_as_captured(model: nn.Module) -> Callable[..., Any]:
-    """The forward of `model` that runs its captured graphs whole; of a sharded model, its own: only stages gather."""
+    """Return a forward that captures `model` and runs its graphs unplanned; a sharded model's own forward instead."""
     if groups_of(model):
         return model.forward
     forward = CapturedForward(model, granularity=1)

@@ -1,4 +1,4 @@
-"""One captured graph as a chain of stages, preceded by a context: the nodes that need no gradient."""
+"""One captured graph as a chain of stages. The nodes that need no gradient, its context, run before the stages."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ Agree = Callable[[list[int]], list[int]]
 
 
 class CapturedGraph:
-    """A graph for one model, split at its first call; `buffers` are ids, `granularity` is the largest number of stages.
-    Raises OtherAnswerError if yes is assumed of a question about the batch in one of several processes.
+    """A captured graph of one model, cut at its first call into at most `granularity` stages; `buffers` holds ids of
+    the model's buffers. Raises OtherAnswerError if several processes train and the graph assumes yes about the batch.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class CapturedGraph:
         self._buffers = buffers
         self._granularity = granularity
         self._placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-        self.layers: list[Layer] = []  # the stages; empty if nothing that the graph returns has a gradient
-        self.trains = False  # whether anything that the graph returns has a gradient
+        self.layers: list[Layer] = []  # the stages; empty if no output of the graph requires a gradient
+        self.trains = False  # whether an output of the graph requires a gradient
         self._is_split = False
         self._facts = GraphFacts(SymbolValues(), marks)
         self._cuts: CutPoints | None = None
         self._entering: list[fx.Node] = []  # inputs of the first stage
-        self._leaving: list[fx.Node] = []  # outputs of the last
-        self.overwriting: fx.Node | None = None  # the last operator that writes into an input; the context has it
+        self._leaving: list[fx.Node] = []  # outputs of the last stage
+        self.overwriting: fx.Node | None = None  # the last node of the context that writes into an input of the graph
         self._context: fx.GraphModule | None = None
         self._made: list[fx.Node] = []  # results of the context
         # The model's own tensors by placeholder, and their positions among the graph's inputs.
@@ -85,9 +85,9 @@ class CapturedGraph:
     def split(
         self, arguments: tuple[Any, ...], like: CapturedGraph | None = None, agree: Agree = lambda weights: weights
     ) -> None:
-        """Cut the graph into stages at its first call, when its parameters are known: as another graph is that it is
-        `like` but for sizes, or by the weights of nodes, which `agree` maps to weights that all processes share. Raises
-        UnsupportedModelError for graphs that cannot be recomputed, and OtherAnswerError.
+        """Cut the graph into stages at its first call, which brings the parameters. Cut it where the graph `like`, of
+        other sizes, was cut, or else by the weights of nodes, after `agree` has made them equal in all processes.
+        Raises UnsupportedModelError for graphs that cannot be recomputed, and OtherAnswerError.
         """
         if self._is_split:
             return
@@ -105,7 +105,7 @@ class CapturedGraph:
                 kind="recurrent_dropout",
                 name=line_of(drawing),
             )
-        self._facts, self._is_split = facts, True  # last: a refused graph is refused the next time, too
+        self._facts, self._is_split = facts, True  # after the errors above, which a later call has to raise again
         self.trains = any(carries_gradient(node) for node in facts.outputs if isinstance(node, fx.Node))
         self._owned = facts.owned
         self._owned_at = [self._placeholders.index(node) for node in self._owned]
@@ -120,14 +120,14 @@ class CapturedGraph:
             self._cuts, names = find_cut_points(facts, weights, self._granularity), None
         self.layers, self._entering, self._leaving = stages_of(facts, self._cuts, weights, names)
         self.overwriting = next((node for node in reversed(facts.context) if overwritten_by(node, facts.given)), None)
-        # The context frees all values but those that the stages read or the graph returns.
+        # The context returns only the values that stages read or the graph returns; it frees all others.
         early = set(facts.context)
         self._made = [node for node in dict.fromkeys([*self._entering, *facts.outputs]) if node in early]
         self._context = Emitter(facts, facts.given, facts.context).finish(self._made)
 
     def has(self, arguments: tuple[Any, ...]) -> bool:
-        """Whether its stages hold the parameters and buffers among these arguments."""
-        owned = map(arguments.__getitem__, self._owned_at)  # every step checks all of them
+        """Whether the stages hold the parameters and buffers among these arguments."""
+        owned = map(arguments.__getitem__, self._owned_at)  # `map`, for speed: this runs in every step
         return self._is_split and all(map(operator.is_, owned, self._owned.values()))
 
     @property
@@ -135,12 +135,12 @@ class CapturedGraph:
         return tuple(bool(node.args[2]) for node in self.graph_module.graph.nodes if is_question(node))
 
     def overwritten(self, arguments: tuple[Any, ...]) -> list[torch.Tensor]:
-        """Those of its arguments that the context writes into."""
+        """Return the arguments that the context writes into."""
         pairs = zip(self._placeholders, arguments, strict=True)
         return [given for node, given in pairs if any(overwritten_by(each, [node]) for each in self._facts.context)]
 
     def remember_written(self, cut: Cut) -> None:
-        """Let the stages of `cut` restore buffers that other stages write into, when they are recomputed."""
+        """Have recomputed stages of `cut` restore the buffers that other stages write into."""
         written = [tensor for node, tensor in self._owned.items() if node in self._facts.written]
         remember_moved_elsewhere([function for _, function in cut.stages], written)
 
@@ -150,13 +150,13 @@ class CapturedGraph:
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """Indices of output tensors of the last stage without gradient: all but scalars where those are the loss."""
+        """Indices of the last stage's output tensors that get no gradient: if it returns a loss, all but scalars."""
         tensors = [node for node in self._leaving if tensors_of(node)]
         losses = losses_of(tensors)
         return tuple(i for i, node in enumerate(tensors) if losses and node not in losses)
 
     def enter(self, arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[fx.Node, Any]]:
-        """Run the context. Return the first stage's inputs, and all values that do not come from the chain."""
+        """Run the context. Return the first stage's inputs, and the graph's inputs and context results by node."""
         if not self.has(arguments):
             now = zip(self._owned, map(arguments.__getitem__, self._owned_at), strict=True)
             self._bind(dict(now))
@@ -167,15 +167,15 @@ class CapturedGraph:
         return tuple(values[node] for node in self._entering), values
 
     def leave(self, made: Sequence[Any], values: dict[fx.Node, Any]) -> list[Any]:
-        """The graph's outputs, from the last stage's outputs and the values that `enter` returned."""
+        """Return the graph's outputs, given the last stage's outputs and the `values` that `enter` returned."""
         known = {**values, **dict(zip(self._leaving, made, strict=True))}
         return [known[each] if isinstance(each, fx.Node) else each for each in self._facts.outputs]
 
     def run_unplanned(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """Run the whole captured graph, which must not be sharded: only stages gather parameters."""
+        """Run the graph unplanned. Raises UnsupportedModelError if it is sharded: only stages gather parameters."""
         if self._marks is not None:
             raise UnsupportedModelError(
-                f"nothing in the graph of {self._marks.model_name} has a gradient, and fully_shard was applied to it; "
+                f"nothing in the graph of {self._marks.model_name} requires grad, and fully_shard was applied to it; "
                 "train some of its parameters, or call it in eval mode",
                 kind="no_gradient",
                 name=self._marks.model_name,
@@ -183,18 +183,18 @@ class CapturedGraph:
         return list(run_graph(self.graph_module, arguments))
 
     def context_cost(self, arguments: tuple[Any, ...], device: torch.device) -> PrefixCost:
-        """Measure the bytes that the context needs while it runs, beyond its results. It runs once under every plan."""
+        """Measure the scratch bytes of the context. Its time counts as 0: it runs once under every plan."""
         if self._context is None:
             return PrefixCost(0.0, 0)
         given = [arguments[self._placeholders.index(node)] for node in self._facts.given]
-        # `enter` has run it before, so libraries have made their permanent allocations.
+        # `enter` has run the context before, so the permanent allocations of libraries are not measured here.
         with memory_meter(device) as meter:
             made = _run_context(self._context, given)
         (phase,) = meter.phases.values()
         return PrefixCost(0.0, max(0, phase.rise - storage_bytes(tensors_in(made))))
 
     def let_go_of_parameters(self) -> None:
-        """Release the memory of parameters until the next call brings them: FSDP frees gathered ones in between."""
+        """Replace parameters by placeholders of one element until the next call: FSDP frees the gathered ones."""
         now: dict[fx.Node, torch.Tensor] = {}
         for node, tensor in self._owned.items():
             if isinstance(tensor, nn.Parameter) and tensor.untyped_storage().nbytes() > tensor.element_size():
@@ -203,7 +203,7 @@ class CapturedGraph:
         self._bind(now)
 
     def _bind(self, now: dict[fx.Node, torch.Tensor]) -> None:
-        """Replace the stages' parameters and buffers by those of this call, which may be other tensors."""
+        """Put the tensors `now` into the stages in place of their previous parameters and buffers."""
         changed = ((node, tensor) for node, tensor in now.items() if tensor is not self._owned[node])
         other: dict[int, Any] = {id(self._owned[node]): tensor for node, tensor in changed}
         roots = [module for _, module in self.layers] + ([self._context] if self._context is not None else [])
@@ -215,19 +215,19 @@ class CapturedGraph:
 
 def written_input(writing: fx.Node) -> UnsupportedModelError:
     line = line_of(writing)
-    text = f"let the model make a new tensor at {line}: it writes into its own input, and a recomputation would again"
+    text = f"let the model make a new tensor at {line}: it overwrites its input, so it cannot be recomputed from it"
     return UnsupportedModelError(text, kind="in_place_input", name=line)
 
 
 def _run_context(context: fx.GraphModule, given: list[Any]) -> Any:
-    # With gradients enabled, as in the model: an LSTM on the CPU has other last digits under `no_grad`.
+    # Keep gradients enabled, as in plain training: under `no_grad`, an LSTM on the CPU rounds differently.
     with torch.enable_grad():
         return run_graph(context, given)
 
 
 def _refuse_lost(facts: GraphFacts, marks: FSDPMarks) -> None:
-    """Refuse a sharded module whose output has no tensor with a gradient, at whose arrival FSDP gathers parameters."""
-    attached: dict[Any, bool] = {}  # per entered module: whether any node since has had a gradient
+    """Refuse a sharded module whose outputs need no gradient: in the backward, gradients of outputs trigger gathers."""
+    attached: dict[Any, bool] = {}  # per entered module: whether any node since then requires a gradient
     for node in facts.body:
         if node.target is enter:
             attached[node.args[0]] = False
@@ -260,5 +260,5 @@ def shared_apart(stages: Sequence[Layer], value: tuple[Any, ...]) -> tuple[tuple
     first = stages[0][1]
     own = len(value) - offers_of(first).shared
     if any(tensor.requires_grad for tensor in tensors_in(value[own:])):
-        own = len(value)  # gradients, as of an input of the model, flow back only from stage to stage
+        own = len(value)  # a gradient, such as an input's, flows back only through values passed between stages
     return value[:own], value[own:]

@@ -1,4 +1,4 @@
-"""Capture a layer of a chain, or the code between its `fully_shard` hooks, with TorchDynamo, to store it in part."""
+"""Capture a layer of a chain, without FSDP's hooks, so that a plan can keep some saved values and recompute others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class CapturedLayer(StageOffers):
-    """Partial storage modes of `layer`: those that `find` finds, or `named` ones found for a layer `like` it."""
+    """Partial storage modes of `layer`: found by `find`, or the modes `named` that an equal layer, `like`, has."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class CapturedLayer(StageOffers):
         return partial(self._run_in_part, way, skip_output)
 
     def find(self, value: Any, device: torch.device) -> bool:
-        """Look for partial storage modes on the input `value`; return whether any keeps every bit. Leaves the layer
-        unchanged. Fake tensors have no bits to compare: the device on which a plan is followed checks them.
+        """Find partial storage modes on the input `value`; return whether there are any, all with the layer's own
+        results to the bit. Leaves the layer unchanged. On fake tensors, the bits are not compared: real training does.
         """
         for open_sizes in (True, False):
             self._forward = CapturedForward(self.layer, granularity=1, open_sizes=open_sizes, gathered=self._sharded)
@@ -70,23 +70,23 @@ class CapturedLayer(StageOffers):
             try:
                 stage = self._only_stage(value, device)
                 self._named = stage.ways() if stage is not None else ()
-                if stage is not None and not self._named:  # fixed sizes would find none either
+                if stage is not None and not self._named:  # a capture with fixed sizes would have no modes either
                     return False
                 if self._named:
-                    unseen = prediction() is not None and not self._sharded
-                    cause = None if unseen else self._difference(value, device)
+                    unchecked = prediction() is not None and not self._sharded
+                    cause = None if unchecked else self._difference(value, device)
                     if cause is None:
                         return True
-            except Exception as error:  # of any operator or library: the layer itself has run before, and still runs
+            except Exception as error:  # any operator or library may raise, yet the uncaptured layer has run before
                 cause = str(error)
             if cause is not None:
                 why = record_fields("not_in_part", name=self._name)
-                _log.debug("layer %s is stored whole or not at all: %s", self._name, cause, extra=why)
+                _log.debug("layer %s has no partial storage mode: %s", self._name, cause, extra=why)
         self._named = ()
         return False
 
     def _only_stage(self, value: Any, device: torch.device) -> GraphStage | None:
-        """The layer as one stage of a graph; None unless it is one graph in which something is trained."""
+        """Return the layer as one stage; None unless TorchDynamo captures it as one graph that needs a gradient."""
         graphs: list[CapturedGraph] = []
 
         def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
@@ -117,12 +117,12 @@ class CapturedLayer(StageOffers):
         return self._stages[graph]
 
     def _difference(self, value: Any, device: torch.device) -> str | None:
-        """How a step stored in part differs from one of the layer itself; None if every bit is the same."""
+        """Describe how a partly stored step differs from a step of the layer itself; None if all bits are equal."""
         expected, state, saved = self._step(self.layer, value, device)
-        if sets_attributes(self.layer):  # they carry over from run to run, and may make other graphs
+        if sets_attributes(self.layer):  # a changed attribute may lead the next run to another graph
             run = self.forward_by(self._named[0])
             with isolated(self.layer, device), torch.enable_grad():
-                # The second run may see attributes that the first set, and TorchDynamo opens a number that has changed.
+                # The second run may read attributes that the first has set; a changed number then becomes a symbol.
                 run(leaves_of(value))
                 run(leaves_of(value))
                 known = len(self._stages)
@@ -133,22 +133,22 @@ class CapturedLayer(StageOffers):
             found, after, saved_then = self._step(self.forward_by(way), value, device)
             same = state == after and len(found) == len(expected)
             if len(self._stages) > known:
-                return "every run takes another graph"
+                return "TorchDynamo captures another graph in every run"
             if not same or not (prediction() is not None or all(map(_same, found, expected))):
-                return "captured, it makes other numbers"
+                return "the captured layer computes other numbers than the layer"
             if saved != saved_then:
-                return "captured, it saves something else"
+                return "the captured layer saves other tensors than the layer"
         return None
 
     def _step(
         self, run: Run, value: Any, device: torch.device
     ) -> tuple[list[torch.Tensor | None], RandomState, list[Hashable]]:
-        """Return gradients, random state and, if sharded, saved tensors: see the Note in `regions.py`."""
+        """Run a step. Return its tensors, the random state and, if sharded, saved tensors (Note in `regions.py`)."""
         leaf, saved = leaves_of(value), SavedInOrder()
         with isolated(self.layer, device) as parameters, torch.enable_grad():
             with HandingOver(saved) if self._sharded else nullcontext():
                 made = tensors_in(run(leaf))
-            # Gradients that differ from element to element, and from one output to the next.
+            # The outputs serve as their own gradients, so that each element and each output has another gradient.
             trained = [tensor for tensor in made if tensor.requires_grad]
             torch.autograd.backward(trained, [tensor.detach().clone() for tensor in trained])
             state = RandomState.now((device,))
@@ -158,7 +158,7 @@ class CapturedLayer(StageOffers):
 
     def _run_in_part(self, way: str, skip_output: bool, value: Any) -> Any:
         if not calls_forward_alone(self.layer, but_for_its_hooks=self._sharded):
-            self._warn("a hook was registered on it, or its forward replaced")
+            self._warn("a hook was registered on it, or its forward was replaced")
             return self.layer(value)
 
         handed_over: list[CapturedGraph] = []
@@ -168,7 +168,7 @@ class CapturedLayer(StageOffers):
             with operators():
                 stage = self._stage(graph, arguments)
                 if stage is None or way not in stage.ways():
-                    self._warn("it does something else than when it was measured")
+                    self._warn("it runs other operators than when it was measured")
                     return graph.run_unplanned(arguments)
                 given, values = graph.enter(arguments)
                 return graph.leave(stage.forward_by(way, skip_output=skip_output)(given), values)
@@ -189,7 +189,7 @@ class CapturedLayer(StageOffers):
         finally:
             self._let_go()
         if not handed_over:
-            self._warn(f"TorchDynamo runs it as it stands, after {MOST_GRAPHS} graphs")
+            self._warn(f"TorchDynamo captures at most {MOST_GRAPHS} graphs, and runs it uncaptured")
         return made
 
     def _let_go(self) -> None:
@@ -208,7 +208,7 @@ class CapturedLayer(StageOffers):
 
 
 def _same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
-    """Equal bit for bit, except that all NaNs are alike."""
+    """Whether both tensors are equal bit for bit, except that all NaNs count as equal."""
     if found is None or expected is None:
         return found is expected
     return equal(found.nan_to_num(), expected.nan_to_num())

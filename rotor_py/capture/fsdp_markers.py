@@ -1,5 +1,5 @@
-"""Capture a model of `fully_shard`: during tracing, hooks that leave marks replace FSDP's, which would break the graph,
-and a hole without storage replaces every sharded parameter. When the graph runs, marks call FSDP's own hooks.
+"""Capture a model of `fully_shard`. FSDP's hooks would break the graph, so hooks that only add a node, a mark, replace
+them during tracing. A parameter without storage, a hole, replaces each sharded one. Marks run FSDP's hooks later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Hook = Callable[..., Any]
 
 
 def enter(place: str, *tensors: torch.Tensor) -> Tensors:
-    """Mark where a module begins. `place` is a string, which TorchDynamo never makes a variable of."""
+    """Mark where a module begins. `place` is a string: a number could become an input of the graph."""
     return _passed(tensors)
 
 
@@ -30,14 +30,14 @@ def leave(place: str, *tensors: torch.Tensor) -> Tensors:
 
 
 MARKS: dict[Any, str] = {enter: "enter", leave: "leave"}
-# Otherwise TorchDynamo would trace into them, and the graph would have views instead of marks.
+# Keep each mark as one node: TorchDynamo would otherwise trace its body, and the graph would have views instead.
 for _mark in MARKS:
     torch_compat.allow_in_graph(_mark)
 
 
-@cache  # TorchDynamo has to meet the same functions at every step, and in every model built alike
+@cache  # TorchDynamo's guards compare hooks by identity, in every step and in all models that share a graph
 def marking_hooks(place: str, input_dtype: torch.dtype | None, output_dtype: torch.dtype | None) -> tuple[Hook, Hook]:
-    """A forward pre-hook and a forward hook that leave marks, and cast as FSDP's hooks do."""
+    """Return a forward pre-hook and a forward hook that add marks to the graph, and cast as FSDP's hooks do."""
 
     def entering(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return _marked(enter, place, cast((args, kwargs), input_dtype))
@@ -53,18 +53,18 @@ def _passed(tensors: Tensors) -> Tensors:
 
 
 def _marked(mark: Callable[..., Tensors], place: str, value: Any) -> Any:
-    """Pass the tensors of `value` that need a gradient through a mark."""
-    # Modules take and return nested dicts, dataclasses and tuples; FSDP looks through the same pytrees.
+    """Pass the tensors of `value` that require a gradient through a mark."""
+    # Modules take and return nested dicts, dataclasses and tuples, so flatten them as FSDP does.
     flat, spec = tree_flatten(value)
     at = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     through = mark(place, *[flat[i] for i in at])
-    for i, tensor in zip(at, through, strict=False):  # without such tensors, an empty one came through
+    for i, tensor in zip(at, through, strict=False):  # not strict: a mark without tensors returns an empty one
         flat[i] = tensor
     return tree_unflatten(flat, spec)
 
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
-# Oldest tested version of torch. Older ones gather differently during a backward.
+# Oldest version of torch for which this was tested. FSDP of older ones gathers differently during a backward.
 _OLDEST = (2, 11)
 
 Table = dict[str, nn.Parameter | None]
@@ -72,13 +72,13 @@ Place = tuple[Table, str]  # a module's table of parameters, and a name in it
 
 
 class FSDPMarks:
-    """The groups of a model's sharded parameters, and the holes that replace these during capture. Raises
-    UnsupportedModelError if torch is too old, or a parameter is a tensor subclass that no hole can look like.
+    """The groups of a model's sharded parameters, and the holes that replace the parameters during capture. Raises
+    UnsupportedModelError if torch is too old, or if a parameter is a tensor subclass that a hole cannot imitate.
     """
 
     def __init__(self, model: nn.Module, groups: list[ShardGroup]) -> None:
         self.groups = groups
-        # Disables marks while stages are measured one by one: parameters are gathered around each stage.
+        # Marks do nothing while stages are measured one by one: the measurer gathers parameters around each stage.
         self.measuring = False
         self._model = model
         self.model_name = type(model).__name__
@@ -86,7 +86,7 @@ class FSDPMarks:
         self._replaced: list[tuple[dict[Any, Any], Any, Any]] = []
         if TORCH < _OLDEST:
             raise UnsupportedModelError(
-                f"fully_shard on {self.model_name}, which is no nn.Sequential, takes torch "
+                f"fully_shard on {self.model_name}, which is not an nn.Sequential, needs torch "
                 f"{'.'.join(map(str, _OLDEST))} or newer, got {torch.__version__}",
                 kind="torch_too_old",
                 name=self.model_name,
@@ -103,7 +103,7 @@ class FSDPMarks:
     @property
     def signature(self) -> Hashable:
         """A key equal for models whose graphs have the same marks."""
-        # Modules by position, not by id: models built alike have to be equal.
+        # Identify modules by position: models with the same structure must have the same signature.
         order = {id(module): position for position, module in enumerate(self._model.modules())}
         return tuple(
             (number, tuple(order[id(module)] for module in group.modules), group.input_dtype, group.output_dtype)
@@ -114,7 +114,7 @@ class FSDPMarks:
     @property
     def places(self) -> dict[int, tuple[Place, ShardGroup]]:
         """The place and group of each parameter, by the id of its hole."""
-        # One place suffices for a shared parameter: FSDP puts the same one into all modules.
+        # One of its places suffices for a shared parameter: FSDP puts the same tensor into all of them.
         return {
             id(self._hole(each)): ((each.places[0][0]._parameters, each.places[0][1]), group)
             for group in self.groups
@@ -144,7 +144,7 @@ class FSDPMarks:
             for each in group.parameters:
                 new += [(module._parameters, name, self._hole(each)) for module, name in each.places]
             for position, module in enumerate(group.modules):
-                # Dynamo traces the model's `forward`; the model's own hooks run around it, and need no mark.
+                # TorchDynamo traces only the model's `forward`. The hooks of the model itself run outside it.
                 if module is not self._model:
                     hooks = marking_hooks(f"{number} {position}", group.input_dtype, group.output_dtype)
                     new += [(*at, hook) for at, hook in zip(group.hook_places(position), hooks, strict=True)]
@@ -160,29 +160,29 @@ class FSDPMarks:
     def _hole(self, parameter: ShardedParameter) -> nn.Parameter:
         sharded = parameter.sharded
         if id(sharded) not in self._holes:
-            # Not a meta tensor: TorchDynamo traces operators on the devices that it sees.
+            # A meta tensor would not do: TorchDynamo traces operators for the device of each parameter.
             memory = torch.empty(parameter.size, dtype=parameter.dtype, device=parameter.device)
             hole = nn.Parameter(parameter.laid_out(memory), sharded.requires_grad)
             memory.untyped_storage().resize_(0)
             self._holes[id(sharded)] = hole
         return self._holes[id(sharded)]
 
-    # The effects of marks when the graph runs
+    # When a graph runs, its marks call these methods.
 
     def enter(self, place: str, *tensors: torch.Tensor) -> Tensors:
         """Gather the entered module's parameters, as FSDP's pre-forward hook does."""
         return self._through(place, tensors, ShardGroup.gather, ShardGroup.enter)
 
     def leave(self, place: str, *tensors: torch.Tensor) -> Tensors:
-        """Free the left module's parameters, as FSDP's post-forward hook does."""
+        """Free the parameters of the module that ends here, as FSDP's post-forward hook does."""
         return self._through(place, tensors, ShardGroup.let_go, ShardGroup.leave)
 
     def _through(self, place: str, tensors: Tensors, in_backward: Hook, in_forward: Hook) -> Tensors:
         group, module = self.group_at(place)
         if self.measuring:
             return tensors
-        # In a backward, a stage is being recomputed: FSDP's hook would take it for a new forward, and wait for another
-        # backward. PyTorch has no public way to ask; its own FSDP reads the same number.
+        # Inside a backward, this is a recomputation. FSDP's hook would count it as a new forward and wait for another
+        # backward, so do not call it. PyTorch has no public function for this test; FSDP reads the same private one.
         if torch_compat.current_graph_task_id() != -1:
             in_backward(group)
             return tensors
@@ -194,7 +194,7 @@ class FSDPMarks:
 
 
 def is_mark(node: fx.Node) -> bool:
-    """Whether a node of a stage calls a hook of FSDP. It returns its inputs after `place`."""
+    """Whether a node of a stage is a mark, which calls FSDP's hook and returns its inputs after `place`."""
     return isinstance(getattr(node.target, "__self__", None), FSDPMarks)
 
 

@@ -1,4 +1,4 @@
-"""Measure all graphs of a model in one forward: cut and measure each when TorchDynamo calls it."""
+"""Measure all captured graphs of a model in one forward: cut and measure each graph when the forward calls it."""
 
 from __future__ import annotations
 
@@ -48,23 +48,25 @@ from rotor_py.measure.cut import Cut, cut_layers
 from rotor_py.measure.stage_measurer import MeasuringOptions, StageMeasurer, unmeasured_loss
 from rotor_py.units import format_bytes
 
-# Memory that autograd saves outside captured graphs cannot be planned: the model's own code between them runs once.
+# Memory that autograd saves outside captured graphs cannot be planned: code between graphs is never recomputed.
 
-# Frames of torch and of this package are on every operator's stack; errors name the user's line.
+# Folders whose frames are on every operator's stack. Errors skip these frames to name the user's line.
 _LIBRARIES = Path(torch.__file__).resolve().parent, Path(__file__).resolve().parent.parent
 _RECURRENT = inspect.getsourcefile(nn.RNNBase)
 
 
 class SavedOutside(saved_tensors_hooks):
-    """While entered, record the tensors that autograd saves outside `known` addresses, and the lines that cause it."""
+    """Record the bytes that autograd saves outside captured graphs, and the lines of the model that save them. Storages
+    at the addresses `known`, such as parameters, do not count.
+    """
 
     def __init__(self, known: set[int]) -> None:
         self.known = known
         self.bytes: dict[int, int] = {}
         self.lines: Counter[str] = Counter()
-        self.line: str | None = None  # the line that runs, where that is known otherwise than by its frame
+        self.line: str | None = None  # line to blame for all bytes, if set; else the stack's innermost user line
         self.packed_line: str | None = None  # a line that runs a recurrent layer on a packed sequence
-        # Dynamo would trace the hooks as part of the model, and recompile them for every kind of tensor.
+        # Disabled, since TorchDynamo would trace the hooks with the model, and recompile for each dtype and layout.
         super().__init__(torch.compiler.disable(self._note), torch.compiler.disable(lambda tensor: tensor))
 
     @contextmanager
@@ -76,20 +78,20 @@ class SavedOutside(saved_tensors_hooks):
             self.__enter__()
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        # By storage: several operators may save the same tensor, or views of it.
+        # Count each storage once: several operators may save the same tensor, or views of it.
         new = {at: size for at, size in storages([tensor]).items() if at not in self.known and at not in self.bytes}
         if new:
             self.bytes |= new
             frame = next((each for each in reversed(traceback.extract_stack()) if is_users(each.filename)), None)
             line = self.line or ("an unknown line" if frame is None else f"{frame.filename}:{frame.lineno}")
-            # Look for the variable: Dynamo runs parts of a forward as functions of its own, in the same file.
+            # Recognize a packed sequence by this local variable: TorchDynamo renames functions, but keeps their file.
             if any(
                 each.f_code.co_filename == _RECURRENT and each.f_locals.get("batch_sizes") is not None
                 for each, _ in traceback.walk_stack(None)
             ):
                 self.packed_line = line
             self.lines[line] += sum(new.values())
-        return tensor.detach()  # a result saved with its history would hold its own node for good
+        return tensor.detach()  # a node that saved its own result with its history would be in a cycle, never freed
 
 
 def is_users(file: str) -> bool:
@@ -98,7 +100,7 @@ def is_users(file: str) -> bool:
 
 
 class _AsMade(torch.autograd.Function):
-    """Gives a tensor a history, as an operator's result has: a leaf that needs a gradient must not be overwritten."""
+    """Give a tensor a grad_fn, as an operator's result has: autograd forbids to overwrite a leaf."""
 
     @staticmethod
     def forward(ctx: Any, history: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,7 +113,7 @@ class _AsMade(torch.autograd.Function):
 
 
 def as_made(value: Any) -> Any:
-    """The leaves of `value` that need a gradient, as if operators had made them."""
+    """Give the leaves of `value` that require a gradient a grad_fn, as if operators had made them."""
     history = torch.empty(0, requires_grad=True)
     apply: Any = _AsMade.apply  # untyped in torch
 
@@ -121,8 +123,9 @@ def as_made(value: Any) -> Any:
     return tree_map_only(torch.Tensor, made, value)
 
 
-# Largest share of saved bytes outside the graphs. A guess, below the 2 % by which peaks may differ from predictions.
-_TRIFLE = 0.01
+# Most bytes that autograd may save outside the graphs, as a share of those that the graphs save. A guess, below the 2 %
+# by which measured peaks may differ from predictions.
+_MOST_OUTSIDE = 0.01
 
 
 def measure_graphs(
@@ -135,20 +138,20 @@ def measure_graphs(
     compiler: StageCompiler | None = None,
     room: CompileBudgetOf | None = None,
 ) -> MeasuredGraphs:
-    """Capture and measure all graphs of a model and the loss, and the main graph compiled if there is a `compiler`.
-    Leaves the model and the random state unchanged. Raises UnsupportedModelError if no graph has a gradient, or if too
-    much is saved outside all graphs, and UnusableLossError. The model's own errors pass through.
+    """Capture and measure all graphs of a model and the loss. A `compiler` compiles the main graph, too. Leaves the
+    model and the random state unchanged. Raises UnsupportedModelError if no graph needs a gradient, or if code outside
+    all graphs saves too much, and UnusableLossError. The model's own errors pass through.
     """
     model = forward.model
     found = MeasuredGraphs()
     sharding = sharding_of(model, mixed_precision=True)
     inputs = storages(tensors_in([args, kwargs]))
-    # Autograd saves parameters as well, but they are in memory anyway.
+    # Parameters that autograd saves take no further memory.
     outside = SavedOutside(set(storages([*model.parameters(), *model.buffers()])))
 
     def run(graph: CapturedGraph, arguments: tuple[Any, ...]) -> Sequence[Any]:
-        # Graphs measure their own saved tensors.
-        with outside.suspended(), operators():  # not around Dynamo, which would trace the replaced operators
+        # Saved tensors of graphs are measured below. Outside this block, TorchDynamo would trace replaced operators.
+        with outside.suspended(), operators():
             graph.split(arguments, agree=partial(_agreed_weights, options.group, device))
             if not graph.layers:
                 with outside if graph.trains else torch.no_grad():
@@ -157,10 +160,10 @@ def measure_graphs(
             if writing is not None and any(map(inputs.__contains__, storages(graph.overwritten(arguments)))):
                 raise written_input(writing)
             outside.line = None if writing is None else line_of(writing)
-            with nullcontext() if writing is None else outside:  # operators that run ahead of the stages may save much
+            with nullcontext() if writing is None else outside:  # if it writes, the context may have many saved tensors
                 value, values = graph.enter(arguments)
             outside.line = None
-            # The graph's caller holds its inputs, so they are no checkpoints that a plan could drop.
+            # `input_owned`: the graph's caller holds its inputs, so a plan cannot free them.
             cut = replace(cut_layers(graph.layers, value, device, sharding), input_owned=True)
             stages = StageMeasurer(cut, value, device, options, silent=graph.silent)
             made = as_made(stages.walk(options.progress))
@@ -181,11 +184,11 @@ def measure_graphs(
     with attributes_kept(model), buffers_kept(model), own_parametrizations(), forward.measuring():
         try:
             with outside, warnings.catch_warnings():
-                # TorchDynamo reads it of tensors that earlier graphs have made.
+                # TorchDynamo reads `.grad` of tensors that earlier graphs have made.
                 warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")
-                # A forward may change a dict that it gets.
+                # Copy the containers: a forward may change a dict that it gets.
                 output = forward.call(with_own_containers(args), with_own_containers(kwargs), run)
-            found.output = as_left(model, output)  # `forward` was called, without the model's own hooks
+            found.output = as_left(model, output)  # cast it as FSDP's hook on the model, which did not run, would
             found.outputs_held = options.outputs_held or not has_loss(found.output)
         finally:
             state.restore()
@@ -194,12 +197,10 @@ def measure_graphs(
         _refuse_much_outside(type(model).__name__, outside, captured_bytes, forward.breaks_at)
         if not found.graphs:
             name = type(model).__name__
-            text = (
-                f"TORCH_LOGS=graph_breaks says why TorchDynamo found no graph with a gradient in the forward of {name}"
-            )
+            text = f"TORCH_LOGS=graph_breaks says why TorchDynamo found no graph that trains in the forward of {name}"
             raise UnsupportedModelError(text, kind="no_graph", name=name)
         main = found.main
-        # Parameters, the batch and what the main graph reads or makes is counted elsewhere.
+        # The budget already counts parameters, the batch, and the main graph's inputs and outputs.
         known = tensors_in([args, kwargs, [each() for each in main.around]])
         elsewhere = storages([*model.parameters(), *model.buffers(), *known])
         found.returned_bytes = storage_bytes(tensors_in(found.output), owned_elsewhere=elsewhere)
@@ -210,11 +211,11 @@ def measure_graphs(
                 found.loss = measure_loss(options.loss, found.output, device=device, output_bytes=trained_bytes)
                 found.layouts = loss_layouts(options.loss, found.output, device)
                 found.settle(main)
-            # A given loss may read outputs beside a scalar that is no loss, such as CLIP's scale of logits.
+            # The caller holds each output that the loss reads. A scalar output, as CLIP's logit scale, may be no loss.
             read = zip(tensors_in(found.output), found.layouts, strict=True)
             found.outputs_held |= any(tensor.dim() and strides is not None for tensor, strides in read)
         if compiler is not None:
-            # Where stages wait for other processes, all of these would have to agree on what fits.
+            # With a group, processes would have to agree on which compiled graph fits, so compile stage by stage.
             fits = room if options.group is None else None
             budget = None if fits is None else fits(whole_step(found, main.measurement), main.shared)
             agree = partial(largest_anywhere, group=options.group, device=device)
@@ -233,12 +234,12 @@ def _beside_stages(
     earlier: dict[int, int],
     device: torch.device,
 ) -> tuple[int, int]:
-    """Return bytes that earlier graphs made and its stages save, and those of the results of its context."""
+    """Return the bytes that `graph` saves of earlier graphs' results, and the bytes of its own context's results."""
     made, saved = storage_bytes(tensors_in(value), owned_elsewhere=storages(tensors_in(arguments))), set[int]()
     if any(name_of(node).startswith("checkpointed(") for node in graph.graph_module.graph.nodes):
-        return sum(earlier.values()), made  # such regions save their inputs without calling hooks
+        return sum(earlier.values()), made  # an upper bound: checkpointed regions save inputs without calling hooks
 
-    def note(tensor: torch.Tensor) -> Any:  # there is no backward: nothing has to be kept
+    def note(tensor: torch.Tensor) -> Any:  # return None, so that autograd keeps nothing: there is no backward
         saved.update(storages([tensor]))
 
     with saved_tensors_hooks(note, note):
@@ -249,33 +250,33 @@ def _beside_stages(
 
 
 def _agreed_weights(group: dist.ProcessGroup | None, device: torch.device, weights: list[int]) -> list[int]:
-    try:  # shards may differ in size
+    try:  # weights differ where processes have shards of different sizes
         return largest_anywhere(weights, group, device)
     except ValueError as error:
         raise UnsupportedModelError(
             "call measure() in all processes with the same model and inputs of the same shape: they have captured "
-            f"different graphs: of operators, {error}",
+            f"graphs with different operators: {error}",
             kind="different_graphs",
         ) from None
 
 
 def _refuse_much_outside(model: str, outside: SavedOutside, captured_bytes: int, breaks_at: str | None) -> None:
     outside_bytes = sum(outside.bytes.values())
-    if outside_bytes <= _TRIFLE * captured_bytes:
+    if outside_bytes <= _MOST_OUTSIDE * captured_bytes:
         return
     if outside.packed_line is not None:
         raise UnsupportedModelError(
-            f"give the recurrent layer at {outside.packed_line} of {model} the padded tensor, and leave the padding "
+            f"pass the padded tensor to the recurrent layer at {outside.packed_line} of {model}, and leave the padding "
             "out of the loss: the memory of a packed sequence depends on the lengths in each batch",
             kind="packed_sequence",
             name=outside.packed_line,
         )
     ((line, _),) = outside.lines.most_common(1)
     raise UnsupportedModelError(
-        f"{line} of {model} runs outside the graphs that TorchDynamo captures, and keeps "
-        f"{format_bytes(outside_bytes)} for the backward, unplanned ({format_bytes(captured_bytes)} can be planned). "
-        f"Break the graph before a loop, not inside it as at {breaks_at or 'a line that TORCH_LOGS=graph_breaks names'}"
-        ", or plan a part: model.body = Checkpointable(model.body, ...)",
+        f"{line} of {model} runs outside the graphs that TorchDynamo captures. Of the memory saved for the backward, "
+        f"{format_bytes(outside_bytes)} cannot be planned, and {format_bytes(captured_bytes)} can. If the graph break "
+        f"at {breaks_at or 'the line that TORCH_LOGS=graph_breaks names'} is inside a loop, move it before the loop, "
+        "or plan a part of the model: model.body = Checkpointable(model.body, ...)",
         kind="outside_graphs",
         name=line,
         outside_bytes=outside_bytes,

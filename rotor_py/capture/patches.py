@@ -1,18 +1,18 @@
-"""Replace functions of torch and transformers while TorchDynamo traces a model; check the branches on data it takes.
+"""Replace functions of torch and transformers while TorchDynamo traces a model, so that branches on data can be traced.
 
-`if mask.all(): …` breaks a graph, so libraries being traced take the branch that is right for every batch: perhaps
-slower, with more memory, and rounded differently.
+`if mask.all(): …` breaks a graph, so libraries skip the test when traced, and take the branch that is right for every
+batch. It may be slower, need more memory, and round differently from the branch that plain training takes.
 
 Note [Questions about data]
 
-  1. `holds(condition)` asks a question in traced code. TorchDynamo goes on with the assumed answer, and the graph gets
-     a node that computes the condition and compares it with that answer.
+  1. Traced code tests a condition with `holds(condition)`, which returns an assumed answer. TorchDynamo traces on with
+     it, and the graph gets a node that computes the condition and compares it with the assumed answer.
   2. The condition must be computable before the first stage. Its node belongs to the context, and runs before anything
-     that cannot be undone: it raises `OtherAnswerError` if the data say otherwise. The forward is then called again
-     with that answer assumed, and has another graph.
-  3. The answer no is right for every batch: the library then does what it does wherever it is traced. So a question
-     that cannot be asked is answered no: one about tensors with a gradient, one in a second graph (the first has run),
-     and one about the batch where several processes train: each has its own batch, and all have to run the same stages.
+     that cannot be undone: it raises `OtherAnswerError` if the data give the other answer. The forward is then called
+     again with the other answer assumed, and has another graph.
+  3. The answer no is right for every batch: the library then takes the branch that it takes in any traced code. So
+     `holds` answers no where it cannot ask: about tensors that require a gradient, in a graph after the first one has
+     run, and about the batch if several processes train, which have different batches but must run the same stages.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ Answers = tuple[bool, ...]  # the assumed answers of a graph's questions, in the
 
 class OtherAnswerError(Exception):
     def __init__(self, number: int, answer: bool) -> None:
-        super().__init__(f"question {number} about the data is answered {answer}, and not as it was")
+        super().__init__(f"condition {number} on the data is {answer}, but the graph assumes {not answer}")
         self.number = number
         self.answer = answer
 
 
 @dataclass
 class Asking:
-    """The questions of one forward. Beyond `answers`, yes is assumed: batches without padding are the fast ones."""
+    """The questions of one forward. Those after the last of `answers` assume yes, the answer of the faster branch."""
 
     answers: Answers
-    # Answers assumed so far. Not a count: made a variable by TorchDynamo, it would break the graph as a string.
+    # Answers assumed so far. Not their count, which TorchDynamo may make a symbol: `str` of a symbol breaks the graph.
     assumed: Answers = ()
     open: bool = True  # whether no graph has run yet, so that the forward can be called again
 
     def corrected(self, other: OtherAnswerError) -> Answers:
-        """The answers to assume next. Questions after the wrong one may not be asked again."""
+        """Return the answers to assume next. Drop those after the wrong one: the other branch may ask other things."""
         before = itertools.chain(self.answers, itertools.repeat(True))
         answers = [*itertools.islice(before, other.number), other.answer]
-        while answers and answers[-1]:  # so that equal assumptions are equal answers
+        while answers and answers[-1]:  # yes is the default, so equal assumptions become equal tuples
             answers.pop()
         return tuple(answers)
 
@@ -67,26 +67,25 @@ class _Now:
     asking: Asking | None = None
 
 
-# The current questions. Traced code sets them, so each forward sees its own in any thread.
+# The questions of the forward being traced. Traced code sets them, so every thread's trace sees its own forward's.
 NOW = _Now()
 
 
 def holds(condition: torch.Tensor) -> bool:
-    """Whether a condition on data holds, asked in traced code; False where it cannot be asked."""
+    """Ask in traced code whether a condition on data holds; return the assumed answer, or False if it cannot ask."""
     asking = NOW.asking
     if asking is None or not asking.open:
         return False
     number = len(asking.assumed)
     assumed = asking.answers[number] if number < len(asking.answers) else True
     asking.assumed = (*asking.assumed, assumed)
-    # A string, which TorchDynamo never makes a variable of.
-    answered(condition, str(number), assumed)
+    answered(condition, str(number), assumed)  # a string: TorchDynamo might make a symbol of a number
     return assumed
 
 
 @torch.library.custom_op("rotor::answered", mutates_args=())
 def answered(condition: torch.Tensor, number: str, assumed: bool, checked: bool = True) -> torch.Tensor:
-    """Node of a question: raises OtherAnswerError unless `condition` is as `assumed`."""
+    """Check a question when its graph runs: raise OtherAnswerError unless `condition` is as `assumed`."""
     if checked and bool(condition) != assumed:
         raise OtherAnswerError(int(number), not assumed)
     return condition.clone()
@@ -110,7 +109,7 @@ def give_up(node: fx.Node) -> None:
 
 
 def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without questions about the batch, a copy if it asks any: other models may share the graph."""
+    """Return a graph without checks of questions about the batch: if it has any, a copy, since models share graphs."""
     if not any(is_question(node) and _is_about_the_batch(node) for node in graph_module.graph.nodes):
         return graph_module
     graph = fx.Graph()
@@ -122,11 +121,11 @@ def without_questions_about_the_batch(graph_module: fx.GraphModule) -> fx.GraphM
 
 
 def _is_about_the_batch(node: fx.Node) -> bool:
-    """Whether the model's inputs decide the question. Tensors made from sizes alone are the same in all processes."""
+    """Whether the question depends on values of the graph's inputs; sizes are the same in all processes."""
     pending, seen = list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()
-        if each in seen or not tensors_of(each):  # a size
+        if each in seen or not tensors_of(each):  # a node without tensors is a size
             continue
         seen.add(each)
         if each.op == "placeholder":
@@ -135,13 +134,13 @@ def _is_about_the_batch(node: fx.Node) -> bool:
     return False
 
 
-# The owner of the function, a module or a class; its name there; its replacement.
+# The module or class that has the function, the function's name, and its replacement.
 Replaced = tuple[Any, str, Callable[..., Any]]
 
 
 class _Replacement:
-    """Replaces functions of torch and transformers as long as any thread captures a model. Outside traced code, a
-    replacement has to behave like the original, so that other threads see no difference.
+    """Replace functions of torch and transformers while any thread captures a model. A replacement must behave like the
+    original outside traced code, since other threads call it as well.
     """
 
     def __init__(self) -> None:
@@ -149,7 +148,7 @@ class _Replacement:
         self._captures = 0
         self._originals: list[Replaced] = []
 
-    # Not a `contextmanager` generator, which costs more: every step comes here.
+    # Not a `contextmanager` generator, which is slower: every step enters this context.
     def __enter__(self) -> None:
         with self._lock:
             self._captures += 1
@@ -169,18 +168,18 @@ class _Replacement:
             self._originals = []
 
 
-# A batch norm that averages over all batches (`momentum=None`) reads its count of batches as a Python number, at which
-# TorchDynamo would break the graph. As one operator, the layer counts and reads when it runs.
+# A batch norm that averages over all batches (`momentum=None`) converts its count of batches to a Python number, which
+# would break the graph. As one operator, the layer counts and converts when the graph runs.
 
 
 def batch_norm_over_all(value: torch.Tensor, batches: torch.Tensor, eps: float, *others: Any) -> torch.Tensor:
     batches.add_(1)
-    momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no number
+    momentum = 0.0 if is_fake(batches) else 1.0 / float(batches)  # a fake tensor has no value
     mean, variance, weight, bias = others
     return F.batch_norm(value, mean, variance, weight, bias, True, momentum, eps)
 
 
-@cache  # TorchDynamo has to meet the same function at every step
+@cache  # TorchDynamo's guards require the same function in every step
 def _forward() -> Any:
     original = BatchNorm.forward
     operator = torch_compat.allow_in_graph(batch_norm_over_all)
@@ -196,21 +195,21 @@ def _forward() -> Any:
     return forward
 
 
-# Plain training multiplies all experts by one kernel (`grouped_mm`). TorchDynamo knows it for bfloat16 only, so traced
-# transformers multiplies them one by one: slower, perhaps rounded differently. A captured graph can call the kernel.
+# Plain training multiplies all experts with one kernel (`grouped_mm`). TorchDynamo traces this for bfloat16 only, and
+# otherwise expert by expert: slower, perhaps rounded differently. As one operator, the kernel can be captured.
 
 _EXPERTS = "transformers.integrations.moe"
 _PRODUCT = "_grouped_mm"
 
 
 def grouped_products(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> Any:
-    """Multiply the rows of each expert, which end at `offs`, by its matrix, as plain training does."""
+    """Multiply each expert's rows by its matrix, as plain training does; `offs` are the ends of the experts' rows."""
     if is_fake(input) or is_fake(weight):
         return torch.ops.transformers.grouped_mm_fallback(input.to(weight.dtype), weight, offs=offs)
     return getattr(sys.modules[_EXPERTS], _PRODUCT)(input, weight, offs)
 
 
-@cache  # TorchDynamo has to meet the same function at every step
+@cache  # TorchDynamo's guards require the same function in every step
 def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     operator = torch_compat.allow_in_graph(grouped_products)
 
@@ -220,19 +219,19 @@ def _at_once(original: Callable[..., Any]) -> Callable[..., Any]:
     return multiply_experts
 
 
-# In plain training, transformers drops a mask that masks nothing, for flash attention. That depends on data, so traced
-# code always builds a dense mask, and repeats keys and values for each head. The replacements ask with `holds` instead.
-# Without these private names, the dense mask stays: correct, and larger.
+# In plain training, transformers drops a mask that masks nothing, so that flash attention can run. Its test reads data,
+# so transformers, when traced, skips the test, builds a dense mask, and repeats keys and values for each head. The
+# replacements ask with `holds` instead. If transformers renames these private functions, the dense mask stays.
 
 _MASKS = "transformers.masking_utils"
-# Whether a mask masks nothing, and whether no sequence is packed.
+# By function, the condition under which its result can be dropped: no position is masked, no sequence is packed.
 _ASKING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "prepare_padding_mask": lambda mask: mask.all(),
     "find_packed_sequence_indices": lambda indices: (indices[:, -1] == 0).all(),
 }
 
 
-@cache  # TorchDynamo has to meet the same function at every step
+@cache  # TorchDynamo's guards require the same function in every step
 def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
     def ask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
         found: torch.Tensor | None = original(*args, **kwargs)
@@ -244,7 +243,7 @@ def _asking(original: Callable[..., Any], has_no_effect: Callable[[torch.Tensor]
 
 
 def _replaced() -> list[Replaced]:
-    # Only where a model may be the library's: this imports nothing.
+    # If transformers was not imported, the model cannot come from it: look only among imported modules.
     experts, masks = sys.modules.get(_EXPERTS), sys.modules.get(_MASKS)
     found: list[Replaced] = [(BatchNorm, "forward", _forward())]
     if hasattr(experts, _PRODUCT):
@@ -253,4 +252,4 @@ def _replaced() -> list[Replaced]:
     return [*found, *((masks, name, _asking(getattr(masks, name), _ASKING[name])) for name in names)]
 
 
-functions_replaced = _Replacement()  # context in which traced code calls the replacements
+functions_replaced = _Replacement()  # enter this context while TorchDynamo may trace

@@ -1,5 +1,5 @@
-"""Run one model's graphs in training: the one that saves most for its backward by the plan, the others unplanned. A
-plan is a sequence over one chain of stages; memory of the other graphs counts as fixed.
+"""Run one model's captured graphs in training: the graph that saves most for its backward (the main one) by the plan,
+the others unplanned. A plan covers one chain of stages; memory of the other graphs counts as fixed.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from rotor_py.stage.replayed_routing import Stream, streams_of
 _log = logging.getLogger("rotor_py")
 RunStages = Callable[[Cut, Any], Any]
 
-# A forward that comes to another graph than the planned one is begun again, for a plan of this graph. Without a graph
-# break before, only TorchDynamo's own code has run, which may draw from Python's random stream. After one, anything may
-# have: that forward goes on unplanned, and the state before all later forwards of this model is copied.
+# A forward that reaches another graph than the planned one is started again, after that graph is planned. If no graph
+# break came before, only TorchDynamo's own code has run, which may draw from Python's random stream. After a break, the
+# model's code has run, too: that forward continues unplanned, and later ones begin with a copy of the model's state.
 
-_branching: WeakSet[nn.Module] = WeakSet()  # models that have come to another graph after a graph break
-_uncaptured: WeakSet[nn.Module] = WeakSet()  # models of which a forward had no graph at all, which was said
+_branching: WeakSet[nn.Module] = WeakSet()  # models that have reached an unplanned graph after a graph break
+_uncaptured: WeakSet[nn.Module] = WeakSet()  # models with a forward that had no graph, for which a warning was logged
 
 
 class _Beginning:
-    """The state of a model before a forward: `whole`, or what code of TorchDynamo may change before the first graph."""
+    """State of a model before a forward. If not `whole`, only of random streams, from which tracing may draw."""
 
     def __init__(self, model: nn.Module, streams: Iterable[Stream], *, whole: bool) -> None:
         self.whole = whole
@@ -72,18 +72,18 @@ class CaptureSession:
         self.model = model
         self._granularity = granularity
         self._forward = CapturedForward(model, granularity)
-        # For a plan from a file: cuts layers as the file says; raises PlanMismatchError if they differ.
+        # For a plan from a file: cuts layers as the file says, or raises PlanMismatchError if the layers differ.
         self.cut_layers: Callable[[list[Layer]], Cut] | None = None
-        # The data's answers that the plan is for; None without a plan, or one without a graph.
+        # Answers about the batch's data that the planned graph assumes (Note in `patches.py`); None without a plan.
         self.answers: Answers | None = None
         self._main: CapturedGraph | None = None
         # Stages of the main graph, and of the same graph for other input shapes.
         self._planned: dict[CapturedGraph, Cut] = {}
         self._unplanned: set[CapturedGraph] = set()
-        self._followed_plan = False  # whether the running or else the last forward reached a planned graph
-        self._went_on = False  # whether it went on unplanned at another graph
-        self._beginning: _Beginning | None = None  # the state before it; None once a planned graph has run
-        self._streams: list[Stream] | None = None  # of random numbers, found once for a plan: that takes milliseconds
+        self._followed_plan = False  # whether the current (or last) forward has reached a planned graph
+        self._went_on = False  # whether that forward has run an unplanned graph in place of the planned one
+        self._beginning: _Beginning | None = None  # state before that forward; None once a planned graph has run
+        self._streams: list[Stream] | None = None  # random streams, found once for a plan: this takes milliseconds
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -105,10 +105,9 @@ class CaptureSession:
         goes_on: bool = False,
     ) -> Any:
         """Run the model's forward; `run_stages(cut, value)` runs the stages of the main graph by the plan. Warns if
-        Dynamo hands over no graph, as the step may exceed the limit. Raises PlanMismatchError if it captured another
-        graph than the plan is for: OtherDataError if the batch's data caused that. The model is then as before the
-        forward. If it cannot be, or if the forward `goes_on`, the other graph runs unplanned, with a warning. The
-        model's own errors pass through.
+        TorchDynamo captures no graph. If it captures another graph than the planned one, restores the state before the
+        forward and raises PlanMismatchError, or OtherDataError if the batch's data caused this. If that is impossible,
+        or the forward `goes_on`, runs the other graph unplanned, with a warning. The model's own errors pass through.
         """
         self._followed_plan = self._went_on = False
         if self._streams is None:
@@ -127,8 +126,8 @@ class CaptureSession:
             _uncaptured.add(self.model)
             breaks_at = self._forward.breaks_at
             _log.warning(
-                "TorchDynamo handed over no graph of %s, so such steps may go over the limit; it makes %s graphs at "
-                "most, and TORCH_LOGS=recompiles,graph_breaks says for what%s",
+                "TorchDynamo captured no graph of %s, so steps may exceed the limit; it captures at most %s graphs, "
+                "and TORCH_LOGS=recompiles,graph_breaks shows why it captured each%s",
                 type(self.model).__name__, MOST_GRAPHS, f". The graph breaks at {breaks_at}" if breaks_at else "",
                 extra=record_fields("unplanned_graph", name=breaks_at),
             )  # fmt: skip
@@ -144,9 +143,9 @@ class CaptureSession:
         compiler: StageCompiler | None = None,
         room: CompileBudgetOf | None = None,
     ) -> tuple[list[MeasuredCut], tuple[Any, ...]]:
-        """Capture and measure all graphs, with symbols for sizes if possible; leaves the model unchanged. Returns the
-        main graph's stages with the measurement of the whole step, and the values that all stages share. A compiled
-        graph has several variants: the plain one comes last, and is followed by default.
+        """Capture and measure all graphs, with symbols for sizes if possible; leave the model unchanged. Return the
+        main graph's stages with the measurement of the whole step, and the values that all stages share. A `compiler`
+        adds compiled variants; the uncompiled one comes last, and runs unless `follow` sets another.
         """
         self._streams = None
         measure = partial(
@@ -160,17 +159,17 @@ class CaptureSession:
                 raise
             cause = str(error).partition("\n")[0]
         if cause is not None:
-            # Not in the `except`: there, the error's traceback would keep tensors alive.
+            # Outside the `except` block, where the error's traceback would keep tensors alive.
             self._forward = CapturedForward(self.model, self._granularity, open_sizes=False)
             with self._refusing():
                 found = measure(self._forward)
             _log.info(
-                "every shape of the input takes a graph of its own: %s", cause, extra=record_fields("graph_per_shape")
+                "each input shape is captured as a separate graph: %s", cause, extra=record_fields("graph_per_shape")
             )
         main = found.main
-        # Not all of `found`: the shared values may be as large as an input, and the session outlives the step.
+        # Keep only the graph: the shared values in `found` may be as large as an input, and the session lives longer.
         self._main = main.graph
-        # After a graph break, the first graph asks, which need not be the main one.
+        # Only the first graph asks about data, and it need not be the main one.
         self.answers = next((each.graph.answers for each in found.graphs if each.graph.answers), ())
         self._unplanned = {each.graph for each in found.graphs if each is not main}
         ways = [MeasuredCut(each.cut, whole_step(found, each.measurement)) for each in (*found.variants, main)]
@@ -180,15 +179,15 @@ class CaptureSession:
     def follow(self, cut: Cut) -> None:
         assert self._main is not None
         self._main.remember_written(cut)
-        self._planned = {self._main: cut}  # the same graph for other shapes is cut again
+        self._planned = {self._main: cut}  # drops cuts for other shapes, which `_follows_plan` makes again
 
     def same_graph(self, other: CaptureSession) -> bool:
-        """Whether both measured the same graph, possibly for other sizes."""
+        """Whether both sessions measured the same graph, possibly for different sizes."""
         return self._main is not None and other._main is not None and self._main.same_as(other._main)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turn an error of TorchDynamo itself, of hundreds of lines, into a refusal with the line that it came from."""
+        """Replace an error of TorchDynamo, of hundreds of lines, by UnsupportedModelError with the model's line."""
         try:
             yield
         except TorchDynamoException as error:
@@ -210,13 +209,14 @@ class CaptureSession:
     def _run_graph(
         self, run_stages: RunStages, goes_on: bool, graph: CapturedGraph, arguments: tuple[Any, ...]
     ) -> Sequence[Any]:
-        # The model may run a part of itself under `no_grad`, with a graph of its own.
+        # The model may run a part of itself under `no_grad`, which is another graph.
         if graph in self._unplanned or not torch.is_grad_enabled():
             return graph.run_unplanned(arguments)
         graph.split(arguments, self._main)
         if not graph.layers:
             return graph.run_unplanned(arguments)
-        # First, since it may show that the batch belongs to another graph; unless it writes, and may only run once.
+        # Run the context before `_follows_plan`: its checks may show that the batch needs another graph. But a context
+        # that writes into inputs may run only once.
         entered = graph.enter(arguments) if graph.overwriting is None else None
         if not self._follows_plan(graph, goes_on):
             return graph.run_unplanned(arguments)
@@ -225,11 +225,11 @@ class CaptureSession:
         return graph.leave(run_stages(self._planned[graph], value), values)
 
     def _follows_plan(self, graph: CapturedGraph, goes_on: bool) -> bool:
-        """Whether the plan is for this graph; PlanMismatchError if not, unless the forward has to or `goes_on`."""
+        """Whether the plan is for this graph. Raises PlanMismatchError if not, and the forward can be started again."""
         if graph in self._planned:
             return True
         try:
-            # Operators and shapes may be equal where bytes are not: one graph has a mask, the other none.
+            # Graphs with different answers may have equal operators and shapes: one has a mask, and the other has none.
             if self.answers is not None and graph.answers not in ((), self.answers):
                 raise OtherDataError(self.answers, graph.answers)
             if self._main is not None:
@@ -241,7 +241,7 @@ class CaptureSession:
             graph.remember_written(self._planned[graph])
         except PlanMismatchError:
             known = False
-            if self._beginning is None:  # after the planned graph
+            if self._beginning is None:  # the planned graph has already run
                 known = any(map(graph.same_as, self._unplanned))
                 self._unplanned.add(graph)
             elif not (goes_on or self._went_on) and (self._beginning.whole or self._forward.breaks_at is None):
@@ -252,9 +252,9 @@ class CaptureSession:
             if not known:
                 breaks_at = self._forward.breaks_at
                 _log.warning(
-                    "%s runs a graph that this plan does not have, so this step may go over the limit%s",
+                    "%s runs a graph for which there is no plan, so this step may exceed the limit%s",
                     type(self.model).__name__,
-                    "" if breaks_at is None else f"; what runs before the graph break at {breaks_at} decides",
+                    "" if breaks_at is None else f"; code before the graph break at {breaks_at} selects the graph",
                     extra=record_fields("unplanned_graph", name=breaks_at),
                 )
             return False
@@ -262,8 +262,8 @@ class CaptureSession:
 
 
 def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
-    """Cut a graph like the main one. Raises PlanMismatchError unless they differ in sizes only."""
-    # Not the names alone: for small inputs, a model may do something else in the same modules.
+    """Cut a graph like the main one. Raises PlanMismatchError unless the graphs differ in sizes only."""
+    # Comparing names would not suffice: for small inputs, a model may run other operators in the same modules.
     names = [[name for name, _ in each.layers] for each in (main, graph)]
     if names[0] != names[1] or not graph.same_as(main):
         pieces = [f"{len(each.layers)} pieces" for each in (main, graph)]
@@ -274,13 +274,13 @@ def _cut_like(main: CapturedGraph, cut: Cut, graph: CapturedGraph) -> Cut:
         name, stage = joined([(name, found[name]) for name in group])
         if isinstance(measured, CompiledStage):
             stage = measured.like(stage)
-        # Facts measured for a stage hold for the same stage with other shapes.
+        # Effects that were measured for a stage are the same for other shapes.
         remember_effects(stage, recall_effects(measured))
         remember_moving(stage, recall_moving(measured))
         if isinstance(measured, GraphStage) and isinstance(stage, GraphStage):
             stage.be_stored_like(measured)
         missing = set(offers_of(measured).ways()) - set(offers_of(stage).ways())
-        if missing:  # the plan may store it so
+        if missing:  # the plan may use one of these storage modes
             raise PlanMismatchError(f"stage {name}", f"one that can be stored {min(missing)}", "one that cannot")
         stages.append((name, stage))
     return Cut(tuple((name, found[name]) for name, _ in cut.prefix), tuple(stages))

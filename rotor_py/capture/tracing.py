@@ -3,18 +3,18 @@
 Note [Sizes of inputs]
 
 By default, TorchDynamo traces a model for one shape, and again for each size that turns out to vary, for seconds each.
-Here every size is a symbol from the start. Four cases still need a graph of their own, which a log line reports:
+This project makes every size a symbol from the start. A separate graph, reported in the log, is still traced for:
 
-  1. A size of 1, which broadcasts. TorchDynamo takes every symbol to be two at least, and has no graph for both.
-  2. A size that the model's own code asks about (`if length > 64`, a loop over blocks of the input): the graph is for
-     sizes with the same answers.
-  3. A size of an image: of floating-point tensors with four dimensions or more, only the first dimension is left open.
-     Windows, padding and pooling make expressions that are slow to simplify: over 15 minutes for a small Swin.
-  4. Any size, for a model that cannot be traced with symbols.
+  1. A size of 1, which broadcasts. TorchDynamo assumes that a symbol is at least 2, so one graph cannot serve both.
+  2. A size that the model's own code tests (`if length > 64`, a loop over blocks of the input): a graph serves only the
+     sizes for which these tests have the same results.
+  3. An image of another size: of floating-point tensors with four dimensions or more, only the first dimension becomes
+     a symbol. Padding and pooling of symbols give expressions that took over 15 minutes to simplify for a small Swin.
+  4. Any other size, if the model cannot be traced with symbols.
 
-Parameters and buffers keep their sizes, and numbers in modules are constants, in modules of `fully_shard` as well: with
-a symbol for a head's width, a Llama took nine seconds a layer to trace. But a number that has changed between two
-traces, such as a count of calls or a lowered temperature, stays open: otherwise every step would be traced.
+Sizes of parameters and buffers are constants, and so are numbers in modules, also in those of `fully_shard`: with a
+symbol for the width of a head, tracing a Llama took nine seconds per layer. But a number that has changed between two
+traces, such as a count of calls or a decaying temperature, becomes a symbol: otherwise every step would trace again.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rotor_profiling.torch_compat import dynamo_builder as builder
 from rotor_profiling.torch_compat import dynamo_callbacks as callbacks
 from rotor_py.capture.graph.graph_nodes import tensors_of
 
-Settings = list[tuple[Any, Mapping[str, Any]]]  # modules and classes of torch, each with values for attributes of it
+Settings = list[tuple[Any, Mapping[str, Any]]]  # modules and classes of torch, each with new values of its attributes
 
 
 @contextmanager
 def _set_meanwhile(settings: Settings) -> Iterator[None]:
-    # `config.patch` takes longer, and leaks context variables.
+    # torch's `config.patch` is slower, and leaks context variables.
     before = [(owner, name, getattr(owner, name)) for owner, values in settings for name in values]
     try:
         for owner, values in settings:
@@ -53,24 +53,24 @@ def _set_meanwhile(settings: Settings) -> Iterator[None]:
             setattr(owner, name, value)
 
 
-# Most graphs of one model, for TorchDynamo's 8; beyond, it runs uncaptured. A guess: a data set has dozens of lengths.
+# Most graphs of one model; further shapes run uncaptured. Torch's default is 8. A guess: data has dozens of lengths.
 MOST_GRAPHS = 64
 _IMAGE = 4  # dimensions of a batch of images: number, channels, height and width
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
-    # Inside DistributedDataParallel, Dynamo would cut the graph at each full gradient bucket. Stages overlap anyway.
+    # By default, TorchDynamo splits a graph inside DistributedDataParallel, so that communication overlaps. Stages do.
     "optimize_ddp": False,
-    # By default, Dynamo breaks the graph at recurrent layers, whose operators compile badly. Here they run uncompiled.
+    # By default, TorchDynamo breaks the graph at recurrent layers, because they compile badly.
     "allow_rnn": True,
-    # By default, traced code draws with PyTorch where the model draws with NumPy.
+    # By default, traced code draws from PyTorch's generator where the model draws from NumPy's.
     "use_numpy_random_stream": True,
-    # With symbols for sizes, every other number of the input, such as a temperature, would get one, too.
+    # When sizes are symbols, other numbers of the input, such as a temperature, become symbols by default.
     "specialize_float": True,
-    # By default, TorchDynamo misses hooks that are registered or removed after it has traced a module.
+    # By default, TorchDynamo ignores hooks that are registered or removed after it has traced a module.
     "skip_nnmodule_hook_guards": False,
 }
-# One symbol for two equal sizes would tie them: a batch of 8 sequences of length 8 could have no other length.
+# By default, equal sizes share one symbol: a graph traced for 8 sequences of length 8 would serve only square batches.
 _SHAPES = {"use_duck_shape": False}
 
 
@@ -80,7 +80,7 @@ def keep_image_sizes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def known_image_sizes(graph: fx.Graph) -> list[tuple[int, list[int]]]:
-    """The images among a graph's outputs, and their dimensions whose size is a number: kept after a graph break."""
+    """Return each image among a graph's outputs: its index, and its dimensions of constant size, for the next graph."""
     returned: Any = graph.output_node().args[0]
     outputs = [tensors_of(node) if isinstance(node, fx.Node) else [] for node in returned]
     return [
@@ -91,21 +91,21 @@ def known_image_sizes(graph: fx.Graph) -> list[tuple[int, list[int]]]:
 
 
 def _is_image(tensor: torch.Tensor) -> bool:
-    return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # a mask of that many dimensions has another type
+    return tensor.dim() >= _IMAGE and tensor.is_floating_point()  # attention masks have four dimensions, but are bool
 
 
 class Tracing:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Values of the numbers in its modules at the last trace, by module and name.
+        # Numbers in the model's modules at the last trace, by module path and attribute name.
         self._seen: dict[tuple[str, str], int | float] = {}
-        self._open: set[str] = set()  # names of those left open: they changed between two traces
+        self._open: set[str] = set()  # names of attributes that changed between two traces, and become symbols
 
     @contextmanager
-    def as_the_note_says(self, began: Callable[[], None], broke: Callable[[str], None]) -> Iterator[None]:
-        """Have TorchDynamo trace as the Note says: not in every step, since changing settings takes long. `began` is
-        called where TorchDynamo's callbacks are: not while another thread compiles. `broke` is called with the line of
-        every graph break: path:number, and its text.
+    def configured(self, began: Callable[[], None], broke: Callable[[str], None]) -> Iterator[None]:
+        """Set TorchDynamo's configuration as the Note says while it traces. (Setting it in every step would be slow.)
+        TorchDynamo's start callback calls `began`, except while another thread also compiles. On exit, `broke` is
+        called with the source line of every graph break: path:number, and its text.
         """
         thread, breaks_before = get_ident(), len(graph_break_reasons)
 
@@ -138,7 +138,7 @@ class Tracing:
         self._seen = now
 
     def _numbers_open(self) -> Settings:
-        """Settings by which TorchDynamo takes symbols for the open numbers, and for no others in modules."""
+        """Return settings by which TorchDynamo makes symbols of the numbers named in `_open`, and of no others."""
         usual: Any = builder.VariableBuilder.wrap_symfloat
 
         def wrap(variables: Any, value: float) -> Any:
@@ -151,10 +151,10 @@ class Tracing:
             if self._is_open(source):
                 return False
             place = source.guard_source
-            # Integers of `fully_shard` modules are constants, too.
+            # By default, TorchDynamo makes symbols of integers in modules of `fully_shard`.
             return bool(constant(value, source) or (place() if callable(place) else place).is_fsdp_module())
 
-        # TorchDynamo's function that decides that an integer is a constant, where it has one.
+        # The function by which newer releases of TorchDynamo decide whether an integer is a constant.
         name = "is_int_specialization_case"
         constant: Any = getattr(builder, name, None)
         return [
@@ -168,7 +168,7 @@ class Tracing:
 
 @contextmanager
 def _shapes_unlogged() -> Iterator[None]:
-    """Silence torch's log of twenty internal lines on a shape error; the error itself says as much."""
+    """Silence the twenty lines that torch logs for a shape error in this thread: the error itself says the same."""
     thread = get_ident()
 
     def elsewhere(record: logging.LogRecord) -> bool:

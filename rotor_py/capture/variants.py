@@ -1,9 +1,9 @@
-"""The measured graphs of a model, and compiled variants of one: as a whole, or stage by stage with memory budgets.
+"""The measured graphs of a model, and compiled variants of the main graph: compiled as a whole, or stage by stage.
 
-As one stage, the graph is as fast as under `torch.compile`: it is fused and laid out across borders. The partitioner
-then chooses what the forward saves, and not the plan. The joint graph predicts the bytes of every partition before
-anything is compiled. Inductor's result is measured like any stage: if it takes more, or so much less that a faster
-partition may fit, one other partition is compiled.
+Compiled as a whole, the graph is one stage and as fast as under `torch.compile`, which fuses operators across the
+borders of stages. The compiler's partitioner, not the plan, then chooses the tensors that the forward saves: the joint
+graph predicts the bytes of each partition before anything is compiled. The compiled stage is measured like any other.
+If it needs more memory than predicted, or so much less that a faster partition may fit, one other is compiled.
 """
 
 from __future__ import annotations
@@ -46,13 +46,12 @@ class MeasuredGraph:
     context: PrefixCost
     loss: LossCost
     shared: tuple[Any, ...]
-    # Outputs of the last stage. Weak: measuring must not keep tensors alive.
+    # Outputs of the last stage. References are weak, so that measuring keeps no tensor alive.
     returned: tuple[weakref.ref[torch.Tensor], ...]
-    # Inputs and outputs of the graph. Weak, too.
-    around: tuple[weakref.ref[torch.Tensor], ...] = ()
-    # Of a graph after others: bytes that those made and it saves for its backward, and of results of its context.
-    saved_inputs: int = 0
-    context_bytes: int = 0
+    around: tuple[weakref.ref[torch.Tensor], ...] = ()  # inputs and outputs of the graph
+    # The next two are 0 for the first graph.
+    saved_inputs: int = 0  # bytes of tensors that earlier graphs made and this one saves for its backward
+    context_bytes: int = 0  # bytes of the results of its context
 
     @property
     def measurement(self) -> Measurement:
@@ -71,22 +70,22 @@ class MeasuredGraph:
 
 @dataclass(slots=True)
 class MeasuredGraphs:
-    """All graphs with gradients of a model's forward, in the order in which Dynamo called them."""
+    """All graphs of a model's forward that require a gradient, in the order in which the forward called them."""
 
     graphs: list[MeasuredGraph] = field(default_factory=list)
     output: Any = None
     outside_bytes: int = 0  # bytes that autograd saves for operators outside all graphs
-    returned_bytes: int = 0  # bytes of outputs that the main graph has neither made nor read
-    outputs_held: bool = True  # whether the caller holds the outputs through the step: all of them if none is a loss
+    returned_bytes: int = 0  # bytes of outputs of the model that the main graph has neither made nor read
+    outputs_held: bool = True  # whether the caller holds the model's outputs until the end of the step
     loss: LossCost | None = None
-    layouts: Layouts | None = None  # layouts of the gradients that the loss gives to the model's output
-    # The main graph compiled, the likely fastest first; empty if nothing is or can be compiled.
+    layouts: Layouts | None = None  # layouts of the gradients that the loss returns for the model's outputs
+    # Compiled variants of the main graph, the likely fastest first; empty without a compiler, or if compiling fails.
     variants: list[MeasuredGraph] = field(default_factory=list)
 
     def settle(self, graph: MeasuredGraph) -> None:
-        """Remeasure the graph, which makes the model's output, for gradients in the layouts that the loss gives."""
+        """Measure the graph again with output gradients in the layouts that the loss returns."""
         if self.layouts is not None:
-            # By id: tensors compare element by element.
+            # Map by id, since `==` of tensors compares elements.
             pairs = zip(tensors_in(self.output), self.layouts, strict=True)
             found = {id(tensor): strides for tensor, strides in pairs}
             graph.stages.settle_layouts(tuple(found.get(id(each())) for each in graph.returned))
@@ -100,7 +99,7 @@ class MeasuredGraphs:
 
     @property
     def shared_gradient_bytes(self) -> int:
-        """Bytes of gradients of parameters that several graphs use, and that are stepped in the backward."""
+        """Bytes of gradients of parameters that several graphs use, and whose optimizer steps in the backward."""
         uses: Counter[torch.Tensor] = Counter()
         stepped: set[torch.Tensor] = set()
         for graph in self.graphs:
@@ -110,42 +109,42 @@ class MeasuredGraphs:
         return bytes_like(each for each in stepped if uses[each] > 1)
 
 
-# Only the main graph is planned. Everything between its forward and its backward is the loss for the plan: later graphs
-# are part of it, and memory that earlier graphs save for their backward counts as kept by it.
+# Only the main graph is planned. For the plan, everything between its forward and its backward is the loss: this
+# includes later graphs, and the memory that earlier graphs save for their backward.
 
-# Whether a frame that resumes after a graph break holds its inputs: seen in torch 2.5, not in 2.11 and 2.13.
+# Whether the code after a graph break holds its inputs until it returns: measured in torch 2.5, not in 2.11 and 2.13.
 _FRAMES_HOLD = TORCH < (2, 11)
 
 
 def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
-    """Add to the `main` graph's measurement the needs of other graphs, outside operators and the loss."""
+    """Return the `main` graph's measurement with the costs of other graphs, code between graphs and the loss added."""
     at = found.graphs.index(found.main)
     before, after = found.graphs[:at], found.graphs[at + 1 :]
     seconds, temp, kept = main.loss.seconds, main.loss.temp_bytes, main.loss.kept_bytes + found.outside_bytes
     output_bytes = main.stages[-1].activation_bytes
     if after and _FRAMES_HOLD:
         kept += output_bytes
-    # Graphs go backward one after the other: a gradient that several of them add to waits from one to the next.
+    # Graphs run their backwards one after the other. A gradient to which several of them add is held in between.
     kept += found.shared_gradient_bytes
     kept += sum(_stored(other)[1] for other in before)
     returned = storages(tensors_in(found.output))
     given = storages(tensor for each in found.main.returned if (tensor := each()) is not None)
     inside = bool(after) and returned.keys().isdisjoint(given)
-    # The solver counts the main graph's output in the loss. It is gone when later graphs go backward, unless returned.
+    # The solver counts the main graph's output in the loss, but later graphs' backwards free it, unless it is returned.
     gone = main.stages[-1].output_released_bytes if inside and not _FRAMES_HOLD else 0
     gone = max(0, gone - sum(other.saved_inputs for other in after))
-    # The graphs go backward one by one, each beside what those before it keep.
+    # Each graph runs its backward while memory that the graphs before it have saved (`behind`) is still held.
     behind = most = output = made = 0
     for other in after:
         measured = other.measurement
         last = found.outputs_held and other is after[-1]
         whole, saved = _stored(other, output_held=last)
         seconds, behind = seconds + whole.makespan, behind + other.context_bytes
-        # The solver counts gradients made before the main graph's backward, and an output, from the start: too early.
+        # The solver counts later graphs' gradients and a held output from the start of the loss, so subtract them here.
         made += sum(measured.gradient_bytes)
         output = measured.stages[-1].activation_bytes
         counted = output if last else 0
-        backward = len(whole.during) // 2  # everything is stored: forwards, the loss, and backwards
+        backward = len(whole.during) // 2  # index of the loss: all forwards, the loss, all backwards
         peak = max(*whole.during[:backward], max(whole.during[backward:]) - gone)
         most = max(most, behind + peak - made - counted)
         behind += saved - counted
@@ -153,7 +152,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
     if found.loss is not None:
         seconds, kept = seconds + found.loss.seconds, kept + found.loss.kept_bytes
         most = max(most, behind + found.loss.temp_bytes + output - made)
-    # That includes the gradient of the main graph's output, which the solver counts with the loss as well.
+    # `most` includes the gradient of the main graph's output, which the solver also adds to the loss.
     temp += max(0, most - output_bytes) if after else most
     return replace(
         main,
@@ -165,7 +164,7 @@ def whole_step(found: MeasuredGraphs, main: Measurement) -> Measurement:
 
 
 def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulation, int]:
-    """Simulate a graph that stores everything; also return the bytes that it keeps from its forward to its backward."""
+    """Simulate a graph that stores everything; also return the bytes that it holds from its forward to its backward."""
     measured = graph.measurement
     chain = replace(measured, outputs_held=False, output_held=output_held).chain(fresh_gradients=True)
     sequence = store_all(chain)
@@ -174,22 +173,24 @@ def _stored(graph: MeasuredGraph, *, output_held: bool = False) -> tuple[Simulat
     return whole, whole.after[sequence.index(Loss()) - 1] + carried
 
 
-# Least predicted gain for compiling a second partition where the first one fits. A guess: it costs as much waiting.
+# Least predicted speedup for which a second partition is compiled if the first fits. A guess: compiling takes long.
 _WORTH_COMPILING = 0.03
-# Share of the memory left by the first partition that the second may take. A guess: with all, a Llama was 1 % over.
+# Share of the memory left by the first partition that the second may use. A guess: with all, a Llama was 1 % over.
 _CAUTION = 0.75
 
-# Timings of each variant in a comparison. A guess: fewer let noise decide.
+# How often each of two variants is timed in a comparison. A guess: with fewer timings, noise decides.
 _TURNS = 4
-# Further timings before one is rejected, after a disturbance of the machine may have passed. A guess, as above.
+# Further timings before a variant is rejected as slower: a disturbance of the machine may pass meanwhile. A guess.
 _MORE_TURNS = 8
-# How much slower compiled code has to be for the plain graph to win. A closer choice would change a user's last digits.
+# Share by which a variant must be slower to be rejected. A guess: noise must not change the choice between runs.
 _CLEARLY_SLOWER = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class CompileBudget:
-    """The room that the `budget` of a plain step leaves within `limit`; gradients may be `fresh` in every step."""
+    """Memory for a compiled graph: the `limit` of a step, and the `budget` of the step with the uncompiled graph.
+    `fresh`: each step allocates its gradients anew.
+    """
 
     budget: Budget
     limit: int
@@ -197,35 +198,35 @@ class CompileBudget:
 
     @property
     def available(self) -> int:
-        """Bytes for the graph: all that is not in use throughout the step, under any plan."""
+        """Bytes for the graph: the limit minus the memory that every plan holds throughout the step."""
         return self.limit - self.budget.fixed.total
 
     def taken(self, measurement: Measurement) -> int:
-        """Return the bytes of `available` that a step takes with all stages of a graph measured so stored."""
+        """Return the bytes of `available` that a step takes if it stores all stages of a graph with `measurement`."""
         budget = self.budget.with_found(measurement, 0, fresh_gradients=self.fresh)
-        # Of the graph only: everything after it, down to the loss, is as in the plain step.
+        # `measurement` covers only the graph: take the time and scratch memory of the loss from the plain step.
         plain = self.budget.chain
         chain = replace(budget.chain, loss_time=plain.loss_time, loss_temp=plain.loss_temp)
         return replace(budget, chain=chain, snapshot_bytes=0).peak_bytes(store_all(chain)) - self.budget.fixed.total
 
     def partitioner(self, limit: int) -> BudgetPartitioner:
-        """Return a partitioner of graphs within `limit`, counting all inputs and results of the compiled code."""
+        """Return a partitioner of graphs within `limit`, which includes inputs and results of the compiled code."""
         from rotor_py.compile.partitioner import whole_partitioner
 
         return whole_partitioner(limit, self.budget.chain)
 
 
-# The room that a step leaves, from its plain measurement and the graph's inputs.
+# Returns the CompileBudget of a step, given its measurement without compilation and the graph's shared inputs.
 CompileBudgetOf = Callable[[Measurement, Any], CompileBudget]
 
 
 def compiled_whole(
     plain: MeasuredGraph, compiler: StageCompiler, room: CompileBudget, progress: Progress | None = None
 ) -> MeasuredGraph | None:
-    """Return the graph as one compiled stage, the faster of at most two partitions inside the room. None if none fits,
-    or if the plain graph also fits and is clearly faster.
+    """Return the graph as one compiled stage: the faster of at most two partitions that fit into `room`. None if no
+    partition fits, or if the uncompiled graph fits, too, and is clearly faster.
     """
-    if plain.cut.prefix:  # its stages need outputs of the prefix layers, which are not available
+    if plain.cut.prefix:  # the stages need outputs of the prefix layers, which are not available
         return None
     layers = dict(plain.graph.layers)
     names = tuple(name for group in plain.cut.groups() for name in group)
@@ -234,7 +235,7 @@ def compiled_whole(
     given = storage_bytes([*owned_tensors(whole), *tensors_in(plain.shared)])
 
     def compiled(partitioner: BudgetPartitioner) -> MeasuredGraph | None:
-        # None if nothing fits, if it cannot be compiled, or runs out of memory, unforeseen.
+        # Return None if no partition fits, or if the graph cannot be compiled or runs out of memory.
         if progress is not None:
             progress(0, 1, "the whole graph, compiled")
         stage = CompiledStage(whole, "the graph as a whole", compiler, partitioner=partitioner)
@@ -252,7 +253,7 @@ def compiled_whole(
         return None
     taken, shown = room.taken(best.measurement), 0 if first.weight is None else first.weight.peak - given
     fits = taken <= available
-    # The next partition is expected to take more or less than it shows in the same proportion.
+    # Assume the same ratio of measured (`taken`) to predicted (`shown`) bytes for the second partition.
     expected = available * shown // max(1, taken)
     limit = max(available, shown)
     limit = given + (limit + int(_CAUTION * max(0, expected - limit)) if fits else min(expected, shown - 1))
@@ -263,16 +264,16 @@ def compiled_whole(
     if not fits:
         return None
     _log.info("compiled the graph as a whole in %.1f s", compiler.seconds - began, extra=record_fields("compiled"))
-    if room.taken(plain.measurement) > available:  # the plain graph would have to recompute
+    if room.taken(plain.measurement) > available:  # uncompiled, the graph would have to recompute
         return best
-    # Timed as one, not as the sum of its stages, which one by one find their memory in caches.
+    # Time the uncompiled graph as one stage: its stages timed one by one would be faster, with warm caches.
     as_one = plain.measured_as(replace(plain.cut, stages=((name, whole),), members=(names,)))
     return None if slower(best, as_one) else best
 
 
 def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
-    """Whether a step with everything stored takes clearly longer than another variant. Both are timed anew, in turns: a
-    busy machine disturbs one for a while and then the other, and only lengthens runs, so the shortest of each counts.
+    """Whether a step that stores everything is clearly slower as `found` than as `other`. Time both in turns, so that a
+    busy machine disturbs both alike, and compare the shortest times, since disturbances only lengthen a run.
     """
     mine, theirs = float("inf"), float("inf")
     for turns in (_TURNS, _MORE_TURNS):
@@ -286,17 +287,17 @@ def slower(found: MeasuredGraph, other: MeasuredGraph) -> bool:
 Agree = Callable[[Sequence[int]], list[int]]
 Stages = Sequence[CompiledStage | None]
 
-# How much faster a compiled stage has to be, relative to its plain time, to count as faster. A guess, about the error
-# of single stages' times: with less, a plan picks stages that seemed faster by chance.
+# Share of its uncompiled time that a compiled stage must save to count as faster. A guess, about the error of a stage's
+# time: with less, a plan would pick stages that seem faster by chance.
 _CLEARLY_FASTER = 0.05
 
 
 def with_ways(stages: Stages, compiler: StageCompiler) -> list[CompiledStage | None]:
-    """Give compiled stages further storage modes, the most frequent kind first, in the compile time that stages of one
-    kind save: of 32 equal blocks, there is time for all modes of one; where all differ, there is none.
+    """Compile further storage modes of stages, the most frequent kind first, for as long as sharing code has saved: 32
+    equal blocks, compiled once, leave time for all modes; blocks that all differ leave none.
     """
     codes = Counter(stage.code for stage in stages if stage is not None)
-    # Clocks of several processes differ, and the n-th mode has to be the same in each.
+    # With several processes, compile no modes: processes measure different times, but must have the same modes.
     counts = [(code, count) for code, count in codes.most_common() if code is not None and not several_processes()]
     spare = sum((count - 1) * compiler.seconds_of[code] for code, count in counts)
     ways: dict[StageCode | None, tuple[str, ...]] = {}
@@ -316,8 +317,8 @@ def compiled_variants(
     room: CompileBudget | None = None,
     agree: Agree = list,
 ) -> list[MeasuredGraph]:
-    """Return the compiled variants of the graph: as a whole if that fits into the `room`, or else stage by stage. Only
-    one of both is compiled: that takes long, and a whole graph that fits is faster, as it has no stage borders.
+    """Return the compiled variants of the graph: compiled as a whole if that fits into `room`, else stage by stage. Not
+    both, since compiling is slow, and the whole graph, fused across the borders of stages, is faster if it fits.
     """
     whole = None if room is None else compiled_whole(plain, compiler, room, progress)
     return _stage_by_stage(plain, compiler, progress, agree) if whole is None else [whole]
@@ -326,9 +327,9 @@ def compiled_variants(
 def _stage_by_stage(
     plain: MeasuredGraph, compiler: StageCompiler, progress: Progress | None, agree: Agree
 ) -> list[MeasuredGraph]:
-    """Return first the graph with the faster stages compiled, then with all that can be; one where both are the same.
-    The plan chooses among these and the plain graph by its limit: a faster stage may need more memory. Processes that
-    wait for each other in stages measure the same graphs: `agree` returns of each number the largest in any process.
+    """Return two variants: with only the stages compiled that get faster, and with all stages compiled that can be.
+    Return one if both are equal, none if no stage can be compiled. By its limit, the plan chooses one of them or the
+    uncompiled graph: a faster stage may need more memory. `agree` returns each number's maximum over all processes.
     """
     kinds, seconds = len(compiler.seconds_of), compiler.seconds
     wrapped = [CompiledStage(function, f"stage {name}", compiler) for name, function in plain.cut.stages]

@@ -110,7 +110,7 @@ def test_as_little_is_kept_as_an_exhaustive_search_finds(data: st.DataObject) ->
     least = min(sum(map(keeping.__getitem__, kept)) + price(kept) for kept in choices)
     found = least_cut(values, keeping, again)
     assert sum(map(keeping.__getitem__, found.kept)) + price(set(found.kept)) == least
-    assert sum(again[node] for node in found.again) == price(set(found.kept))
+    assert sum(again[node] for node in found.recomputed) == price(set(found.kept))
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,5 +1,5 @@
-"""Read a captured graph, and find where to cut it. Nodes without gradient (masks, positions, rotary tables) are its
-context, which runs once before the first stage: a mask that every layer reads would be live at every cut of the body.
+"""Read a captured graph, and find where to cut it into stages. Nodes without gradient (masks, positions, rotary tables)
+form its context, which runs once before all stages: if a stage made a mask, the mask would be live at every later cut.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Modes:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """A graph, read once. Together, `context` and `body` are all nodes that compute something."""
+    """Facts about a graph. Together, `context` and `body` have all nodes that compute something."""
 
     sizes: SymbolValues
     marks: FSDPMarks | None
-    # Nodes without gradient that can run before all others, or nodes that have to, in the order of the graph.
+    # Nodes that run once, before all others: those without gradient that can, and those that must. In graph order.
     context: list[fx.Node] = field(default_factory=list)
     body: list[fx.Node] = field(default_factory=list)  # the other nodes, in the order of the graph
     outputs: list[Any] = field(default_factory=list)
@@ -60,14 +60,14 @@ class GraphFacts:
     # Nodes that name a module, such as the body of a higher-order operator.
     modules: dict[fx.Node, nn.Module] = field(default_factory=dict)
     given: list[fx.Node] = field(default_factory=list)  # the other placeholders: the caller's inputs
-    # Nodes whose memory the body may write. Readers after such a write have to run in the body, too.
+    # Nodes whose memory the body may write. A node that reads this memory later has to be in the body, too.
     written: set[fx.Node] = field(default_factory=set)
     # Owned placeholders that are holes, each with its parameter's place and FSDP group.
     sharded: dict[fx.Node, tuple[Place, ShardGroup]] = field(default_factory=dict)
 
     @property
     def operators(self) -> list[str]:
-        """Operators, and which tensors need a gradient: equal for graphs that do the same for other sizes."""
+        """Operators, and which tensors require a gradient: equal for graphs that differ in sizes only."""
         given = ["gradient" if carries_gradient(node) else "given" for node in self.given if tensors_of(node)]
         made = [f"{node.op} {name_of(node)} {carries_gradient(node)}" for node in self.body if tensors_of(node)]
         return [*given, *made]
@@ -77,14 +77,14 @@ def read_graph(
     graph_module: fx.GraphModule, inputs: Sequence[Any], buffers: frozenset[int], marks: FSDPMarks | None = None
 ) -> GraphFacts:
     sizes = SymbolValues([node for node in graph_module.graph.nodes if node.op == "placeholder"], inputs)
-    late: set[fx.Node] = set()  # nodes that have to stay in the body, and recompute with it
-    ahead: set[fx.Node] = set()  # nodes that have to run before it, even if they write
+    late: set[fx.Node] = set()  # nodes that must be in the body, so that stages recompute them
+    ahead: set[fx.Node] = set()  # nodes that must be in the context, even if they write or carry a gradient
     while True:
         places = marks.places if marks else {}
         facts = _Reader(GraphFacts(sizes, marks), buffers, late, ahead, places).read(graph_module, inputs)
-        # All stages share the context's results, so none may write into them: a recomputed stage would write again.
+        # A stage must not write into a result of the context, since a recomputation would write again: make it there.
         written = {node for node in facts.context if memory_root(node) in facts.written} - ahead
-        # Nor may any write into what was made before a graph break. All up to the last such write runs once.
+        # Nor into a tensor from before a graph break: move all nodes up to the last such write into the context.
         made_before = [node for node in facts.given if not is_the_callers(node)]
         last = max((at for at, node in enumerate(facts.body) if overwritten_by(node, made_before)), default=-1)
         if not written and last == -1:
@@ -94,7 +94,7 @@ def read_graph(
 
 
 def is_the_callers(given: fx.Node) -> bool:
-    # Dynamo names a placeholder after its source: `args` or `kwargs` of the compiled function.
+    # TorchDynamo names a placeholder after its source: here `args` or `kwargs` of the compiled function.
     return given.name.startswith(("l_args_", "l_kwargs_"))
 
 
@@ -110,7 +110,7 @@ class _Reader:
     ahead: set[fx.Node]
     places: dict[int, tuple[Place, ShardGroup]]
     modes: Modes = Modes()
-    # Values available before the body runs: the caller's, frozen parameters, and the context's.
+    # Nodes whose values exist before the body runs: the caller's inputs, frozen parameters, and the context.
     early: set[fx.Node] = field(default_factory=set)
     read_by_body: set[fx.Node] = field(default_factory=set)  # nodes whose memory the body has read so far
 
@@ -130,7 +130,7 @@ class _Reader:
 
     def _read_input(self, node: fx.Node, value: Any) -> None:
         facts = self.facts
-        # By name, too: a backend of torch.compile has no model to ask for its buffers.
+        # Recognize buffers by name, too: as a backend of torch.compile, we do not know the model and its buffers.
         is_buffer = isinstance(value, torch.Tensor) and "_buffers_" in str(node.target)
         if isinstance(value, nn.Parameter) or id(value) in self.buffers or is_buffer:
             facts.owned[node] = value
@@ -146,7 +146,7 @@ class _Reader:
     def _read_operator(self, node: fx.Node) -> None:
         facts = self.facts
         if node.target in (_GRAD_MODE, _ENTER, _EXIT):
-            # Modes become facts about nodes: a stage that begins inside a region enters it itself.
+            # Record modes for each node instead of this node: a stage that begins inside a region must enter it.
             self.modes = _switched(self.modes, node)
         elif self._is_early(node):
             self.early.add(node)
@@ -157,18 +157,18 @@ class _Reader:
             facts.body.append(node)
             self.read_by_body.update(map(memory_root, node.all_input_nodes))
             facts.written.update(map(memory_root, written_by(node)))
-            if "_norm" in name_of(node):  # it may update its running statistics
+            if "_norm" in name_of(node):  # a norm may update its running statistics
                 owned = facts.owned
                 facts.written.update(
                     each for each in node.all_input_nodes if each in owned and not isinstance(owned[each], nn.Parameter)
                 )
 
     def _is_early(self, node: fx.Node) -> bool:
-        """Whether a node can run before all nodes of the body, with the same result, or has to."""
+        """Whether a node must run before the body, or can with the same result."""
         if node in self.ahead:
             return True
-        # Random numbers have to be drawn in the model's order. Measuring restores a norm's running statistics after a
-        # stage, but not after the context. A mark has to run in place.
+        # Random numbers must be drawn in the model's order. Measuring restores a norm's running statistics after stages
+        # only, not after the context. A mark must stay where its module begins or ends.
         if (
             node in self.late
             or carries_gradient(node)
@@ -179,14 +179,14 @@ class _Reader:
         ):
             return False
         inputs, owned = node.all_input_nodes, self.facts.owned
-        # A sharded parameter is a hole outside the stage that gathers it, frozen or not.
+        # A sharded parameter, even if frozen, has values only inside a stage that gathers it.
         if any(each in self.facts.sharded for each in inputs) or not all(
             each in self.early or (each in owned and not owned[each].requires_grad) for each in inputs
         ):
             return False
         if not self.facts.written.isdisjoint(map(memory_root, inputs)):
             return False
-        # Moved before the body, a write would reach nodes of the body that have read its target before.
+        # If a write moved ahead of the body, body nodes that precede it would read the overwritten values.
         if any(
             target.op in ("placeholder", "get_attr") or target in self.read_by_body
             for target in map(memory_root, written_by(node))
@@ -200,45 +200,45 @@ def _switched(now: Modes, node: fx.Node) -> Modes:
         return Modes(now.autocast, bool(node.args[0]))
     if node.target is _ENTER:
         return Modes((*now.autocast, node), now.gradients)
-    # The node that leaves a region has the entering one as its argument.
+    # The node that exits an autocast region has the node that enters it as its argument.
     return Modes(tuple(each for each in now.autocast if each is not node.args[0]), now.gradients)
 
 
-# A stage of a chain has one input: usually one tensor is live between blocks. One that is live over many blocks (an
-# encoder's output, a skip connection) is carried: each stage passes it on with its main output.
+# A graph is cut where one tensor is live, as usually between blocks. Another tensor, live across many blocks (an
+# encoder's output, a skip connection), is carried: each stage returns it, unchanged, along with the stage's own output.
 
 # Share of all bytes above which a stage is cut further, by carrying tensors past the cuts. A guess: with more, large
-# stages stay; with less, more carried tensors stay in memory.
+# stages remain; with less, more carried tensors take memory.
 _HUGE = 0.3
-# Fewest new cuts for which one more tensor is carried. A guess: fewer cost more than they gain.
+# Fewest new cuts for which one more tensor is carried. A guess: fewer save less memory than the tensor takes.
 _WORTHWHILE = 4
-# Share of all bytes up to which results are carried in any case. Chosen: a thousand of them take a tenth.
+# Outputs of the graph up to this share of all bytes are always carried. Chosen so that a thousand take a tenth.
 _TINY = 1e-4
-# Share of an average stage's bytes below which a stage is joined to the next. A guess: tiny stages save nothing.
+# A stage below this share of an average stage's bytes is joined to the next. A guess: tiny stages save nothing.
 _SMALL = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class CutPoints:
     ends: list[int]  # position of each stage's last node in the graph's body, increasing
-    carried: list[fx.Node]  # tensors carried past cuts with the main one
-    live: list[list[fx.Node]]  # live[p]: values made up to position p and read after it
+    carried: list[fx.Node]  # tensors that stages return along with their own output
+    live: list[list[fx.Node]]  # live[p]: nodes up to position p whose values are read after it
 
 
 def losses_of(nodes: Iterable[Any]) -> list[fx.Node]:
-    """Return those of a graph's outputs that are its loss: scalars with a gradient."""
+    """Return the losses among a graph's outputs: scalars that require a gradient."""
     tensors = [node for node in nodes if isinstance(node, fx.Node) and tensors_of(node) and carries_gradient(node)]
     return [node for node in tensors if all(tensor.dim() == 0 for tensor in tensors_of(node))]
 
 
 def weights_of(facts: GraphFacts) -> list[int]:
-    # Bytes stand for work: times are known only once stages are measured, and stages only once the graph is cut.
+    # Bytes stand in for time, which can be measured only once the graph is cut into stages.
     return [max(1, new_bytes(node, facts.sizes)) for node in facts.body]
 
 
 def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> CutPoints:
-    """Cut where one tensor is live, into at most `granularity` stages. While a stage is too large, carry one of the
-    tensors live inside the largest: the one that allows most new cuts. Join tiny stages to the next one.
+    """Cut where one tensor is live, into at most `granularity` stages. While the largest stage is too large, carry one
+    more of the tensors that are live inside it: the one that allows most new cuts. Join tiny stages to the next one.
     """
     live = _liveness(facts)
     positions = _possible_ends(facts, live)
@@ -247,18 +247,18 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
         for node in facts.body
         if len(tensors_of(node)) == 1
         and not isinstance(example_of(node), tuple)
-        and node not in facts.outputs  # the caller holds it: dropping it as a checkpoint would free nothing
+        and node not in facts.outputs  # the caller holds outputs, so dropping such a checkpoint would free nothing
     }
 
     def is_one(nodes: list[fx.Node]) -> bool:
         return len(nodes) <= 1 and checkpoints.issuperset(nodes)
 
-    # Results made with the last parameter, or later, count as dropped after the loss; carried, they would be held.
+    # Outputs made at or after the last use of a parameter count as freed after the loss, so do not carry them.
     results: set[Any] = set()
     if losses_of(facts.outputs):
         owned = [at for at, node in enumerate(facts.body) if not facts.owned.keys().isdisjoint(node.all_input_nodes)]
         results = {*facts.outputs}.intersection(facts.body[max(owned, default=0) :])
-    # A small result of each layer (a logged mean, a router's loss) lives to the end, too.
+    # Always carry tiny outputs of layers (a logged mean, a router's loss), which stay live to the end.
     most = _TINY * sum(weights)
     tiny = {node for node, size in zip(facts.body, weights, strict=True) if size <= most and tensors_of(node)}
     carried = [node for node in facts.body if node in tiny.intersection(facts.outputs) - results]
@@ -269,7 +269,7 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
         low, high = max(bounds, key=lambda pair: sum(weights[pair[0] : pair[1]]))  # the heaviest stage
         if sum(weights[low:high]) <= _HUGE * sum(weights):
             break
-        # For each further tensor to carry, the number of positions that it makes possible.
+        # For each tensor, the number of positions at which a cut becomes possible if it is carried, too.
         gained = Counter(
             node
             for nodes in main.values()
@@ -278,22 +278,22 @@ def find_cut_points(facts: GraphFacts, weights: list[int], granularity: int) -> 
             if is_one([each for each in nodes if each is not node])
         )
         inside = {node for position in range(low, high - 1) for node in live[position]} - results
-        # In the order of the graph, the first among equals: processes that train together have to cut alike.
+        # Among equals, take the first in graph order: all processes must cut at the same positions.
         best = max((node for node in facts.body if node in inside), key=gained.__getitem__, default=None)
         if best is None or gained[best] < _WORTHWHILE:
             break
         carried.append(best)
     smallest = _SMALL / granularity
     while len(ends := _merged(possible, weights, smallest)) > granularity:
-        smallest *= 1.5  # a guess: a few rounds suffice, and the number of stages ends not far below the bound
+        smallest *= 1.5  # a guess: a few rounds suffice, with not many fewer stages than `granularity`
     return CutPoints(ends, carried, live)
 
 
 def cut_points_like(facts: GraphFacts, other: GraphFacts, cuts: CutPoints) -> CutPoints | None:
-    """Cut a graph where `other` was cut, whose plan serves only the same stages; None if it has no such cuts."""
+    """Cut a graph where the graph `other` was cut, so that the plan for `other` fits. None if this is not possible."""
     if facts.operators != other.operators:
         return None
-    # Numbers, and the nodes that compute them, differ between known and open sizes.
+    # Compare nodes with tensors only: nodes that compute sizes differ between graphs with constant and symbolic sizes.
     here, there = ([at for at, node in enumerate(each.body) if tensors_of(node)] for each in (facts, other))
     partner = {other.body[at]: facts.body[position] for at, position in zip(there, here, strict=True)}
     live = _liveness(facts)
@@ -320,18 +320,19 @@ def _liveness(facts: GraphFacts) -> list[list[fx.Node]]:
 
 
 def _possible_ends(facts: GraphFacts, live: list[list[fx.Node]]) -> dict[int, list[fx.Node]]:
-    """Positions after which a stage may end, if few enough tensors are live there; and these tensors."""
+    """Map each position after which a stage may end to the tensors that are live there."""
     position = {node: at for at, node in enumerate(facts.body)}
-    unfinished: set[int] = set()  # between a tensor and a write into it
+    unfinished: set[int] = set()  # positions between the allocation of a tensor and a later write into it
     for node in facts.body:
         for target in map(memory_root, written_by(node)):
             unfinished.update(range(position.get(target, position[node]), position[node]))
     found: dict[int, list[fx.Node]] = {}
     for at, (node, following) in enumerate(itertools.pairwise(facts.body)):
-        # `enter` has just gathered parameters, which a cut would keep. Elements of its tuple are nodes that follow.
+        # Do not cut after `enter`, whose gathered parameters would stay in memory, nor after the `getitem` nodes that
+        # follow it, and not before `leave`: both belong in the stage of their module.
         begins = node.all_input_nodes[0] if node.target is operator.getitem else node
-        # A mark belongs into one stage with its module. A stage must not end where gradients are off: none would
-        # arrive at its output. A stage that overwrites its input could not be recomputed from it.
+        # Do not cut where gradients are off: no gradient would reach the stage's output. Do not cut before a write into
+        # a live tensor: a stage that overwrites its input cannot be recomputed.
         if begins.target is enter or following.target is leave or not facts.modes[node].gradients or at in unfinished:
             continue
         tensors = [each for each in live[at] if tensors_of(each)]
@@ -341,7 +342,7 @@ def _possible_ends(facts: GraphFacts, live: list[list[fx.Node]]) -> dict[int, li
 
 
 def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
-    """The ends after joining stages lighter than the share `smallest` of all to the next stage."""
+    """Join each stage lighter than `smallest`, a share of all weights, to the next one; return the remaining ends."""
     least, kept, begin = smallest * sum(weights), [], 0
     for end in ends[:-1]:
         if sum(weights[begin : end + 1]) >= least:
@@ -353,7 +354,7 @@ def _merged(ends: list[int], weights: list[int], smallest: float) -> list[int]:
 
 
 def name_pieces(pieces: list[list[fx.Node]], weights_of: dict[fx.Node, int]) -> list[str]:
-    """Name each piece after the module in which its nodes weigh most, one level below what all of them share."""
+    """Name each piece after the module of most of its weight, one level below the path that its modules share."""
     found = []
     for piece in pieces:
         weights: Counter[str] = Counter()

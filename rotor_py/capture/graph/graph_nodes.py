@@ -21,14 +21,14 @@ from torch.nn import functional
 from rotor_profiling.storage import local
 from rotor_profiling.torch_compat import tree_leaves
 
-# Bytes decide cuts and saved values. A symbol's hint is the size at tracing, which may have been for another input, or
-# for another model built alike. The present input's sizes count.
+# Decisions about cuts and saved values need bytes, and so the sizes of the current input. A symbol's hint will not do:
+# it is the size at tracing, which may have been for another input or another model.
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class SymbolValues:
-    """Numbers for the symbols of a graph whose `placeholders` are called with `arguments`."""
+    """Values of a graph's symbols, read from the `arguments` with which its `placeholders` are called."""
 
     def __init__(self, placeholders: Iterable[fx.Node] = (), arguments: Iterable[Any] = ()) -> None:
         self._known: dict[Any, sympy.Integer] = {}
@@ -36,7 +36,7 @@ class SymbolValues:
             example = example_of(node)
             pairs = [(example, argument)]
             if isinstance(example, torch.Tensor) and isinstance(argument, torch.Tensor):
-                # The local shard of a `DTensor` has symbols of its own.
+                # The local shard of a `DTensor` has other symbols than the `DTensor`.
                 alike = ((example, argument), (local(example), local(argument)))
                 pairs = [pair for seen, given in alike for pair in zip(seen.shape, given.shape, strict=False)]
             for size, found in pairs:
@@ -45,7 +45,7 @@ class SymbolValues:
                     self._known[expression] = sympy.Integer(int(found))
 
     def number(self, value: Any) -> Any:
-        """A number of the graph without symbols: TorchDynamo's hint for unknown ones, None if there is none."""
+        """Return the number for a symbolic `value`: TorchDynamo's hint if a symbol is unknown, None without a hint."""
         if not isinstance(value, _SYMBOLIC):
             return value
         expression = getattr(value.node, "expr", None)
@@ -56,28 +56,28 @@ class SymbolValues:
         return kind(found)
 
     def bytes_of(self, tensor: torch.Tensor) -> int:
-        """Bytes of a tensor in this process, for a `DTensor` those of the largest part; None counts as one."""
+        """Return a tensor's bytes in this process: for a `DTensor`, of its largest shard. Unknown sizes count as 1."""
         shape = tensor.shape if isinstance(tensor, DTensor) else local(tensor).shape
         sizes: list[int | None] = list(map(self.number, shape))
         if isinstance(tensor, DTensor):
             for number, placement in enumerate(tensor.placements):
-                divided = getattr(placement, "dim", None)  # of shards of any kind
+                divided = getattr(placement, "dim", None)  # set for all kinds of shards, not for replicas
                 if divided is not None and (size := sizes[divided]) is not None:
                     sizes[divided] = -(-size // tensor.device_mesh.size(number))
         return tensor.element_size() * math.prod(1 if size is None else size for size in sizes)
 
 
 def example_of(node: fx.Node) -> Any:
-    """The node's value as Dynamo saw it, made of fake tensors."""
-    # Dynamo writes "example_value"; torch's other tracers write "val".
+    """Return the node's value at tracing, with fake tensors."""
+    # TorchDynamo writes the key "example_value"; torch's other tracers write "val".
     return node.meta.get("example_value", node.meta.get("val"))
 
 
-# Parts of names of random operators; torch lists none for functions and methods.
+# An operator whose name contains one of these is random. torch has no list of random functions and methods.
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu", "exponential", "uniform")
 _AUGMENTED = ("add", "sub", "mul", "truediv", "floordiv", "and", "or", "xor")
 _IN_PLACE = {operator.setitem, operator.delitem, *(getattr(operator, f"i{name}") for name in _AUGMENTED)}
-# Python's functions for `and`, `or`, `not` and `is` end in an underscore because those words are reserved.
+# `operator.and_` and others end in an underscore because `and` is reserved, not because they work in place.
 _NOT_IN_PLACE = {operator.and_, operator.or_, operator.not_, operator.is_}
 
 
@@ -87,7 +87,7 @@ def carries_gradient(node: fx.Node) -> bool:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     example = example_of(node)
-    if isinstance(example, torch.Tensor):  # of most nodes; called very often
+    if isinstance(example, torch.Tensor):  # a shortcut for most nodes: this is called very often
         return [example]
     return [leaf for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor)]
 
@@ -109,7 +109,7 @@ def overwrites(node: fx.Node) -> bool:
     name = name_of(node)
     if node.target in _NOT_IN_PLACE:
         return False
-    # torch's convention: `add_` writes, `__and__` does not.
+    # By torch's naming convention, `add_` writes into its input, and `__and__` does not.
     if node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
         return True
     place = _place_of_inplace(node.target) if node.op == "call_function" else len(node.args)
@@ -126,7 +126,7 @@ def _place_of_inplace(function: Any) -> int:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """Return the inputs that the node may write into, except a norm's running statistics."""
+    """Return the inputs that the node may write into, except the running statistics of a norm."""
     if node.op not in ("call_function", "call_method") or not overwrites(node):
         return []
     out = [each for each in tree_leaves(node.kwargs.get("out")) if isinstance(each, fx.Node)]
@@ -141,7 +141,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    # Dynamo writes the path as an expression: L['model'].layers.0 in torch 2.13, with `_modules` and ['0'] in others.
+    # TorchDynamo's path is an expression: L['model'].layers.0 in torch 2.13, with `_modules` and ['0'] in older ones.
     path = re.sub(r"^L\['\w+'\]\.?", "", str(list(stack.values())[-1][0]))
     path = re.sub(r"\['?", ".", path).replace("']", "").replace("]", "")
     return path.replace("_modules.", "").strip(".")
@@ -153,16 +153,16 @@ def attribute_of(module: Any, target: Any) -> Any:
     return module
 
 
-GATHERED = "gathered"  # key in `meta` of a node for a sharded parameter, which is whole while the stage runs
+GATHERED = "gathered"  # key in `node.meta` for a sharded parameter, which FSDP gathers while the stage runs
 
 
 def owned_by(module: Any, node: fx.Node) -> Any:
-    """Value of a `get_attr` node; for a sharded parameter, a fake one as it looks when gathered."""
+    """Return the value of a `get_attr` node; for a sharded parameter, a fake tensor like the gathered parameter."""
     return node.meta["example_value"] if GATHERED in node.meta else attribute_of(module, node.target)
 
 
 def memory_root(node: fx.Node) -> fx.Node:
-    """The node that allocated this node's memory: views and in-place operators have that of their first input."""
+    """Return the node that allocated this node's memory, which for views and in-place operators is an input's."""
     while (inputs := node.all_input_nodes) and tensors_of(node) and not _new_tensors(node):
         node = inputs[0]
     return node
@@ -173,7 +173,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    # Not the address of the data: all fake tensors have 0 there.
+    # Identify a storage by its C++ object: the data address of all fake tensors is 0.
     return int(local(tensor).untyped_storage()._cdata)
 
 
@@ -186,7 +186,7 @@ def lines_of(node: fx.Node) -> list[str]:
 
 
 def line_of(node: fx.Node) -> str:
-    """The line of the model that a node comes from: path:number, and its text."""
+    """Return the model's source line that a node comes from: path:number, and its text."""
     frames = lines_of(node)
     found = re.search(r'File "(.+)", line (\d+)[^\n]*\n\s*([^\n]*)', frames[-1]) if frames else None
     return "an unknown line" if found is None else f"{found[1]}:{found[2]} ({found[3].strip()})"

@@ -17,8 +17,8 @@ from rotor_py.capture.graph.graph_nodes import carries_gradient, example_of, lin
 from rotor_py.errors import UnsupportedModelError
 from rotor_py.stage.forward_state import lasting
 
-# For a call of a model's own `torch.autograd.Function`, Dynamo's operator makes a class, which owns the saved tensors
-# until the next garbage collection. Here autograd owns them, and frees them in the backward.
+# For a call of a model's own `torch.autograd.Function`, TorchDynamo's operator creates a class, which holds the saved
+# tensors until the next garbage collection. Ours saves them with autograd, which frees them in the backward.
 
 
 def with_saving_functions(graph: fx.Graph) -> None:
@@ -28,7 +28,7 @@ def with_saving_functions(graph: fx.Graph) -> None:
 
 
 def autograd_function_apply(forward: fx.GraphModule, backward: fx.GraphModule, *values: Any, **how: Any) -> Any:
-    """Run `forward` on `values` as torch's operator of this name does; `backward` reads gradients and saved values."""
+    """Run `forward` on `values` and, in the backward, `backward` on gradients and saved values, as torch's does."""
     return SavingFunction.apply(forward, backward, how, *values)  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -44,14 +44,14 @@ class SavingFunction(torch.autograd.Function):
         ctx.backward_graph = backward
         ctx.others = [None if isinstance(each, torch.Tensor) else each for each in saved]
         ctx.positions = [number for number, each in enumerate(saved) if isinstance(each, torch.Tensor)]
-        # A tensor kept as `ctx.x = x` may be written over, so it is saved without its version counter, and not as an
-        # attribute of `ctx`, which would outlive the backward.
+        # A tensor that the model keeps as `ctx.x = x` may be overwritten, so save it without its version counter. As an
+        # attribute of `ctx`, it would not be freed in the backward.
         guarded = how.get("saved_for_backward_idx", ())
         ctx.save_for_backward(*(saved[at] if at in guarded else saved[at].data for at in ctx.positions))
         return output
 
     @staticmethod
-    @once_differentiable  # TorchDynamo traced it so
+    @once_differentiable  # the traced backward cannot itself be differentiated
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         values = list(ctx.others)
         for number, tensor in zip(ctx.positions, ctx.saved_tensors, strict=True):
@@ -60,10 +60,10 @@ class SavingFunction(torch.autograd.Function):
         return None, None, None, *(found if isinstance(found, (tuple, list)) else (found,))
 
 
-# Dynamo makes one operator of a region of `torch.utils.checkpoint`. When it recomputes, it draws other random
-# numbers, and refuses buffers that the region writes, as batch norm's are.
+# TorchDynamo makes one operator of a region of `torch.utils.checkpoint`. This operator draws other random numbers when
+# it recomputes, and rejects regions that write buffers, as batch norm does. So a function of ours replaces it.
 
-# One function for each kind of region, so that stages with equal regions are equal, and measured once.
+# One function for each kind of region, so that stages with equal regions have equal signatures and are measured once.
 _functions: dict[Hashable, Callable[..., Any]] = {}
 
 
@@ -84,10 +84,10 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
 
         def checkpointed(*values: Any, **how: Any) -> Any:
             if any(map(torch_compat.is_fake_tensor, values)):
-                return operator(body, *values, **how)  # the compiler traces
+                return operator(body, *values, **how)  # the compiler traces with fake tensors, and needs its operator
             trained = [isinstance(each, torch.Tensor) and each.requires_grad for each in values]
             given = [each if needed else None for each, needed in zip(values, trained, strict=True)]
-            # A recomputed stage has copies of buffers; the region writes the buffers again, as in plain training.
+            # A recomputed stage runs on copies of buffers. A region in it recomputes on the real ones, as in training.
             later = [None if needed else lasting(each) for each, needed in zip(values, trained, strict=True)]
             others = [later, list(values)]
 
@@ -102,8 +102,8 @@ def _region_of(body: fx.GraphModule, operator: Callable[..., Any]) -> Callable[.
     return _functions[key]
 
 
-# In a region of `torch.vmap` and other transforms, operators work on wrapped tensors, which have no memory of their own
-# and do not say whether they carry a gradient. A region as one node takes and returns plain tensors.
+# Inside `torch.vmap` and other transforms, operators work on wrapped tensors, which have no memory of their own and do
+# not tell whether they require a gradient. As one node, such a region takes and returns plain tensors.
 
 _TRANSFORMS = ("_vmap", "_grad", "_jvp")
 _ENTER = {f"{name}_increment_nesting" for name in _TRANSFORMS}
@@ -111,7 +111,7 @@ _EXIT = {f"{name}_decrement_nesting" for name in _TRANSFORMS}
 
 
 def with_whole_transforms(graph: fx.Graph) -> None:
-    """Make each region of function transforms one node; it must not write into a tensor from outside."""
+    """Make one node of each region of `torch.func` transforms. Raises UnsupportedModelError if it writes its inputs."""
     region: list[fx.Node] = []
     depth = 0
     for node in list(graph.nodes):
@@ -132,8 +132,8 @@ def _replace(graph: fx.Graph, region: list[fx.Node]) -> None:
     for node in region:
         if not set(inputs).isdisjoint(written_by(node)):
             raise UnsupportedModelError(
-                f"let {line_of(node)} make a new tensor: it writes into one from outside of a function that torch.func "
-                "transforms, and a recomputation would again",
+                f"let {line_of(node)} make a new tensor: inside a function that torch.func transforms, it overwrites a "
+                "tensor from outside, so it cannot be recomputed",
                 kind="in_place_input",
                 name=line_of(node),
             )
@@ -163,7 +163,7 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
             try:
                 return type(module).forward(module, *values)
             except BaseException:
-                # Generated code has no `with` blocks, so an error would leave the transform on.
+                # Generated code has no `with` blocks, so leave the transform here after an error.
                 while torch_compat.maybe_current_level() != level:
                     torch_compat.pop_dynamic_layer_stack()
                 raise
@@ -174,25 +174,25 @@ def _function_of(region: list[fx.Node], inputs: list[fx.Node], outputs: list[fx.
 
 
 def _kind_of(graph: fx.Graph) -> Hashable:
-    names = {node: f"%{number}" for number, node in enumerate(graph.nodes)}  # unlike numbers among the arguments
+    names = {node: f"%{number}" for number, node in enumerate(graph.nodes)}  # "%1" for a node: 1 may be an argument
     given = [fx.node.map_arg((node.args, node.kwargs), names.__getitem__) for node in graph.nodes]
     pairs = zip(graph.nodes, given, strict=True)
     return tuple((node.op, node.op != "placeholder" and node.target, *map(str, each)) for node, each in pairs)
 
 
 def _names(nodes: Iterable[fx.Node]) -> str:
-    # By them, others know which functions draw random numbers or write statistics, and which graphs are alike.
+    # Other code finds random operators and norms by name, and compares graphs by the names of operators.
     return ", ".join(name_of(node) for node in nodes if node.op.startswith("call"))
 
 
-# The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one by one, so one operator for each does the same to the last
-# bit, and a stage may end between them. cuDNN runs all layers at once, so there they stay together.
+# The CPU runs the layers of `nn.LSTM(…, num_layers=4)` one by one. With one operator for each layer, the result is the
+# same to the bit, and a stage may end between layers. On CUDA, cuDNN runs all layers at once: they are not split.
 
 _OPERATORS = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class _Arguments(NamedTuple):
-    """Arguments of a recurrent operator; each may be a node. The state of an LSTM is a pair."""
+    """Arguments of a recurrent operator, nodes or constants. The state of an LSTM is a pair."""
 
     value: Any
     state: Any
@@ -207,7 +207,7 @@ class _Arguments(NamedTuple):
     @property
     def drops(self) -> bool:
         probability = self.dropout
-        if isinstance(probability, fx.Node):  # Dynamo makes a number that differs from model to model an input
+        if isinstance(probability, fx.Node):  # TorchDynamo makes a number an input if it differs between two traces
             probability = probability.meta["example_value"].node.hint
         return bool(self.training and self.layers > 1 and probability)
 
@@ -218,13 +218,13 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 def draws_from_own_state(node: fx.Node) -> bool:
-    """Whether the node draws them from cuDNN's own state, which cannot be restored."""
+    """Whether the node draws random numbers from cuDNN's own state, which cannot be restored."""
     on_cuda = any(tensor.device.type == "cuda" for tensor in tensors_of(node))
     return on_cuda and torch.backends.cudnn.enabled and draws_random_numbers(node)
 
 
 def with_layers_apart(graph: fx.Graph) -> None:
-    """Make one operator of each recurrent layer, where that changes no number."""
+    """Split recurrent operators into one for each layer, on the CPU, where the result is the same to the bit."""
     for node in list(graph.nodes):
         if node.target not in _OPERATORS or any(user.target is not operator.getitem for user in node.users):
             continue
@@ -236,7 +236,7 @@ def with_layers_apart(graph: fx.Graph) -> None:
 
 
 def _divide(node: fx.Node, given: _Arguments, states: tuple[fx.Node, ...]) -> None:
-    """Replace a recurrent operator by operators that each have a fake example value, as from Dynamo."""
+    """Replace a recurrent operator by one for each layer; give each new node a fake example value."""
 
     def call(target: Any, args: tuple[Any, ...], example: Any) -> fx.Node:
         with node.graph.inserting_before(node):
@@ -247,14 +247,14 @@ def _divide(node: fx.Node, given: _Arguments, states: tuple[fx.Node, ...]) -> No
     def transposed(value: fx.Node) -> fx.Node:
         return call(torch.transpose, (value, 0, 1), value.meta["example_value"].transpose(0, 1))
 
-    # Time comes first in all of them, as inside the operator: dropout draws its numbers in the order of memory.
+    # Make time the first dimension, as inside the original operator: dropout draws its numbers in memory order.
     example, *ends = node.meta["example_value"]
     value = given.value
     if given.batch_first:
         example, value = example.transpose(0, 1), transposed(value)
     directions = 2 if given.bidirectional else 1
     count = len(given.weights) // given.layers
-    last_states: list[list[fx.Node]] = []  # of every layer
+    last_states: list[list[fx.Node]] = []  # per layer: the hidden state after the last time step, for an LSTM a pair
     for layer in range(given.layers):
         weights = list(given.weights[layer * count : (layer + 1) * count])
         start = layer * directions

@@ -1,4 +1,4 @@
-"""Pieces of a graph as modules: each maps the values live before it to those live after it."""
+"""Stages of a captured graph as modules: each maps the values live before it to the values live after it."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from rotor_py.stage.partial_storage import Around, PartialSaving
 from rotor_py.stage.protocol import Run, RunThrough, StageOffers, Wrap
 from rotor_py.stage.skipped_output import skip_output
 
-# A stage recomputed for its backward can skip a matrix product at its end, whose backward needs only its inputs.
+# Recomputed right before its backward, a stage can skip a product at its end, whose backward needs only its inputs.
 
-# Listed, not found from autograd's saved values: those are unknown before the stage runs.
+# Operators that can be skipped. Autograd's saved values would tell, but are unknown before the stage runs.
 _PRODUCTS = {*KINDS["products"], *KINDS["convolutions"]}
 _SUMS: set[Any] = {operator.add, torch.add, "add"}
-# Operators that may follow a product: their backward does not read their input values.
+# Operators that may follow a skipped product: their backward does not read their input values.
 _RESHAPING = ("reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "view", "contiguous")
 _FOLLOWING = {F.dropout, *named((*_RESHAPING, "to", "float", "half", "bfloat16"), torch)}
-# Most runs that a stage remembers. A guess, far above the sequences that a model alternates between.
+# Most `WholeRun`s that a stage caches. A guess, far above the number of plans between which a model alternates.
 _MOST_RUNS = 16
 
 
 def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
     skipped = _skippable(body.graph)
-    if not any(node.target in _PRODUCTS for node in skipped):  # sums and views take hardly any time
+    if not any(node.target in _PRODUCTS for node in skipped):  # skipping sums and views alone saves no time
         return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, copies))
     for node in skipped:
-        if node.target not in _FOLLOWING:  # those run on the value's substitute, and cost little or nothing
+        if node.target not in _FOLLOWING:  # `_FOLLOWING` run on the uncomputed value, at little cost
             copy, target = copies[node], node.target
             function: Any = getattr(torch.Tensor, target) if isinstance(target, str) else target
             copy.op, copy.target = "call_function", _skipping(function)
@@ -55,11 +55,11 @@ def skipping_output(body: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def _skippable(graph: fx.Graph) -> list[fx.Node]:
-    """The operators whose value only the stage's output depends on, and no backward."""
+    """Return the operators whose values are needed for the stage's output, but for no operator's backward."""
     found: dict[fx.Node, None] = {}
     for node in reversed(graph.nodes):
         known = node.target in _PRODUCTS or node.target in _SUMS or node.target in _FOLLOWING
-        # A product's backward needs the product's inputs, so these are not skipped.
+        # An input of a product cannot be skipped: the product's backward needs it.
         unused = all(user.op == "output" or (user in found and user.target not in _PRODUCTS) for user in node.users)
         made, called = example_of(node), node.op in ("call_function", "call_method")
         is_tensor = isinstance(made, torch.Tensor) and made.is_floating_point()
@@ -70,7 +70,7 @@ def _skippable(graph: fx.Graph) -> list[fx.Node]:
 
 @cache
 def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator `target` for runs with a skipped output, named because the graph becomes code."""
+    """Return the operator `target` without its computation; with a name, since the graph becomes code."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return skip_output(target, *args, **kwargs)
@@ -79,17 +79,17 @@ def _skipping(target: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# One function for consecutive stages stored whole saves a fifth of the Python time of a small network: calls, look-ups.
+# Running consecutive stages that store everything as one function saves a fifth of a small network's Python time.
 
 
 class WholeRun:
-    """Runs consecutive stages of an unsharded graph as one, each with the positions of shared values that it reads."""
+    """Run consecutive `stages` of an unsharded graph as one; with each come the positions of shared values it reads."""
 
     def __init__(self, stages: Sequence[tuple[fx.GraphModule, tuple[int, ...]]]) -> None:
         graph = fx.Graph()
-        # Lists, not one argument for each value: the caller of a function holds its arguments until it returns.
+        # Pass values in lists: the caller of a function holds its arguments until it returns, but not a list's items.
         self._values, self._owned = graph.placeholder("values"), graph.placeholder("owned")
-        # Tables of the stages' parameters, buffers or modules, and their names there.
+        # For each parameter, buffer or module of the stages, the dict that has it, and its name.
         self._places: list[tuple[dict[str, Any], str]] = []
         self._stage_of: dict[fx.Node, int] = {}
         first, read = stages[0]
@@ -106,8 +106,8 @@ class WholeRun:
         self._graph = fx.GraphModule(nn.Module(), graph, "WholeRun")
 
     def __call__(self, values: list[Any], name_of: Callable[[int], str]) -> tuple[Any, ...]:
-        """Run the stages on `values`, the live and the shared ones; empties the list. Errors get their stage's name."""
-        # Looked up in every run: a parameter may have been replaced.
+        """Run the stages on `values`, the live then the shared ones; empty the list. Errors name their stage."""
+        # Look parameters up in every run: one may have been replaced.
         owned = [table[name] for table, name in self._places]
         try:
             made: tuple[Any, ...] = run_graph(self._graph, (values, owned))
@@ -141,10 +141,10 @@ _SIZES = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class GraphStage(nn.Module, StageOffers, HasKind):
-    """A piece of a graph, run node by node.
+    """A stage of a captured graph.
 
-    Its input and output are tuples: first the live values, then those that all stages share. It reads the shared values
-    at the positions `reads`, and passes all of them on unless it is the `last`. `marked`: its nodes if sharded.
+    Its input and output are tuples: the live values, then the values that all stages share. The stage reads the shared
+    values at the positions `reads`, and returns all of them unless it is the `last`. `marked`: its nodes, if sharded.
     """
 
     def __init__(
@@ -174,17 +174,17 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self._known = known
         self._like: list[GraphStage] = []  # the same stage for other sizes, in a list, which hides it from `nn.Module`
         self._parts: dict[str, SavedPart] | None = None
-        # By storage mode (None: stored whole), and by whether they skip the output.
+        # Graphs by storage mode (None: everything is stored), and by whether they skip the output.
         self._own_graphs: dict[tuple[str | None, bool], fx.GraphModule | None] = {}
         self._runs: dict[tuple[GraphStage, ...], WholeRun | None] = {}  # this stage as one with following ones
 
     def __getstate__(self) -> dict[str, Any]:
-        # The graphs have no attributes and cannot be copied; a copy makes its own.
+        # Graphs that run on another module's attributes cannot be copied: a copy of the stage makes its own.
         kept = {name: each for name, each in self.__dict__.items() if name not in ("_graphs", "_first")}
         return {**kept, "_own_graphs": {}, "_known": {}, "_runs": {}}
 
     def __call__(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.forward(values)  # without hooks on all modules: those are for the user's
+        return self.forward(values)  # without global module hooks, which are for the user's modules only
 
     def forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._run(self.body, values)
@@ -198,14 +198,14 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return None if graph is None else partial(self._run, graph)
 
     def be_stored_like(self, other: GraphStage) -> None:
-        """Take over the parts of the same stage for other sizes, before any are requested."""
+        """Use the storage modes of `other`, the same stage for other sizes. Call this before `ways`."""
         self._like = [other]
 
     def ways(self) -> tuple[str, ...]:
         return tuple(self.parts_by_way())
 
     def ways_for(self, value: Any) -> tuple[str, ...]:
-        # Where processes wait for each other in a stage, they do not run it equally often to find its saved values.
+        # With several processes, find saved values with fake tensors: a real run may wait for the other processes.
         if self._marked is not None or several_processes():
             return self.ways()
         live, shared = self._divide(value)
@@ -244,10 +244,10 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         return self._signature, value_signature((live, [shared[position] for position in self.reads]))
 
     def parts_by_way(self, arguments: Sequence[Any] | None = None) -> dict[str, SavedPart]:
-        """The parts in order of fewer bytes; found at the first call, by a run on `arguments`, or on fake tensors."""
+        """Return the partial storage modes, most bytes first. The first call may run the stage on `arguments`."""
         if self._parts is None:
             if self._first._parts is None:
-                # Tensors with memory, all of it in this process.
+                # Run on `arguments` only if these tensors have memory, all of it in this process.
                 plain = (torch.Tensor, nn.Parameter)
                 usable = all(type(each) in plain and each.device.type != "meta" for each in tensors_in(arguments))
                 self._first._parts = self._find_parts(arguments if usable else None)
@@ -256,7 +256,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     def _find_parts(self, arguments: Sequence[Any] | None) -> dict[str, SavedPart]:
         for example in self._like:
-            # Without sizes: a graph has no symbol for a size of 1.
+            # Leave out nodes that are sizes: a graph for a size of 1 has a constant in place of such a node.
             theirs, own = (
                 {at: node for at, node in enumerate(each.body.graph.nodes) if not isinstance(example_of(node), _SIZES)}
                 for each in (example, self)
@@ -268,12 +268,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     @cached_property
     def _first(self) -> GraphStage:
-        """The first stage of those that do the same with the same sizes, and share parts and graphs."""
+        """The first stage with the same operators and sizes as this one; equal stages share its parts and graphs."""
         nodes = self.body.graph.nodes
         given = (tensor for node in nodes if node.op == "placeholder" for tensor in tensors_of(node))
         owned = (owned_by(self.body, node) for node in nodes if node.op == "get_attr")
         layouts = tuple(self._layout(each) for each in (*given, *owned) if isinstance(each, torch.Tensor))
-        # Nodes as well: the signature does not say where autocast regions end.
+        # Compare node kinds, too: the signature does not say where autocast regions end.
         return self._known.setdefault((self._signature, tuple(node.op for node in nodes), layouts), self)
 
     def _layout(self, tensor: torch.Tensor) -> Hashable:
@@ -283,12 +283,12 @@ class GraphStage(nn.Module, StageOffers, HasKind):
 
     @cached_property
     def _graphs(self) -> dict[tuple[str | None, bool], fx.GraphModule | None]:
-        # The attributes of a sharded model's stage have names of their own.
+        # Stages of a sharded model name their attributes differently, so they cannot share graphs.
         return self._first._own_graphs if self._marked is None else self._own_graphs
 
     @property
     def _bare(self) -> fx.GraphModule | None:
-        """The graph that skips the output, if there is one."""
+        """The graph without the computation of the stage's output; None if there is nothing to skip."""
         if (None, True) not in self._graphs:
             self._graphs[None, True] = skipping_output(self.body)
         return self._graphs[None, True]
@@ -302,7 +302,7 @@ class GraphStage(nn.Module, StageOffers, HasKind):
         self, graph: fx.GraphModule, values: tuple[Any, ...], *before: Any, owner: fx.GraphModule | None = None
     ) -> tuple[Any, ...]:
         live, shared = self._divide(values)
-        del values  # if the caller released them too, they are freed as soon as the graph has used them
+        del values  # so that the graph can free each value after its last use, if the caller holds none
         arguments = (*before, *live, *(shared[position] for position in self.reads))
         result: tuple[Any, ...] = run_graph(graph, arguments, owner or self.body)
         return result if self.last else (*result, *shared)
@@ -319,7 +319,7 @@ def _operator(node: fx.Node) -> tuple[str, str]:
 def stages_of(
     facts: GraphFacts, cuts: CutPoints, weights: list[int], names: list[str] | None = None
 ) -> tuple[list[tuple[str, nn.Module]], list[fx.Node], list[fx.Node]]:
-    """The named stages, the values that all of them share, and the outputs of the last."""
+    """Return the named stages, the values that all of them share, and the outputs of the last stage."""
     bounds = [0, *(end + 1 for end in cuts.ends)]
     pieces = [facts.body[low:high] for low, high in itertools.pairwise(bounds)]
     names = name_pieces(pieces, dict(zip(facts.body, weights, strict=True))) if names is None else names
@@ -353,7 +353,7 @@ def stages_of(
 
 
 def _handed_on(piece: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> dict[int, int]:
-    """The `outputs` that are `inputs` unread by the piece: output position to input position."""
+    """Map the position of each output that is an input which the piece does not read to that input's position."""
     read = {each for node in piece for each in node.all_input_nodes}
     given, made = ([node for node in nodes if tensors_of(node)] for nodes in (inputs, outputs))
     return {made.index(node): at for at, node in enumerate(given) if node in made and node not in read}

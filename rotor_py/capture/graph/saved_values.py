@@ -1,4 +1,4 @@
-"""Find the values that autograd saves by running a graph: on a measured stage's input, otherwise on fake tensors."""
+"""Run a graph to find the values that autograd saves: on a measured stage's real input, or on fake tensors."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from rotor_py.capture.graph.stage_graph import graph_on
 from rotor_py.errors import InvalidTypeError
 from rotor_py.stage.partial_storage import Call, Recipe, Value
 
-# Prices of recomputing values are in floating point operations: an operator's own, plus, for every byte moved, as many
-# as fit into that time. They only rank values; whole stages are timed later.
+# Prices of recomputing values are in floating point operations: an operator's own, plus `_FOR_A_BYTE` per byte read or
+# written. Prices only rank values; whole stages are timed later.
 
-# Operations in the time of one byte: about 5 on a CPU core, about 300 on a GPU in half precision. A guess in between.
+# Operations that take as long as moving one byte: about 5 on a CPU core, 300 on a GPU in half precision. A guess.
 _FOR_A_BYTE = 20
-# Operations for each number of which exp, tanh or the like is computed: half a nanosecond of a CPU core. A guess.
+# Operations that take as long as exp, tanh or the like of one number: half a nanosecond of a CPU core. A guess.
 _FOR_A_FUNCTION = 50
-# How much longer attention takes than a product of as many operations. A guess: 1.8 on a core with AVX-512.
+# Time of attention, relative to a matrix product of as many operations. A guess: 1.8 on a core with AVX-512.
 _FOR_ATTENTION = 2
 # fmt: off
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div_", "relu_", "clamp_")
@@ -68,14 +68,14 @@ _ATTENTION = ("scaled_dot_product_attention",)
 
 
 def named(names: Sequence[str], *modules: Any) -> set[Any]:
-    """The functions and methods of these names; methods stay names."""
+    """Return the functions of these names in `modules`, and the names, which stand for methods of tensors."""
     return {*(getattr(module, name) for name in names for module in modules if hasattr(module, name)), *names}
 
 
-# Operators that take no longer than reading and writing their tensors. Matrix products, convolutions and attention take
-# longer. Random operators would have to draw again from the same state.
+# Operators that take about as long as reading and writing their tensors. Random operators are left out: recomputed,
+# they would have to draw from the same state again.
 CHEAP: set[Any] = named(_OPERATORS, torch, operator) | named(_LAYERS, F, torch_compat.c_nn) - set(_LAYERS)
-# Operators that take longer and make the same bits from the same tensors.
+# Slower operators that compute the same bits from the same tensors in every run.
 KINDS: dict[str, set[Any]] = {
     "attention": named(_ATTENTION, F, torch_compat.c_nn),
     "convolutions": named(_CONVOLUTIONS, torch, F),
@@ -88,7 +88,7 @@ def is_cheap(node: fx.Node) -> bool:
 
 
 def kind_of(node: fx.Node) -> str | None:
-    """The kind of a node that can be recomputed but takes longer; else None."""
+    """Return the kind, a key of KINDS, of a slow operator that can be recomputed; else None."""
     if node.op not in ("call_function", "call_method") or not _makes_one(node) or is_random(node):
         return None
     found = next((kind for kind, operators in KINDS.items() if node.target in operators), None)
@@ -99,7 +99,7 @@ def kind_of(node: fx.Node) -> str | None:
 
 def _makes_one(node: fx.Node) -> bool:
     tensors = tensors_of(node)
-    # An operator on a DTensor may communicate.
+    # Not on a DTensor, where an operator may communicate.
     return len(tensors) == 1 and tensors[0].is_floating_point() and layout_of(tensors[0]) is None
 
 
@@ -119,7 +119,7 @@ def largest_bytes(node: fx.Node, sizes: SymbolValues) -> int:
     return max(map(sizes.bytes_of, tensors_of(node)), default=0)
 
 
-# The kernel of the CPU, which torch's counter does not know.
+# The CPU's attention kernel, whose operations torch's counter does not count.
 _CPU_ATTENTION = torch_compat.scaled_dot_product_flash_attention_for_cpu
 _MORE_FLOPS = {_CPU_ATTENTION: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}
 
@@ -128,9 +128,10 @@ _MORE_FLOPS = {_CPU_ATTENTION: lambda query, key, value, *_, **__: sdpa_flop_cou
 class SavedValues:
     """Results of running a graph with autograd.
 
-    `saved`: nodes whose memory is saved. `roots`: for every node with a tensor, the one that allocated its memory or
-    wrote to it last. `in_graph`: nodes whose tensor needs a gradient. `flops`: of expensive nodes. An `overwritten`
-    value can be recomputed, but not kept. A `stale` node reads memory through a view from before a write, so it cannot.
+    `saved`: nodes whose memory autograd saves. `roots`: for every node with a tensor, the node that allocated its
+    memory or wrote to it last. `in_graph`: nodes whose tensor requires a gradient. `flops`: operations of slow nodes.
+    The value of an `overwritten` node can be recomputed, but not kept. A `stale` node reads through a view that an
+    in-place write has changed, so it cannot be recomputed.
     """
 
     saved: set[fx.Node] = field(default_factory=set)
@@ -142,7 +143,7 @@ class SavedValues:
 
 
 def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None = None) -> SavedValues:
-    """Find the tensors that autograd saves of `body`, run on `arguments` or on fake tensors. May raise TypeError."""
+    """Run `body` on `arguments` or on fake tensors to find what autograd saves. May raise TypeError."""
     found = SavedValues()
     memories = _Memories(found)
     values: dict[fx.Node, Any] = {}
@@ -164,7 +165,7 @@ def find_saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequ
             written = [each for each, version in zip(after, before, strict=True) if each._version != version]
             if not written and node.op.startswith("call") and overwrites(node):
                 name = str(node.target)
-                raise InvalidTypeError(f"{name} changes a tensor, not its memory", kind="metadata_changed", name=name)
+                raise InvalidTypeError(f"{name} changes a tensor's metadata", kind="metadata_changed", name=name)
             memories.read(node, read)
             memories.write(node, written)
             memories.make(node, list(_tensors(values[node])))
@@ -184,28 +185,28 @@ class _NoModules(nullcontext[None]):
 
 def _counter() -> Any:
     counter: Any = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
-    # Its own tracker hooks all modules of the process: also those that another thread trains.
+    # The counter's own tracker would hook all modules of the process, also those that another thread trains.
     counter.mod_tracker = _NoModules()
     return counter
 
 
 @dataclass
 class _Memories:
-    """The memories of a graph's values as far as it has run, recorded in `found`."""
+    """Track the storages ("memories") of a graph's values while it runs, and record the result in `found`."""
 
     found: SavedValues
     made_by: dict[int, fx.Node] = field(default_factory=dict)  # the node that allocated a memory, or wrote to it last
-    # For each node and memory of its tensors, the last of those nodes that it depends on.
+    # Per node, for each memory of its tensors, the last write into this memory that the node's inputs had seen.
     seen: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
-    # Includes memory that no node has returned yet: operators save their own output, or internal tensors.
+    # May include memory that no node has returned yet: operators save their own output, or internal tensors.
     saved: set[int] = field(default_factory=set)
-    # Keeps numbers of memories from being reused, without holding memory.
+    # Weak references, so that the number of a freed memory is not used again for another one.
     known: dict[int, StorageWeakRef] = field(default_factory=dict)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        # By memory, not by tensor: a saved tensor is often a view of a node's result.
+        # Record the memory, not the tensor: a saved tensor is often a view of a node's result.
         self.saved.add(self._number(tensor))
-        return tensor.detach()  # a result saved with its history would hold its own node for good
+        return tensor.detach()  # a node that saved its own result with its history would be in a cycle, never freed
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = local(tensor).untyped_storage()
@@ -231,15 +232,15 @@ class _Memories:
                 self.found.in_graph.add(node)
             memory = self._number(tensor)
             made_by = self.made_by.setdefault(memory, node)
-            if made_by is not node:  # a view: recomputed from its inputs, it sees their memory
+            if made_by is not node:  # a view or an in-place operator: it sees the last write that its inputs saw
                 before = [self.seen[each].get(memory, made_by) for each in node.all_input_nodes]
                 made_by = next((each for each in before if each is not made_by), made_by)
             seen[memory] = self.found.roots[node] = made_by
 
     def end(self) -> None:
-        """For memory saved and written to, the last write counts: autograd refuses to read another one."""
+        """Record the nodes that last wrote to saved memory: autograd rejects memory that is written to after saving."""
         made_by = {self.made_by[memory] for memory in self.saved if memory in self.made_by}
-        # An operator that writes and returns nothing has no value to keep or drop: its memory is saved unchanged.
+        # Leave out operators that write without returning a value: there is no value to keep or drop.
         self.found.saved.update(node for node in made_by if self.found.roots.get(node) is node)
 
 
@@ -251,7 +252,7 @@ def _value_of(
     mode: FakeTensorMode | None,
     sizes: SymbolValues,
 ) -> Any:
-    """Run a node on the inputs `given`, or in a `mode` on fake ones."""
+    """Run a node. A placeholder takes its value from `given`, or from fake tensors if there is a `mode`."""
     if node.op not in ("placeholder", "get_attr"):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if is_mark(node):
@@ -268,7 +269,7 @@ def _value_of(
 
 
 def _like(value: Any, sizes: SymbolValues) -> Any:
-    """A tensor of this mode like one of Dynamo's, which has its own mode and symbolic shapes."""
+    """Return a tensor like one of TorchDynamo's fake tensors, with numbers for its symbolic sizes."""
     if isinstance(value, DTensor):
         part = _like(value._local_tensor, sizes).requires_grad_(value.requires_grad)
         shape, strides = torch.Size(map(sizes.number, value.shape)), tuple(map(sizes.number, value.stride()))
@@ -284,7 +285,7 @@ def _like(value: Any, sizes: SymbolValues) -> Any:
 
 
 def _refuse_special(tensor: torch.Tensor) -> None:
-    """Raise TypeError for a tensor that is not plainly strided: its bytes and views mean something else."""
+    """Raise TypeError for tensor subclasses and for layouts other than strided, whose memory works differently."""
     kind, layout = type(local(tensor)), local(tensor).layout
     if kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) or layout is not torch.strided:
         name = kind.__name__
@@ -301,7 +302,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """Values that a stage keeps for its backward, and drops, by node number, which equal stages share; and a recipe."""
+    """Numbers of the nodes whose values a stage keeps or drops, equal in equal stages; and how to recompute values."""
 
     kept: frozenset[int]
     dropped: frozenset[int]
@@ -316,7 +317,7 @@ class SavedPart:
         pending = list(dropped)
         while pending:
             node = pending.pop()
-            # A number costs nothing to keep, nor does an input whose memory is kept as another one's.
+            # Keep numbers, and inputs that share the memory of another input: this costs nothing.
             if node in kept or node not in values.roots or not node.op.startswith("call"):
                 found.add(numbers[node])
             elif numbers[node] not in calls:
@@ -327,7 +328,7 @@ class SavedPart:
         return cls(frozenset(found), places, Recipe(calls, needs))
 
     def instrumented(self, body: fx.GraphModule, stage: fx.Graph) -> fx.GraphModule:
-        """Copy a graph on `body` to pass each value to keep or drop to its first input, a `PartialSaving`."""
+        """Copy the graph `stage`, and pass each value to keep or drop to a new first input, a PartialSaving."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         saving = graph.placeholder("saving")
@@ -344,12 +345,12 @@ class SavedPart:
 def _call(node: fx.Node, numbers: dict[fx.Node, int], values: SavedValues) -> Call:
     values_in: Any = {each: Value(number) for each, number in numbers.items()}
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), values_in.__getitem__)
-    # Methods by name: a DTensor's are not those of a plain tensor.
+    # Call methods by name: a DTensor has other methods than a plain tensor.
     function: Any = partial(_call_method, node.target) if isinstance(node.target, str) else node.target
-    if is_mark(node):  # recomputing a value is no forward of the module
+    if is_mark(node):  # when values are recomputed, FSDP must not take it for a forward of the module
         function = passed_through
     reads = tuple(numbers[each] for each in node.all_input_nodes)
-    # With gradients, operators may choose another kernel, as `matmul` does; cheap operators and views have one each.
+    # Recompute slow operators with gradients, for which `matmul` and others may choose another kernel.
     whole = values.roots.get(node) is node and not is_cheap(node)
     wanted = frozenset(numbers[each] for each in node.all_input_nodes if each in values.in_graph) if whole else None
     return Call(function, args, kwargs, reads, wanted)

@@ -1,5 +1,5 @@
-"""Choose which parts of its saved values a captured stage offers to keep: those on the lower convex hull of bytes and
-prices of recomputing the rest, and the smallest part from which cheap operators alone make the rest.
+"""Choose partial storage modes of a captured stage, each of which keeps a part of the saved values: the parts on the
+lower convex hull of bytes and recomputation price, and the smallest part from which cheap operators recompute the rest.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from rotor_py.capture.graph.saved_values import (
 from rotor_py.errors import record_fields
 from rotor_solver.max_flow import Network
 
-# A part below the line that joins the bytes and prices of two parts saves more for its price than a mixture of both.
-# The least cut by the line's slope finds it, and so on: the lower hull, by Eisner and Severance (1976).
+# As a point of bytes and price, a part below the line through two others is better than a mixture of these. A minimum
+# cut, weighted by the line's slope, finds it. Repeating this gives the lower hull (Eisner and Severance, 1976).
 
 
 @dataclass(frozen=True, slots=True)
 class ValueCut:
-    """The allocating nodes whose values are `kept`, and those recomputed (`again`)."""
+    """The nodes whose values are `kept`, and the nodes `recomputed`; all of them allocate memory."""
 
     kept: frozenset[fx.Node] = frozenset()
-    again: frozenset[fx.Node] = frozenset()
+    recomputed: frozenset[fx.Node] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class PricedCut:
 def hull_between(
     before: PricedCut, after: PricedCut, least: Callable[[int, int], PricedCut], depth: int
 ) -> list[PricedCut]:
-    """Parts of the hull between two, in order of fewer bytes; divides a line at most `depth` times. `least` returns the
-    part of least cost at these costs of a byte and of a unit of price; the lowest price among equals.
+    """Return the parts on the hull between two parts, most bytes first. Divide a line at most `depth` times.
+    `least(a, b)` returns the part with the least `a * nbytes + b * price`; among equals, the one of lowest price.
     """
     bytes_apart, price_apart = before.nbytes - after.nbytes, after.price - before.price
     if depth == 0 or bytes_apart <= 0 or price_apart <= 0:
@@ -61,7 +61,7 @@ def hull_between(
 
 
 def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, most: int) -> list[PricedCut]:
-    """Keep at most `most` parts, `least_bytes` or more apart; the one that gains least goes first, `stays` never."""
+    """Return at most `most` parts, at least `least_bytes` apart. Drop the least useful ones, but never `stays`."""
     whole, *inner, again = parts
     left = [whole, *(part for part in inner if whole.nbytes - part.nbytes >= least_bytes), again]
 
@@ -78,21 +78,21 @@ def thinned(parts: Sequence[PricedCut], stays: PricedCut, least_bytes: float, mo
 
 
 def _below_line(part: PricedCut, before: PricedCut, after: PricedCut) -> int:
-    """How much less a part costs than a mixture of two others with the same bytes, in bytes times prices."""
+    """Return how much less a part costs than a mixture of two others of the same bytes, in bytes times price."""
     saved, apart = before.nbytes - part.nbytes, before.nbytes - after.nbytes
     return saved * (after.price - before.price) - apart * (part.price - before.price)
 
 
-# Which values to keep is a minimum cut, as in torch._functorch.partitioners. Flow goes from values that cannot be
-# recomputed, through those that can, to the saved ones. A cut's capacity: the bytes it keeps, and the price behind it.
+# A minimum cut tells which values to keep, as in torch._functorch.partitioners. Flow goes from values that cannot be
+# recomputed to saved values. A cut's capacity: bytes of the values on it, kept, plus prices behind it, recomputed.
 
 
 def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mapping[fx.Node, int]) -> ValueCut:
-    """Return the cut of least cost; of equal ones, the one that recomputes least. `keeping` is the cost of keeping each
-    node's value, and `again` the cost of recomputing it, for nodes where that is possible.
+    """Return the cut of least cost, and among equals, the one that recomputes least. `keeping` has the cost of keeping
+    each node's value, `again` the cost of recomputing it, for nodes that can be recomputed.
     """
-    # A node is two points of the network, "made" and "kept", joined by an edge with the cost of keeping as its
-    # capacity. The edge from the source to "made" has the cost of recomputing. All other edges are uncuttable.
+    # Each node is two vertices, "made" and "kept", joined by an edge with the cost of keeping as its capacity. The edge
+    # from the source to "made" has the cost of recomputing. All other edges have infinite capacity.
     flow = Network("source", "saved")
     own = [node for node in values.roots if values.roots[node] is node]
     for node in own:
@@ -100,20 +100,20 @@ def least_cut(values: SavedValues, keeping: Mapping[fx.Node, int], again: Mappin
         flow.add_edge((node, "made"), (node, "kept"), None if node in values.overwritten else keeping[node])
         if node in values.saved:
             flow.add_edge((node, "kept"), "saved")
-        if node not in again:  # the cut has to pass between it and all saved values
+        if node not in again:  # cannot be recomputed, so the cut must separate it from all saved values
             flow.add_edge("source", (node, "made"))
         elif again[node]:
             flow.add_edge("source", (node, "made"), again[node])
         for each in memory_read(node, values.roots):
             flow.add_edge((each, "kept"), (node, "made"))
-    # This cut is nearest to the sink, "saved", so as little as possible is recomputed behind it.
+    # Of all minimum cuts, take the one nearest to the sink, "saved", behind which least is recomputed.
     behind = flow.behind_least_cut()
     made_again = frozenset(node for node in own if (node, "made") in behind)
     return ValueCut(frozenset(node for node in own if (node, "kept") in behind) - made_again, made_again)
 
 
 def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The nodes that allocated the memory that a node reads, also through views and numbers."""
+    """Return the nodes that allocated the memory that a node reads, directly or through views and numbers."""
     found, pending, seen = set(), list(node.all_input_nodes), set()
     while pending:
         each = pending.pop()
@@ -122,7 +122,7 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
         seen.add(each)
         if roots.get(each) is each:
             found.add(each)
-        elif each in roots and not each.all_input_nodes:  # an input that shares memory with another one
+        elif each in roots and not each.all_input_nodes:  # an input of the graph that shares memory with another input
             found.add(roots[each])
         else:
             pending.extend(each.all_input_nodes)
@@ -131,26 +131,26 @@ def memory_read(node: fx.Node, roots: Mapping[fx.Node, fx.Node]) -> set[fx.Node]
 
 _log = logging.getLogger("rotor_py")
 
-IN_PART = "in part"  # the storage mode that keeps the least from which cheap operators recompute the rest
-# Least share of the saved bytes by which parts must differ. A guess: closer ones are not worth measuring.
+IN_PART = "in part"  # the storage mode of the smallest part from which cheap operators recompute the rest
+# Parts must differ by this share of the saved bytes. A guess: closer ones are not worth measuring.
 _WORTHWHILE = 0.1
-# Highest price of cheap operators for a byte not kept. A guess: most cost 50 to 100, statistics of rows thousands.
+# Highest price of cheap operators per byte that they save. A guess: most cost 50 to 100, row statistics thousands.
 _FOR_A_BYTE = 1000
-# Most parts of a stage. A guess: each of them is timed.
+# Most parts of a stage. A guess: more take longer, since each is timed.
 _MOST = 5
-_DEEP = 4  # how often a line is divided: at most fifteen cuts for a stage
+_DEEP = 4  # depth of dividing lines of the hull: at most 15 minimum cuts for a stage
 _MODES = (torch_compat.enter_autocast, torch_compat.exit_autocast, torch_compat.set_grad_enabled)
 
 
 def find_saved_parts(
     body: fx.GraphModule, shared: int, sizes: SymbolValues, arguments: Sequence[Any] | None = None
 ) -> dict[str, SavedPart]:
-    """Return the parts that `body` can keep, by the name of the storage mode, in order of fewer bytes; none if its
-    saved values are not found, in a run on `arguments` if given. All stages share the last `shared` inputs of `body`.
+    """Return the parts that `body` can keep, by storage mode, most bytes first; none if its saved values are unknown.
+    Find them by a run on `arguments` or fake tensors. The last `shared` inputs of `body` are shared by all stages.
     """
     nodes = list(body.graph.nodes)
     outputs = set(body.graph.output_node().all_input_nodes)  # these stay in memory for the next stage
-    # Whether any value may be dropped and recomputed: finding the saved values takes much longer.
+    # A quick test first, since finding the saved values is slow: can any value be dropped and recomputed?
     if not any(node not in outputs and (is_cheap(node) or kind_of(node) is not None) for node in nodes):
         return {}
     values = _saved_values(body, sizes, arguments)
@@ -158,7 +158,7 @@ def find_saved_parts(
         return {}
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {*(node for node in nodes if node.op == "get_attr"), *inputs[len(inputs) - shared :]}
-    # A saved output is in memory for the next stage, whether kept or not.
+    # Keeping an output costs nothing: it is in memory for the next stage in any case.
     free |= values.saved & {values.roots.get(node) for node in outputs}
     keeping = {node: 0 if node in free else largest_bytes(node, sizes) for node in nodes}
     own = [node for node, root in values.roots.items() if root is node and node not in values.stale]
@@ -168,8 +168,7 @@ def find_saved_parts(
     def least(for_bytes: int, for_prices: int, prices_of: Mapping[fx.Node, int] = prices) -> PricedCut:
         costs = {node: for_bytes * nbytes for node, nbytes in keeping.items()}
         cut = least_cut(values, costs, {node: for_prices * price for node, price in prices_of.items()})
-        # Recomputed values without a reader are behind no cut.
-        return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.again))
+        return PricedCut(cut, sum(keeping[node] for node in cut.kept), sum(prices[node] for node in cut.recomputed))
 
     # The fewest bytes from which cheap operators alone recompute the other saved values.
     first = least(_FOR_A_BYTE, 1, {node: prices[node] for node in own if is_cheap(node)})
@@ -180,8 +179,8 @@ def find_saved_parts(
     found: dict[str, SavedPart] = {}
     before = whole
     for part in thinned([whole, *parts, again], first, _WORTHWHILE * whole.nbytes, _MOST):
-        # Named by the kind of values that it recomputes beyond the part before it.
-        kinds = {kind_of(node) for node in part.cut.again - before.cut.again} - {None}
+        # Name a part after the slowest kind of operators that it recomputes and the part before it keeps.
+        kinds = {kind_of(node) for node in part.cut.recomputed - before.cut.recomputed} - {None}
         most = next((kind for kind in ("products", "convolutions", "attention") if kind in kinds), None)
         name = IN_PART if most is None and part.cut == first.cut else f"{IN_PART}, {most or 'arithmetic'} again"
         names = (name, *(f"{name} {number}" for number in range(2, 9)))
@@ -191,7 +190,7 @@ def find_saved_parts(
 
 
 def _price_of_all(values: SavedValues, prices: Mapping[fx.Node, int]) -> int:
-    """The price of everything before a backward, if the stage is recomputed and skips its output."""
+    """Return the price of recomputing the stage right before its backward, without its output."""
     pending, seen = list(values.saved), set[fx.Node]()
     while pending:
         node = pending.pop()
@@ -208,28 +207,28 @@ def same_parts(
     nodes: Mapping[int, fx.Node],
     arguments: Sequence[Any] | None = None,
 ) -> dict[str, SavedPart]:
-    """The `parts` of a graph with the same operators, for other sizes; `nodes` are those of `body` by its numbers."""
+    """Convert the `parts` of the same graph for other sizes; `nodes` maps its node numbers to nodes of `body`."""
     values = _saved_values(body, sizes, arguments)
     if values is None:
         return {}
     found = {}
     for name, example in parts.items():
-        # A number is available in any case.
+        # `nodes` lacks numbers, such as sizes, which need not be kept.
         dropped, kept = ({nodes[at] for at in places if at in nodes} for places in (example.dropped, example.kept))
         found[name] = SavedPart.of_cut(body, values, kept | (values.saved - dropped))
     return found
 
 
 def _saved_values(body: fx.GraphModule, sizes: SymbolValues, arguments: Sequence[Any] | None) -> SavedValues | None:
-    # A value made under a mode would be recomputed without it.
+    # A value that was computed under autocast or `no_grad` would be recomputed without it.
     if any(node.op == "call_module" or node.target in _MODES for node in body.graph.nodes):
         return None
-    # Operators may refuse fake tensors with errors of any type.
+    # Operators may reject fake tensors with exceptions of any type.
     refusals = Exception if arguments is None else TypeError
     try:
         found = find_saved_values(body, sizes, arguments)
     except refusals as error:
-        _log.debug("the values that a stage saves are unknown: %s", error, extra=record_fields("not_in_part"))
+        _log.debug("cannot find the values that a stage saves: %s", error, extra=record_fields("not_in_part"))
         return None
-    # A node may return several tensors, one saved and another overwritten: entries are by node, not by tensor.
+    # A node that returns a saved and an overwritten tensor would be in both sets, which hold nodes, not tensors.
     return None if found.saved & found.overwritten else found

@@ -1,4 +1,4 @@
-"""Copy nodes of a captured graph into stage graphs, and run these so that errors name the model's line."""
+"""Copy nodes of a captured graph into graphs for stages, and run graphs so that errors name the model's source line."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from rotor_py.stage.protocol import StageOffers, Wrap
 
 
 def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphModule | None = None) -> Any:
-    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default its own). An
-    operator's error is raised unchanged, with a note that quotes the model's line.
+    """Call a graph with `arguments`, on the parameters and other attributes of `owner` (by default the graph's own). An
+    operator's error is raised unchanged, with a note that quotes the model's source line.
     """
-    # Not `graph(...)`: on an error, that prints generated code and cuts off the traceback. Generated code has no `with`
-    # blocks, so an error would leave autocast regions and `no_grad` on.
+    # Do not call `graph(...)`, which on an error prints generated code and cuts off the traceback. Generated code has
+    # no `with` blocks, so an error would leave autocast and `no_grad` on.
     gradients = torch.is_grad_enabled()
     try:
         return type(graph).forward(graph if owner is None else owner, *arguments)
@@ -49,11 +49,11 @@ def run_graph(graph: fx.GraphModule, arguments: Sequence[Any], owner: fx.GraphMo
 
 
 def _explain(graph: fx.GraphModule, error: BaseException) -> None:
-    """Leave the autocast regions that are open where `error` was raised, and note the model's line."""
+    """Exit the autocast regions that were open when `error` was raised, and note the model's source line on it."""
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return
-    # The innermost first. Closed regions are not found: generated code sets a local to None after its last use.
+    # Exit the innermost first. Closed regions are not among the locals: generated code sets these to None after use.
     for value in reversed(trace.tb_frame.f_locals.values()):
         if isinstance(value, torch.autocast):
             value.__exit__(None, None, None)
@@ -63,7 +63,7 @@ def _explain(graph: fx.GraphModule, error: BaseException) -> None:
 
 
 def node_of(graph: fx.GraphModule, error: BaseException) -> fx.Node | None:
-    """The node of a graph at which `error` was raised; None if it came from elsewhere."""
+    """Return the node of a graph that raised `error`; None if the error was raised outside the graph."""
     trace = _in_code_of(graph, error.__traceback__)
     if trace is None:
         return None
@@ -80,7 +80,7 @@ def _in_code_of(graph: fx.GraphModule, trace: TracebackType | None) -> Traceback
 
 
 def graph_on(body: fx.GraphModule, graph: fx.Graph, name: str) -> fx.GraphModule:
-    """Return a graph that runs on the attributes of `body`, so that parameters exist once."""
+    """Return `graph` as a module without attributes of its own, to be run on those of `body` (see `run_graph`)."""
     found = fx.GraphModule(body, graph, name)
     for attributes in (found._parameters, found._buffers, found._modules):
         attributes.clear()
@@ -91,10 +91,10 @@ _ENTER, _EXIT = torch_compat.enter_autocast, torch_compat.exit_autocast
 
 
 class Emitter:
-    """Copies nodes of a captured graph into a new one, in the modes (autocast, gradients) that each was in.
+    """Copy nodes of a captured graph into a new graph, each in its modes (autocast, gradients).
 
-    `inputs` become the new graph's placeholders. Other values read by the nodes (parameters, buffers, bodies of
-    operators) become its attributes. Two emitters have an equal `signature` if their nodes do the same.
+    `inputs` become the new graph's placeholders. Other values that the nodes read (parameters, buffers, bodies of
+    operators) become its attributes. Two emitters have an equal `signature` if their nodes compute the same.
     """
 
     def __init__(self, facts: GraphFacts, inputs: Iterable[fx.Node], nodes: Iterable[fx.Node] = ()) -> None:
@@ -120,27 +120,27 @@ class Emitter:
         self.copies[node] = self.graph.node_copy(node, self._copied)
         if node.op in ("get_attr", "call_module"):
             self.attributes[str(node.target)] = attribute_of(node.graph.owning_module, node.target)
-        # Only functions and methods are comparable; any other node makes the piece unlike all others.
+        # Only functions and methods are comparable; with any other node, the signature equals no other.
         target = node.target if node.op in ("call_function", "call_method") else Unlike(id(node))
         args = node.args
         if node.target in MARKS:
             self.copies[node].target = getattr(self.facts.marks, MARKS[node.target])
-            args = args[1:]  # not its place in the model: like modules at different places do the same
+            args = args[1:]  # without its place: equal modules at different places have equal signatures
             if self.facts.marks is not None:
                 self._entered.add(self.facts.marks.group_at(str(node.args[0]))[0])
         self.signature.append((node.op, target, self._plain(args), self._plain(node.kwargs)))
         self._numbers[node] = len(self._numbers)
 
     def add_module(self, name: str, module: nn.Module, reads: Sequence[fx.Node], makes: Sequence[fx.Node]) -> None:
-        """Call `module` in place of nodes: maps a tuple of their inputs `reads` to a tuple of their results `makes`."""
-        self._switch(Modes())  # the module enters its nodes' modes itself
+        """Call `module` in place of nodes: it maps the tuple of inputs, `reads`, to the tuple of results, `makes`."""
+        self._switch(Modes())  # inside the module, its nodes' modes are entered
         self.attributes[name] = module
         made = self.graph.call_module(name, (tuple(map(self._copied, reads)),))
         for position, node in enumerate(makes):
             self.copies[node] = self.graph.call_function(operator.getitem, (made, position))
 
     def finish(self, outputs: Sequence[Any]) -> fx.GraphModule:
-        """The new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
+        """Return the new graph as a module that returns `outputs`, nodes or constants, as a tuple."""
         self._switch(Modes())  # leaves every open autocast region
         made = tuple(self._copied(each) if isinstance(each, fx.Node) else each for each in outputs)
         self.graph.output(made)
@@ -152,11 +152,11 @@ class Emitter:
 
     def _copied(self, node: fx.Node) -> fx.Node:
         if node not in self.copies:  # a parameter, a buffer, or the body of an operator
-            # By number: stages that do the same share graphs, which find attributes by name. The graphs of a sharded
-            # model are cut further, and their pieces share tables by the names of nodes.
+            # Name attributes by number: equal stages share graphs, which find attributes by name. A stage of a sharded
+            # model is cut into pieces, which find its attributes by the names of nodes.
             name = node.name if self.facts.marks is not None else f"owned_{len(self.attributes)}"
             if node in self.facts.sharded:
-                # Not the parameter itself, but its place in the module's table: gathering puts another one there.
+                # Refer to the module's table, not to the parameter: gathering puts another parameter into the table.
                 (self._tables[name], key), group = self.facts.sharded[node]
                 if group not in self._entered:
                     self.begun[group] = None
@@ -170,7 +170,7 @@ class Emitter:
         return self.copies[node]
 
     def _switch(self, modes: Modes) -> None:
-        kept = 0  # regions that both have in common, from the outermost on
+        kept = 0  # number of outer autocast regions that the current and the new modes have in common
         while kept < min(len(self._open), len(modes.autocast)) and self._open[kept][0] is modes.autocast[kept]:
             kept += 1
         while len(self._open) > kept:
@@ -182,13 +182,13 @@ class Emitter:
             self.graph.call_function(torch_compat.set_grad_enabled, (self._gradients_off,))
             self._gradients_off = None
         elif not modes.gradients and self._gradients_off is None:
-            # Restored afterwards, not switched on: the piece may itself run under `no_grad`.
+            # Remember the mode to restore: the whole piece may run under `no_grad`.
             self._gradients_off = self.graph.call_function(torch.is_grad_enabled)
             self.graph.call_function(torch_compat.set_grad_enabled, (False,))
             self.signature.append("no gradients")
 
     def _plain(self, value: Any) -> Hashable:
-        """An argument for the signature, with nodes by number: their names differ between pieces."""
+        """Return an argument in a form for the signature: nodes by number, since names differ between pieces."""
         if isinstance(value, fx.Node):
             if value not in self._numbers:
                 self._numbers[value] = len(self._numbers)
@@ -204,8 +204,8 @@ class Emitter:
         return (type(value).__name__, value) if isinstance(value, Hashable) else Unlike(id(value))
 
 
-# A stage of a sharded model is split at marks, which gather and free parameters unseen by compiled code. A piece
-# between two marks finds whole parameters.
+# A stage of a sharded model is compiled in pieces, cut at marks: compiled code cannot call the marks, which gather and
+# free parameters. Between two marks, all parameters that a piece reads are gathered.
 
 
 class UnmarkedPiece(nn.Module, StageOffers, HasKind):
@@ -251,13 +251,13 @@ class MarkedStage:
         return _on_the_tables_of(body, emitter.finish(self.outputs))
 
     def gathering(self, body: fx.GraphModule) -> Around:
-        """A context that gathers parameters, by their node numbers in `body`: FSDP has gathered those of one module."""
+        """Return a context that gathers parameters for a recomputation, by node number: FSDP gathers one module's."""
         sharded = {f"{node.name}.{key}": group for node, ((_, key), group) in self.facts.sharded.items()}
         groups: dict[fx.Node, ShardGroup] = {}
         for node in body.graph.nodes:
             if node.op == "get_attr" and str(node.target) in sharded:
                 groups[node] = sharded[str(node.target)]
-            elif len(node.all_input_nodes) == 1 and not new_bytes(node, self.facts.sizes):  # it may be a view of one
+            elif len(node.all_input_nodes) == 1 and not new_bytes(node, self.facts.sizes):  # may be a parameter's view
                 (read,) = node.all_input_nodes
                 if read in groups:
                     groups[node] = groups[read]
@@ -280,7 +280,7 @@ class MarkedStage:
         return around
 
     def _worth_compiling(self, nodes: list[fx.Node], makes: list[fx.Node]) -> bool:
-        """Whether the nodes compute anything, and write into their own memory only: compiled code would copy others."""
+        """Whether nodes compute anything and write only into their own memory: compiled code would copy others."""
         own = {*nodes, *self.facts.owned}
         if any(memory_root(each) not in own for node in nodes for each in written_by(node)):
             return False
