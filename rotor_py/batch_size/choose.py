@@ -2,15 +2,15 @@
 
 # Note [Choosing a batch]
 #
-#  1. Two small batches are measured stage by stage: 2 and 4, or less if 4 might not fit. The line through them leads to
-#     the next batch to measure, until the largest batch is known that fits, and the largest that fits with everything
-#     stored (`largest`). No step is run just to see whether it runs out of memory: other processes would wait for it.
-#  2. The best batch is searched by costs interpolated between measured ones (`Curve`), then measured. The measurement
-#     may bend the lines, so this repeats a few times. The answer is always a measured batch.
-#  3. A real step is taken. If its peak exceeds the limit, only smaller batches remain candidates, and the search is
-#     repeated with the known costs. The best batch must also be as fast in real steps as the two largest.
-#  4. Processes that train together see the same costs (`agreed_costs`), and nothing else decides. So all of them
-#     measure the same batches and reach the same answer.
+#  1. Two small batches are measured stage by stage: 2 and 4, or smaller ones if 4 might not fit. Lines through measured
+#     bytes choose the next batch to measure, until two batches are known (`largest`): the largest that fits, and the
+#     largest that fits without recomputation. No step runs out of memory on trial: other processes would hang.
+#  2. The search for the best batch interpolates costs between measured batches (`Curve`) and measures the batch that it
+#     finds. This changes the interpolation, so the search repeats, a few times. The answer is always a measured batch.
+#  3. Real steps check the peak. If it exceeds the limit, only smaller batches remain candidates, and the search repeats
+#     with the known costs. In "best", the two batches of rule 1 take real steps, too, and the fastest batch wins.
+#  4. Processes that train together decide from the same costs, the maximum over all of them (`agreed_costs`). So all
+#     of them measure the same batches and reach the same answer.
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ R = TypeVar("R")
 
 _log = logging.getLogger("rotor_py")
 _MOST = 2**16  # default for the largest candidate batch
-# Most times that the limit is lowered to the reserved bytes, which follow it closely. A guess: too few may not fit.
+# Replans with a lower limit, at most, while a simulated allocator reserves too much. A guess; too few may not fit.
 _LOWERED = 3
-# Most batches measured as candidates for the best. A guess: times vary, so a limit is needed; too low misses the best.
+# Most batches measured in the search for the best, which noisy times might prolong. A guess; too few miss the best.
 _ROUNDS = 4
-_TOLERANCE = 0.005  # least share of time that another batch must save to be measured: the solver's gap may be as large
-# Bytes per stage by which CUDA's rounding to 512 may bend the line of a size. A guess; too few measure more batches.
+_TOLERANCE = 0.005  # Gains below this share of time are not worth a measurement: the solver's gap may be as large.
+# Bytes per stage that CUDA's rounding of tensors to 512 may add to a prediction. A guess; too few miss a larger batch.
 _ROUNDED = 4 * 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch(BatchChoice):
-    """A chosen batch, with the model planned for it and ready to train: `network`."""
+    """A chosen batch, and `network`: the model, planned for this batch and ready to train."""
 
     network: Checkpointable
 
@@ -77,7 +77,7 @@ def choose_batch(
     among: dict[str, Any] = {"multiple": multiple, "effective_batch": effective_batch, "most": most}
     if device is None:
         if autocast is not None:
-            message = "autocast= is for a device that is not here; enter torch.autocast around the call instead"
+            message = "autocast= needs a simulated device=; for a real device, call this inside torch.autocast"
             raise InvalidValueError(message, kind="device_elsewhere", name="autocast")
         return choose_among(aim, MeasuredBatches(model, sample_of, mem_limit, optimizer=optimizer, **options), **among)
     simulated = SimulatedDevices(devices_of(device))
@@ -101,7 +101,7 @@ def choose_among(
     most: int = _MOST,
     keep_limit: bool = True,
 ) -> PlannedBatch:
-    """Choose a batch. Unless `keep_limit`, lowers the limit if more would be reserved than a simulated device has."""
+    """Choose a batch. Lowers the limit while a simulated allocator reserves too much, unless `keep_limit`."""
     candidates = _candidates(multiple, effective_batch, most, fresh_grads=batches.fresh_grads)
     found = _chosen(aim, batches, candidates, effective_batch)
     for _ in range(_LOWERED):
@@ -118,14 +118,14 @@ def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_
         among = among[1:]
     limit = batches.mem_limit
     curve: Curve | None = None
-    over: Largest | None = None  # predicted to fit, but its step exceeds the limit
+    over: Largest | None = None  # a batch that was predicted to fit, but whose real step exceeded the limit
     while True:
         fits, stored = _largest(batches, among, limit, stored=False), _largest(batches, among, limit, stored=True)
         if fits is None:
             raise _infeasible(batches, among[0], limit)
         if over is not None:
             fits = replace(fits, beyond=over.batch, beyond_bytes=over.needs, beyond_measured=True)
-        if curve is None:  # only once a batch and its optimizer step fit
+        if curve is None:  # not earlier: `optimizer_seconds` takes an optimizer step, which has to fit
             curve = Curve(batches.costs, limit, batches.optimizer_seconds, effective_batch, batches.slots)
         chosen, gap, tried = fits.batch, None, {fits.batch}
         if aim == "best":
@@ -176,12 +176,12 @@ def _chosen(aim: Aim, batches: MeasuredBatches, among: Sequence[int], effective_
 
 
 def _probe(batches: MeasuredBatches) -> bool:
-    """Measure two small batches. Return whether the model trains on one sample, as far as tried."""
-    # Not one sample first: layers may refuse it (BatchNorm), and TorchDynamo specializes on it.
+    """Measure two small batches. Return False if the model failed to train on one sample."""
+    # Do not start with one sample: BatchNorm may refuse it, and TorchDynamo compiles size 1 specially.
     first = batches.of(2)
     fixed, limit = first.budget.fixed.total, batches.mem_limit
     for second in (4, 3):
-        # Scale in proportion: the constant part makes this an upper bound. One stage needs less than a step.
+        # An upper bound, since some bytes do not grow with the batch. Measuring a single stage needs less than a step.
         if fixed + (first.least_bytes - fixed) * second // 2 <= limit:
             batches.of(second)
             return True
@@ -192,7 +192,7 @@ def _probe(batches: MeasuredBatches) -> bool:
 
 
 def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, stored: bool) -> Largest | None:
-    """The largest batch that fits, with everything `stored` or by any plan."""
+    """Find the largest batch that fits with everything `stored`; if False, with any plan."""
 
     def needs(batch: int) -> int:
         costs = batches.of(batch)
@@ -204,13 +204,13 @@ def _largest(batches: MeasuredBatches, among: Sequence[int], mem_limit: int, *, 
 
 
 def _best(batches: MeasuredBatches, inside: list[int], curve: Curve) -> tuple[int, float]:
-    """The best measured batch of those `inside` the limit, and the share by which an interpolated one seems better."""
+    """Return the fastest measured batch `inside` the limit, and the share of throughput that another one promises."""
     for left in range(_ROUNDS, -1, -1):
-        curve.planned.clear()  # newer measurements have bent the lines
+        curve.planned.clear()  # new measurements change interpolated costs
         seen = curve.best(inside)
         best = min((batch for batch in batches.costs if batch in inside), key=curve.per_sample)
         gap = max(0.0, curve.per_sample(best) / curve.per_sample(seen) - 1)
-        # Prefer a measured batch unless the gain exceeds the difference between two plans.
+        # Measure another batch only if it promises more than the solver's gap.
         if gap <= _TOLERANCE or not left:
             return best, gap
         if not batches.trains_on(seen):
@@ -239,7 +239,7 @@ def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_
             raise InvalidValueError(message, kind="no_batch", name="multiple", multiple=multiple, most=most)
         return range(multiple, most + 1, multiple)
     if fresh_grads:
-        message = "leave fresh_grads or effective_batch out: one frees gradients after a batch, the other adds them up"
+        message = "leave out fresh_grads, which frees gradients, or effective_batch, which adds them up over batches"
         raise InvalidValueError(message, kind="excluded_together", name="fresh_grads")
     found = [b for b in range(multiple, min(most, effective_batch) + 1, multiple) if effective_batch % b == 0]
     if not found:
@@ -249,7 +249,7 @@ def _candidates(multiple: int, effective_batch: int | None, most: int, *, fresh_
 
 
 def _for_one_aim(choose: Callable[Concatenate[Aim, P], R]) -> Callable[[Callable[..., R]], Callable[P, R]]:
-    """Give a function the signature of `choose` without its aim, for type checkers, `help` and editors."""
+    """Give a function the signature of `choose` without the parameter `aim`, for type checkers, `help` and editors."""
 
     def decorated(function: Callable[..., R]) -> Callable[P, R]:
         signature = inspect.signature(choose)
@@ -261,7 +261,7 @@ def _for_one_aim(choose: Callable[Concatenate[Aim, P], R]) -> Callable[[Callable
 
 @_for_one_aim(choose_batch)
 def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
-    """Find the largest batch with which a step of `model` stays within `mem_limit`, with recomputation. Exact.
+    """Find the largest batch for which a planned training step of `model` stays within `mem_limit`.
 
     Measures batches stage by stage, so no step runs out of memory, and takes one real step at the end. Several
     processes agree on the same batch. Restores parameters, gradients, optimizer state, buffers and the random state.
@@ -274,17 +274,17 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
             memory available to this process.
         loss: a function of the output, for any batch. Without it, the model's own loss, or else a mean of squares.
         optimizer: the optimizer. Its state counts as memory, its step as time.
-        fresh_grads: gradients are freed between steps.
-        multiple: only batches that are multiples of it.
-        effective_batch: the samples in an optimizer step, over several batches: only batches that divide it. Keeps
-            gradients between batches, so `fresh_grads` is refused.
+        fresh_grads: whether gradients are freed between steps.
+        multiple: only multiples of this number are candidates.
+        effective_batch: samples per optimizer step, accumulated over batches. Only its divisors are candidates. Not
+            with `fresh_grads`, which would free the accumulated gradients.
         most: the largest candidate batch.
         progress: called with (stages done, all stages, name of the next) while measuring.
-        device: a simulated device, as for `estimate`, by name ("h100"). Nothing is measured and no step is taken: all
-            is predicted, for a copy of the model on fake tensors.
+        device: a device to simulate, such as "h100", as for `estimate`. Nothing is measured and no step runs: all
+            costs are predicted with a copy of the model on fake tensors.
         autocast: with `device`, forward and loss run under `torch.autocast` with this dtype.
-        options: other options of `Checkpointable`, except those that plan by hand, compile, read a plan or step in the
-            backward.
+        options: other options of `Checkpointable`, except `compile`, `plan`, `custom_input`, `step_in_backward`, and
+            those that set checkpoints by hand.
 
     Raises:
         InfeasibleError: not even the smallest batch fits; `min_bytes` is its least limit.
@@ -298,7 +298,7 @@ def largest_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
 def best_batch(*args: Any, **kwargs: Any) -> PlannedBatch:
     """Find the batch with the highest throughput within `mem_limit`, recomputation and optimizer step included.
 
-    Arguments and errors are those of `largest_batch`. `gap` of the result is the share of throughput that another batch
-    seems to gain, by costs interpolated between measured batches.
+    Arguments and errors are those of `largest_batch`. The result's `gap` is the share of throughput that an unmeasured
+    batch promises, by costs interpolated between measured batches.
     """
     return choose_batch("best", *args, **kwargs)

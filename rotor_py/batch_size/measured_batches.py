@@ -1,4 +1,4 @@
-"""Measure batches of a model on demand and take real steps of them, or predict them on fake tensors."""
+"""Measure the costs of a model's training step for any batch, or predict them on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from rotor_py.validate.verification import default_loss
 from rotor_solver.watching import Progress
 
 _log = logging.getLogger("rotor_py")
-# Options of `Checkpointable` that leave no choice, concern one batch, or with which every plan steps the parameters.
+# Options of `Checkpointable` that fix the plan, belong to a single batch, or change parameters in a measured backward.
 _EXCLUDED = ("compile", "level", "every_n_layers", "max_checkpoints", "plan", "custom_input", "step_in_backward")
-_SEVERAL = 3  # Steps whose least peak counts, if peaks may be overestimated. A guess; too few overestimate the peak.
-_TURNS = 3  # Rounds of timed steps. A guess; too few let a disturbance decide.
+_SEVERAL = 3  # Steps whose least peak counts, where measured peaks may be too high. A guess; too few overestimate it.
+_TURNS = 3  # Timed steps for each batch. A guess; with too few, one slow step may decide.
 
 
 class MeasuredBatches:
-    """Costs of steps of `model` by batch, agreed by all processes that train it together.
+    """Costs of a training step of `model` by batch: the maximum over all processes that train it together.
 
-    `options` are those of `Checkpointable`. Raises ValueError for those that leave no choice.
+    `options` are those of `Checkpointable`. Raises ValueError for the options named in `_EXCLUDED`.
     """
 
     predicted: ClassVar[bool] = False  # whether the device is simulated, so that nothing is measured
@@ -55,7 +55,7 @@ class MeasuredBatches:
     ) -> None:
         for name in _EXCLUDED:
             if options.pop(name, None) not in (None, False):
-                message = f"{name}= is not for choosing a batch; choose one without it, then plan for that batch"
+                message = f"{name}= cannot choose a batch; choose a batch without it, then plan for that batch with it"
                 raise InvalidValueError(message, kind="excluded", name=name)
         self.costs: dict[int, StepCosts] = {}
         self.limit, self.fresh_grads, self.slots = limit, fresh_grads, options.get("mem_slots", 500)
@@ -65,14 +65,14 @@ class MeasuredBatches:
         self._sample_bytes: dict[int, int] = {}
 
     def of(self, batch: int) -> StepCosts:
-        """Measured costs of a batch. Raises UnsupportedModelError if its sample does not grow with it."""
+        """Measure the costs of a batch, once. Raises UnsupportedModelError if larger batches have no larger samples."""
         if batch not in self.costs:
             network = self._network(batch)
             sample = self._sample_of(batch)
             size = self._sample_bytes[batch] = bytes_like(tensors_in(sample))
             for other, known in self._sample_bytes.items():
                 if (other < batch) != (known < size) and other != batch:
-                    message = f"sample_of must give as many rows as asked: {batch} have {size} bytes, {other} {known}"
+                    message = f"sample_of(n) must return n rows, got {size} bytes for {batch} and {known} for {other}"
                     raise UnsupportedModelError(message, kind="sample_ignores_batch", batch=batch)
             self._measure(network, batch, sample)
             measurement, budget = network.inspection_values, network.budget
@@ -99,7 +99,7 @@ class MeasuredBatches:
 
     @property
     def mem_limit(self) -> int:
-        """Least limit of any process, in bytes. Needs a measured batch."""
+        """Smallest limit of all processes, in bytes. Needs a measured batch."""
         return -int(self.agreed(-limit_bytes(self.limit, self._any.device)))
 
     @property
@@ -130,19 +130,19 @@ class MeasuredBatches:
         return self.predicted or self._any.device.type == "cuda"
 
     def agreed(self, number: float) -> float:
-        """The maximum over all processes, which all have to call this. Needs a measured batch."""
+        """Return the maximum of `number` over all processes, collectively. Needs a measured batch."""
         group = self._group
         found: float = number if group is None else max(gather_objects(number, group, self._any.device))
         return found
 
     def step_peak(self, batch: int) -> int | None:
-        """Measured peak of a real step of a batch by its plan; None if the machine lacks memory for the step now."""
+        """Take a planned step and return its peak in bytes; None if the device has too little free memory now."""
         network = self.network(batch)
         sequence = network.compute_sequence()
         assert network.budget is not None
         if self.agreed(network.budget.peak_bytes(sequence) - available_bytes(network.device)) > 0:
             return None
-        # On the CPU, the profiler misses frees by backend threads and is never below the peak: the least is closest.
+        # On the CPU, the profiler misses frees by other threads and may overestimate the peak: the least is closest.
         peaks = []
         for _ in range(_SEVERAL if network.device.type == "cpu" and several_processes() else 1):
             with self._stepping(batch) as step, step.taken(network) as peak:
@@ -150,11 +150,11 @@ class MeasuredBatches:
         return int(self.agreed(min(peaks)))
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
-        """Bytes missing on a simulated device for the reservation of a batch by its plan within `mem_limit` bytes."""
+        """Return the bytes by which a plan within `mem_limit` reserves more than a simulated device has."""
         return 0
 
     def seconds_in_turns(self, among: Iterable[int]) -> dict[int, float]:
-        """Seconds of forward, loss and backward by batch, in real steps by turns: disturbances only add time."""
+        """Return the least seconds of forward, loss and backward by batch. Batches take turns, so load slows all."""
         found: dict[int, list[float]] = {batch: [] for batch in among}
         for _ in range(_TURNS):
             for batch, seconds in found.items():
@@ -192,7 +192,7 @@ class MeasuredBatches:
             if progress is not None:
                 progress(done, total, f"{name}, batch {batch}")
 
-        # Refuse an invalid limit before measuring.
+        # Pass the limit, so that an invalid one is refused before anything is measured.
         return Checkpointable(
             self._model,
             mem_limit=self.limit,
@@ -208,7 +208,7 @@ class MeasuredBatches:
 
 
 class PredictedBatches(MeasuredBatches):
-    """Costs of steps of a model on fake tensors, computed within `measuring`, under `autocast` if it is a dtype."""
+    """Predicted costs of training steps on fake tensors, under autocast with the dtype `autocast` unless None."""
 
     predicted: ClassVar[bool] = True
 
@@ -243,7 +243,7 @@ class PredictedBatches(MeasuredBatches):
                     return watch.stop()[0]
 
     def step_peak(self, batch: int) -> None:
-        """None: no real step can be taken, so the prediction decides."""
+        """Return None: a simulated device takes no real step, so the prediction decides."""
 
     def missing_bytes(self, batch: int, mem_limit: int) -> int:
         network = self.network(batch)

@@ -1,8 +1,8 @@
 """Find the largest and the best batch within a limit from few measured batches.
 
-Bytes and seconds of a stage are affine in the batch: a constant part (weights, launches) and one per sample. This holds
-piecewise: a peak is a maximum of affine sums, and a library may change kernels. So each number is interpolated between
-the two nearest measured batches.
+Bytes and seconds of a stage are affine in the batch: a constant part (weights, kernel launches) plus a part per sample.
+They are only piecewise affine, since a peak is a maximum of affine sums and libraries change kernels with the batch. So
+each number is interpolated between the two nearest measured batches.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rotor_py.report.sweep import BatchPoint
 from rotor_solver import InfeasibleError, Option, Persistent, store_all
 from rotor_solver.offload import Link
 
-# Most growth from one measured batch to the next. A guess: too much runs out of memory if bytes rise above their line.
+# Largest ratio of two successive batches. A guess: too much runs out of memory where bytes rise above the line.
 _GROWTH = 4
-# Measurements by lines before bisection starts, for sizes that are not convex. A guess that costs time, not accuracy.
+# Batches that lines choose before bisection takes over: lines mislead if bytes are not convex. A guess; costs time.
 _PATIENCE = 8
 _POINTS = 24  # Batches planned at equal ratios to find the best and to draw the curve. A guess; too few miss the best.
-_CLOSER = 8  # the same between the neighbours of the best
+_CLOSER = 8  # batches planned between the neighbours of the best one so far
 _FINE = 0.01  # relative distance between neighbours at which the search for the best batch ends
 
 
@@ -73,7 +73,7 @@ class StepCosts:
 
 
 def agreed_costs(costs: StepCosts, group: dist.ProcessGroup | None, device: torch.device) -> StepCosts:
-    """The maximum of each number over `group`, collectively. Raises PlanMismatchError in all if their stages differ."""
+    """Return the maximum of each cost over `group`. Raises PlanMismatchError in all processes if stages differ."""
     if group is None:
         return costs
     found: list[StepCosts] = gather_objects(costs, group, device)
@@ -101,8 +101,7 @@ def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None
     """Interpolate the costs of a step of `batch`; None if the measured batches around it do not determine them.
 
     Beyond the measured batches, bytes follow the line through the last two, and seconds are proportional to the batch,
-    since noise would ruin an extrapolated line. Batches with different stages share no line; the nearer one decides
-    which line applies.
+    since noise ruins an extrapolated line. Only batches with the stages of the nearest measured batch are used.
     """
     if batch in measured:
         return measured[batch]
@@ -119,16 +118,17 @@ def interpolated(measured: dict[int, StepCosts], batch: int) -> StepCosts | None
         found: StepCosts = _on_line(measured[low], measured[high], batch, low, high)
         return found
     except ValueError:
-        # Interpolated costs are valid. Extrapolated lines may cross, which no chain has.
+        # Extrapolated lines may cross, and `Chain` refuses such sizes. Interpolated sizes are always valid.
         if low <= batch <= high:
             raise
         return None
 
 
 def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
-    """Interpolate the numbers from those of `one` at `low` to those of `other` at `high`; sizes are rounded up.
+    """Interpolate every number between `one` at batch `low` and `other` at batch `high`. Round sizes up.
 
-    Beyond an end, seconds are in proportion to the end's. Nonnegative numbers stay so. Only common options remain.
+    Outside `low` to `high`, seconds scale with the batch from the nearer end. Nonnegative numbers stay nonnegative. Of
+    a stage's options, only those in both remain.
     """
     if one is None or other is None or isinstance(one, str | bool | Link):  # a link does not depend on the batch
         return None if other is None else one
@@ -144,17 +144,17 @@ def _on_line(one: Any, other: Any, batch: int, low: int, high: int) -> Any:
     if isinstance(one, float):
         nearest = min(max(low, batch), high)
         return batch / nearest * (one + (other - one) * (nearest - low) / (high - low))
-    # In integers, because sizes are exact: an affine size equals its measurement.
+    # Integer arithmetic predicts an affine size exactly.
     found = one - (-(other - one) * (batch - low) // (high - low))
     return max(0, found) if one >= 0 and other >= 0 else found
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest batch that fits, measured; `needs` is its bytes.
+    """The largest batch that fits, and `needs`: the bytes of its step, measured.
 
-    `beyond` is the next tried batch, which does not fit, with `beyond_bytes`, measured or predicted by the line through
-    smaller ones. None if there is no larger candidate.
+    `beyond` is the next candidate, which needs `beyond_bytes` and does not fit; None if no candidate is larger. Unless
+    `beyond_measured`, these bytes are predicted by a line through smaller batches.
     """
 
     batch: int
@@ -188,13 +188,13 @@ def largest(
         following = candidates[place + 1]
         if following in known:
             return Largest(fits, known[fits], following, known[following], beyond_measured=True)
-        # Use smaller batches only: bytes may jump where a library changes kernels, and the line through larger batches
-        # then overestimates those before the jump.
+        # Draw the line through smaller batches only: bytes may jump where a library changes kernels, and a line through
+        # batches after the jump overestimates batches before it.
         bound = _bound({batch: known[batch] for batch in known if batch < following}, following)
         if bound > mem_limit + slack:
             return Largest(fits, known[fits], following, bound)
         above = min((batch for batch in known if batch > fits and known[batch] > mem_limit), default=None)
-        # A measured batch need not be a candidate, so always keep the next one.
+        # `above` need not be a candidate, so always leave the next candidate to try.
         end = len(candidates) if above is None else max(bisect_left(candidates, above), place + 2)
         if rounds >= _PATIENCE:
             at = (place + end) // 2 if above is not None else 2 * place + 1
@@ -206,25 +206,25 @@ def largest(
 
 
 def _reached(known: dict[int, int], fits: int, above: int | None, mem_limit: int) -> int:
-    """The batch at which lines through measured batches reach the limit, above `fits`, which is below it."""
+    """Return the batch at which a line through measured batches reaches the limit; `fits` is a batch that fits."""
     below = sorted(batch for batch in known if above is None or batch < above)
     ahead = _meets(known, below[-2], below[-1], mem_limit) if len(below) > 1 else None
     if above is None:
         most = _GROWTH * max(known)
         return most if ahead is None else min(ahead, most)
     between = _meets(known, below[-1], above, mem_limit)
-    # Between two batches the line overestimates: its batch fits, or leads to the next try.
+    # Between two batches, the line is an upper bound of convex bytes, so the batch that it allows should fit.
     return max(fits, between) if between is not None and between > fits else ahead or fits
 
 
 def _meets(known: dict[int, int], low: int, high: int, mem_limit: int) -> int | None:
-    """The last batch at which the line through two is within the limit; None if it does not rise."""
+    """Return the last batch at which the line from `low` to `high` is within the limit; None if it does not rise."""
     rise = known[high] - known[low]
     return low + (mem_limit - known[low]) * (high - low) // rise if rise > 0 else None
 
 
 def _bound(known: dict[int, int], batch: int) -> int:
-    """Lower bound of the bytes of an unmeasured batch, if bytes are convex and do not fall."""
+    """Return a lower bound of an unmeasured batch's bytes, assuming that bytes are convex and never decrease."""
     below = sorted(each for each in known if each < batch)
     above = sorted(each for each in known if each > batch)
     bounds = [known[each] for each in below[-1:]]
@@ -237,7 +237,7 @@ def _bound(known: dict[int, int], batch: int) -> int:
 
 @dataclass(slots=True)
 class Curve:
-    """Plans within `mem_limit` by batch, each solved once, with costs interpolated between `measured` batches."""
+    """Times of the fastest plans within `mem_limit` by batch, from costs interpolated between `measured` batches."""
 
     measured: dict[int, StepCosts]
     mem_limit: int
@@ -254,16 +254,16 @@ class Curve:
         return self.planned[batch]
 
     def with_optimizer(self, seconds: float, batch: int) -> float:
-        """Seconds per sample, the optimizer step included."""
+        """Convert a batch's `seconds` to seconds per sample, the optimizer step included."""
         return seconds / batch + self.optimizer_seconds / (self.effective_batch or batch)
 
     def per_sample(self, batch: int) -> float:
         return self.with_optimizer(self.seconds(batch), batch)
 
     def best(self, candidates: Sequence[int]) -> int:
-        """The candidate with the least seconds per sample, from a grid at equal ratios and a finer one around its best.
+        """Return the candidate with the least seconds per sample: search a grid, then finer grids around its best.
 
-        A larger batch amortizes fixed costs but recomputes more, so the best may be missed between grid points.
+        A larger batch amortizes fixed costs but recomputes more, so the grid may miss the best between two points.
         """
         looked = sorted({*_spread(candidates, _POINTS), *(batch for batch in self.measured if batch in candidates)})
         while True:
@@ -277,7 +277,7 @@ class Curve:
             looked = sorted({*looked, *more})
 
     def points(self, candidates: Sequence[int], most: int, included: Iterable[int]) -> tuple[BatchPoint, ...]:
-        """Points up to the batch `most`: those `included`, measured ones, and some at equal ratios."""
+        """Return points up to the batch `most`: `included` and measured batches, and some at equal ratios."""
         inside = [batch for batch in candidates if batch <= most]
         batches = {*_spread(inside, _POINTS), *included, *(batch for batch in self.measured if batch in inside)}
         found = (self._point(batch) for batch in sorted(batches))
@@ -294,7 +294,7 @@ class Curve:
 
 
 def _spread(candidates: Sequence[int], points: int) -> set[int]:
-    """Candidates at equal ratios from the first to the last."""
+    """Choose candidates at about equal ratios, from the first to the last."""
     ratio = candidates[-1] / candidates[0]
     found = set()
     for at in range(points + 1):

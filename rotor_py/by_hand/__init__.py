@@ -1,1 +1,1 @@
-"""User-chosen checkpoints: by level, every n layers, or segments. No solver."""
+"""Checkpoints that the user places, without a solver: by level, every n layers, or by segments."""

@@ -1,7 +1,7 @@
-"""Checkpoint every n layers in hand-written loops, or the input of each segment, and recompute the other outputs.
+"""Store every n-th layer's output, or each segment's input, and recompute other outputs in the backward.
 
-Each layer's forward state (random state, autocast, buffers) is recorded in its first run, so that recomputations repeat
-it exactly.
+The first run of a layer records its random state, autocast and buffers, and a recomputation restores them, so both
+return the same bits.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from rotor_py.stage.runner import StageRunner
 from rotor_solver import ForwardEnable
 from rotor_solver.segments import recompute_segments, segments_from
 
-_INPUT = -1  # index of the network's input, the output of the layer before the first
+_INPUT = -1  # index of the network's input among layer outputs: the layers start at 0
 Forward = Callable[[Any, Any], Any]  # callable of a layer and its input that returns the layer's output
 Segment = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig:
-    """Store the outputs of layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; none for n = 0.
+    """Store the outputs of layers 0, n, 2n, … for n = `checkpoint_every_n_layers`; no output for n = 0.
 
-    Stores at most `max_checkpoints`. With `use_mixed_precision`, floating-point activations are stored in
-    `storage_dtype`, bfloat16 or float16, and restored, rounded, in their own dtype.
+    Stores at most `max_checkpoints` outputs. With `use_mixed_precision`, rounds floating-point outputs to
+    `storage_dtype`, bfloat16 or float16, and converts them back to their own dtype for use.
 
-    Raises ValueError for negative or non-integer numbers, a `use_mixed_precision` that is no bool, and any other
-    `storage_dtype`.
+    Raises ValueError for negative or non-integer numbers, a `use_mixed_precision` that is no bool, and a
+    `storage_dtype` other than these two.
     """
 
     checkpoint_every_n_layers: int = 4
@@ -61,10 +61,10 @@ class CheckpointConfig:
 
 
 class ActivationCheckpointer:
-    """Stores the outputs of layers 0, n, 2n, … and recomputes the others.
+    """Stores the outputs of layers 0, n, 2n, … as checkpoints, and recomputes the other outputs from them.
 
-    Values are tensors, or nested structures of them. `checkpointed_forward` trains: its backward recomputes layers from
-    the checkpoints. These stay until `clear` or the next `checkpointed_forward`.
+    Outputs are tensors or nested structures of tensors. `checkpointed_forward` is for training: its backward recomputes
+    layers from the checkpoints. Checkpoints stay in memory until `clear` or the next `checkpointed_forward`.
     """
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
@@ -78,7 +78,7 @@ class ActivationCheckpointer:
         return whole_number(layer_idx, "layer_idx") % n == 0 if n else False
 
     def save(self, layer_idx: int, activation: Any) -> None:
-        """Store the output of a checkpoint layer, replacing an earlier one; for other layers, count the bytes.
+        """Store the output of a checkpoint layer, replacing an earlier one. For other layers, count its bytes.
 
         Raises CheckpointLimitError (a ValueError) beyond `max_checkpoints`, and ValueError for a negative or
         non-integer index.
@@ -91,23 +91,23 @@ class ActivationCheckpointer:
             self._store.keep(layer_idx, activation)
 
     def get(self, layer_idx: int) -> Any:
-        """The stored output of a layer, in its own dtype and detached; None if it is not stored.
+        """Return the stored output of a layer, detached and in its own dtype; None if it is not stored.
 
-        Raises RuntimeError if the tensor was overwritten since (outputs are stored without copying), and ValueError for
-        a negative or non-integer index.
+        Outputs are stored without a copy. Raises RuntimeError if this one was overwritten in place since, and
+        ValueError for a negative or non-integer index.
         """
         whole_number(layer_idx, "layer_idx")
         if layer_idx not in self._store:
             return None
         self._store.refuse_overwritten(layer_idx)
-        # A new object each time, so that `requires_grad_` on it does not affect the stored one.
+        # Return a new object each time, so that the caller's `requires_grad_` does not affect the stored tensor.
         return tree_map_only(torch.Tensor, torch.Tensor.detach, self._store[layer_idx])
 
     def clear(self) -> None:
-        """Release everything."""
+        """Release all stored outputs and recorded states."""
         self._half = self.config.storage_dtype if self.config.use_mixed_precision else None
         self._store = _KeptOutputs(self._half)
-        self._input = _KeptOutputs()  # the network's input, owned by the caller and never rounded
+        self._input = _KeptOutputs()  # the network's input, in the caller's tensors: never rounded
         self._seen: dict[int, int] = {}  # bytes of the output of each layer that was run or saved
         self._surroundings: dict[int, Surroundings] = {}
 
@@ -118,13 +118,13 @@ class ActivationCheckpointer:
 
     @property
     def memory_stored_bytes(self) -> int:
-        """Bytes of the outputs as stored, without the network's input, which the caller owns."""
+        """Bytes of the stored outputs, without the network's input, which belongs to the caller."""
         return self._store.nbytes
 
     @property
     def memory_saved_bytes(self) -> int:
-        """Bytes of all seen layer outputs, minus the stored bytes."""
-        # Not below zero: a stored view counts all of its storage.
+        """Bytes of the outputs of all layers that ran, minus the stored bytes."""
+        # Zero at least: a stored view counts its whole storage, which may be larger than the output.
         return max(0, sum(self._seen.values()) - self.memory_stored_bytes)
 
     def checkpointed_forward(
@@ -132,10 +132,10 @@ class ActivationCheckpointer:
     ) -> Any:
         """Run `layers` in order from `input`, store checkpoints, and return the last output.
 
-        Stores the first `max_checkpoints` at most. With gradients enabled, the backward recomputes the layers between
-        checkpoints from the stored values. In full precision, gradients equal plain training bit for bit; in half
+        Stores the first `max_checkpoints` checkpoints only. With gradients enabled, the backward recomputes the layers
+        between checkpoints. In full precision, gradients equal plain training bit for bit; with checkpoints in half
         precision, they are those of rounded activations. The backward raises RuntimeError if `forward_fn`, or a layer
-        that is no `nn.Module`, uses its own parameters.
+        that is no `nn.Module`, uses parameters of its own, which would get no gradient.
         """
         self.clear()
         kept = [index for index in range(len(layers)) if self.is_checkpoint_layer(index)][: self.config.max_checkpoints]
@@ -150,16 +150,17 @@ class ActivationCheckpointer:
         else:
             for each in run:
                 value = each(value)
-        recording.by = None  # the backward recomputes the layers, which must not be recorded
+        recording.by = None  # recomputations in the backward must not be recorded
         return value
 
     def recompute_from_checkpoint(
         self, target_layer: int, layers: Sequence[Any], forward_fn: Forward = lambda layer, value: layer(value)
     ) -> Any:
-        """The output of `target_layer`, stored or recomputed from the nearest checkpoint before it, or from the input.
+        """Return the stored output of `target_layer`, or recompute it from the last checkpoint before it or the input.
 
-        Equals the forward's output bit for bit if it starts from full precision. Raises ValueError for a missing layer,
-        MissingCheckpointError (a ValueError) if there is no start, and RuntimeError if the start was overwritten.
+        The result equals the forward's output bit for bit, unless it starts from a checkpoint in half precision. Raises
+        ValueError for a missing layer, MissingCheckpointError (a ValueError) if neither a checkpoint nor the input is
+        stored, and RuntimeError if that tensor was overwritten.
         """
         if whole_number(target_layer, "target_layer") >= len(layers):
             message = f"target_layer is {target_layer}; there are {len(layers)} layers, the first is 0"
@@ -171,16 +172,16 @@ class ActivationCheckpointer:
             self._input.refuse_overwritten(_INPUT)
         value = self._input[_INPUT] if start == _INPUT else self.get(start)
         for index in range(start + 1, target_layer + 1):
-            found = self._surroundings.get(index)  # None if the caller ran it and saved checkpoints
+            found = self._surroundings.get(index)  # None if the caller ran the layer and called `save`
             with found.restored(layers[index], graph=torch.is_grad_enabled()) if found else nullcontext():
                 value = found.run(forward_fn, layers[index], value) if found else forward_fn(layers[index], value)
         return value
 
     def _train(self, input: Any, run: list[_Layer], kept: list[int]) -> Any:
-        """Run the layers in the caller's graph, so that the backward starts from the checkpoints."""
+        """Run the layers as one tape in the caller's autograd graph; its backward recomputes from the checkpoints."""
         starts = [0, *(index + 1 for index in kept if index + 1 < len(run))]
-        # The executor stores the inputs of all segments but the last, which is stored as it runs: the backward would
-        # recompute it at once.
+        # The executor stores the input of every segment except the last. It saves all activations of the last segment,
+        # which the backward needs first.
         shared = [start - 1 for start in starts[1:-1]]
         self._stored_layers -= {*shared}
         store = ActivationStore(self._half)
@@ -188,20 +189,20 @@ class ActivationCheckpointer:
         enables, segments = map(ForwardEnable, range(len(run))), segments_from(starts, len(run))
         sequence = recompute_segments(enables, segments[:-1])
         value = Tape(runners, read_sequence(len(run), sequence), store).forward(input)
-        for index in shared:  # a layer's output is the input of the segment that starts after it
+        for index in shared:  # the output of a layer is the input of the segment that starts after the layer
             self._store.adopt(index, store, index + 1)
         return value
 
 
 @dataclass
 class _Recording:
-    """Who records the runs of layers now. No attribute of a layer, since a recomputation finds these as they were."""
+    """The checkpointer that records layer runs now. Not an attribute of the layers: recomputation restores those."""
 
     by: ActivationCheckpointer | None
 
 
 class _Layer(nn.Module):
-    """A layer with the function that calls it, as a module that owns its parameters; records its first run."""
+    """Module of a layer and the function that calls it, which owns the layer's parameters and records its first run."""
 
     def __init__(self, layer: Any, forward_fn: Forward, recording: _Recording, index: int) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ class _Layer(nn.Module):
         with recorded(self.layer, devices, True, f"layer {self.index}") as found:
             output = self.forward_fn(self.layer, value)
         by._surroundings[self.index] = found[0]
-        # A view of the input, or the input overwritten in place, is no new memory.
+        # An output that shares its storage with the input takes no new memory.
         old = storages(tensors_in(value))
         by._seen[self.index] = sum(size for at, size in storages(tensors_in(output)).items() if at not in old)
         if self.index in by._stored_layers:
@@ -227,7 +228,7 @@ class _Layer(nn.Module):
 
 
 class _KeptOutputs(ActivationStore):
-    """Outputs by layer, not copied: in-place operations of the next layer would change them, unnoticed by autograd."""
+    """Layer outputs, stored without a copy. Remembers tensor versions, since autograd does not see in-place changes."""
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
         super().__init__(storage_dtype)
@@ -253,15 +254,15 @@ class _KeptOutputs(ActivationStore):
         return [tensor._version for tensor in self.held_tensors(index)]
 
 
-# Networks of segments: store only the input of each segment, and recompute the rest in the backward.
+# Networks of segments: store only the input of each segment, and recompute its other activations in the backward.
 
 
 class Checkpoint:
     """The input of one segment, from which its output can be recomputed.
 
-    Make it right before the segment runs: it records the current random state, autocast and the segment's buffers.
-    `input` is detached, not copied. After a backward through the result of `recompute`, its `grad` is the gradient of
-    the segment's input. Raises ValueError if the segment cannot be called.
+    Construct it right before the segment runs: it records the current random state, autocast and the segment's buffers.
+    The attribute `input` is detached, not copied. After a backward through the result of `recompute`, `input.grad` is
+    the gradient of the segment's input. Raises ValueError if the segment cannot be called.
     """
 
     def __init__(self, segment: Segment, input: Any) -> None:
@@ -278,15 +279,15 @@ class Checkpoint:
         return storage_bytes(tensors_in(self.input))
 
     def recompute(self) -> Any:
-        """The segment's output as in its first run, with an autograd graph if gradients are enabled.
+        """Return the same output as the segment's first run, with an autograd graph if gradients are enabled.
 
-        Leaves the random state and the buffers as they are. Raises RuntimeError if the input was overwritten after the
+        Restores the random state and the buffers afterwards. Raises RuntimeError if the input was overwritten after the
         checkpoint was made.
         """
         self._refuse_overwritten()
         with self._surroundings.restored(self.segment, graph=torch.is_grad_enabled()):
             output = self._surroundings.run(self.segment, self.input)
-        self._refuse_overwritten()  # by the segment itself
+        self._refuse_overwritten()  # the segment itself may overwrite its input
         return output
 
     def _refuse_overwritten(self) -> None:
@@ -299,16 +300,16 @@ class Checkpoint:
 
 
 class CheckpointedNetwork(nn.Module):
-    """Runs segments in order and trains them, storing only the input of each.
+    """Runs segments in order, stores only each segment's input, and recomputes the segments in the backward.
 
-    `segments` are modules, or functions without parameters; each takes the previous output. The backward recomputes
-    each, last first. Outputs, gradients, buffers and the random stream equal plain training. In eval mode or without
-    gradients, nothing is checkpointed. Raises ValueError if there are no segments, or if one cannot be called.
+    `segments` are modules, or functions without parameters; each takes the previous one's output. Outputs, gradients,
+    buffers and the random stream equal plain training. In eval mode or without gradients, nothing is checkpointed.
+    Raises ValueError if there are no segments, or if a segment cannot be called.
     """
 
     def __init__(self, segments: Iterable[Segment]) -> None:
         super().__init__()
-        found = list(segments)  # an iterator can be read only once
+        found = list(segments)  # read an iterator only once
         if not found:
             raise InvalidValueError(
                 "a CheckpointedNetwork needs at least one segment, and got none", kind="no_segments", name="segments"
@@ -319,7 +320,7 @@ class CheckpointedNetwork(nn.Module):
         self.memory_bytes = 0
         """Bytes of the segments' inputs stored by the last training forward; 0 before the first one."""
         self.full_memory_bytes = 0
-        """Bytes of the network's input and the outputs of all modules in the segments, if all were stored."""
+        """Bytes that storing the network's input and the outputs of all modules in the segments would take."""
 
     def forward(self, x: Any) -> Any:
         """Return the last segment's output for `x`, a tensor or a nested structure of tensors.
@@ -359,7 +360,7 @@ def refuse_uncallable(given: object, called: str, name: str | None = None, **num
 
 
 class _StorageSizes(dict[int, tuple[object, int]]):
-    """Bytes of storages, each once, by its only weak reference: freed ones count, and addresses are reused."""
+    """Bytes of all storages added, freed ones too. Keys are weak references, since storages reuse addresses."""
 
     def add(self, value: Any) -> None:
         for tensor in tensors_in(value):

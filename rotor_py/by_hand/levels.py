@@ -1,7 +1,7 @@
-"""Checkpointing by level: a level is the size of the parts of a model that the backward recomputes.
+"""Checkpointing by level: the level says how large the parts of a model are that the backward recomputes.
 
-`assign_levels` derives levels from the structure: the contents of a part, and whether it repeats. Structure does not
-distinguish an attention from a layer with two projections, nor an encoder from its list of layers: there names decide.
+`assign_levels` derives a module's level from its submodules and whether they repeat. Names decide where structure does
+not: an attention looks like a layer with two projections, and an encoder like its list of layers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ LEVELS = {
 
 
 class ActivationCheckpointing(nn.Module):
-    """Calls functions and checkpoints those of a low enough level, for models written with levels.
+    """Calls a function, and checkpoints it if its level is low enough, for models whose code assigns levels.
 
     `ActivationCheckpointing(3, level)(block, x)` is `block(x)`. In training mode, if `level` is 3 or more, the backward
     recomputes `block` from `x` instead of storing its activations. A function of level 0 is never checkpointed. Levels
     are nested: at a training level of 3, a function of level 1 inside `block` is checkpointed, too.
 
-    `Checkpointable(model, level=3)` does the same for models without levels. Raises ValueError unless a level is an
-    integer from 0 to 5.
+    `Checkpointable(model, level=3)` does the same for a model whose code assigns no levels. Raises ValueError unless
+    both levels are integers from 0 to 5.
     """
 
     def __init__(self, fn_checkpoint_level: int, training_checkpoint_level: int) -> None:
@@ -46,13 +46,13 @@ class ActivationCheckpointing(nn.Module):
 
     @property
     def checkpoints(self) -> bool:
-        """Whether functions are checkpointed: in training mode, by the two levels."""
+        """Whether functions are checkpointed now: in training mode, if their level is at most the training level."""
         return self.training and 0 < self.fn_checkpoint_level <= self.training_checkpoint_level
 
     def forward(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-        """`fn(*args, **kwargs)`, checkpointed if its level is low enough.
+        """Return `fn(*args, **kwargs)`, checkpointed if `checkpoints`.
 
-        `use_reentrant` is passed to `torch.utils.checkpoint`, which raises ValueError for keyword arguments with it.
+        `use_reentrant` is passed to `torch.utils.checkpoint`. True with keyword arguments raises ValueError there.
         """
         if not self.checkpoints or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
@@ -63,7 +63,7 @@ class ActivationCheckpointing(nn.Module):
 
 
 def checked_level(value: object, what: str = "level") -> int:
-    """`value` if it is a level; raises ValueError otherwise."""
+    """Return `value` if it is a level, an integer from 0 to 5; raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value not in LEVELS:
         message = f"{what} is {value!r}; it has to be a whole number from 0 (nothing) to 5 (whole encoders)"
         raise InvalidValueError(message, kind="unknown_level", name=what)
@@ -83,23 +83,23 @@ _GROUP = 4
 
 
 class AssignedLevel(NamedTuple):
-    """The level of one submodule, and the reason. Level 0: never recomputed as a whole."""
+    """The level of one submodule, and the reason in words. A module of level 0 is never recomputed as a whole."""
 
     level: int
     reason: str
 
 
 def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
-    """The level of every submodule of `model` by name; "" is the model. `LEVELS` defines the levels.
+    """Return the level of every submodule of `model` by name; "" is the model. `LEVELS` defines the levels.
 
-    Single layers are level 1, also with their activation, normalisation or dropout. Containers of single layers are
-    small blocks (2), those of small blocks are layers (3), rows of repeated blocks or layers are groups (4), and
-    containers of groups are encoders or decoders (5). Anything larger is level 0.
+    A single layer has level 1, also with its activation, normalisation or dropout. A container of single layers is a
+    small block (2), a container of small blocks is a layer (3), a row of repeated blocks or layers is a group (4), and
+    a container of groups is an encoder or decoder (5). A larger container has level 0.
     """
     found: dict[str, AssignedLevel] = {}
-    # Under all names of a shared module: a caller may use any of them.
+    # Include every name of a shared module: a caller may look up any of them.
     modules = dict(model.named_modules(remove_duplicate=False))
-    # Deepest first: a module's level follows from its submodules. `bool` puts the model, "", after its children.
+    # Deepest modules first, since a module's level follows from its children. `bool` sorts the model, "", last.
     for name in sorted(modules, key=lambda name: -name.count(".") - bool(name)):
         module, kind = modules[name], type(modules[name]).__name__
         inner = [(each, found[f"{name}.{key}" if name else key].level) for key, each in module.named_children()]
@@ -109,7 +109,7 @@ def assign_levels(model: nn.Module) -> dict[str, AssignedLevel]:
             found[name] = AssignedLevel(1, f"{kind} is a single layer")
         else:
             found[name] = (_of_list if _is_list(module) else _of_block)(name, module, inner)
-            # The model itself gets no level, unless it is just an encoder.
+            # The whole model has level 0, unless it is an encoder or decoder by its name.
             if not name and not (found[name].level == 5 and _is_named(_WHOLE, name, module)):
                 found[name] = AssignedLevel(0, f"{kind} is the whole model")
     return {name: found[name] for name in modules}
@@ -125,7 +125,7 @@ def _of_list(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) -
     if highest >= 4:
         return _holding(module, highest)
     if highest in (2, 3):
-        # A list with a single block belongs to a model of depth one.
+        # A list with a single block is a group, too: the model has depth one.
         if count > 1 or (count == 1 and len(inner) == 1):
             return AssignedLevel(4, f"{count} × {kind} in a row are a group")
         return AssignedLevel(highest + 1, f"a row of unlike blocks, {kind} among them") if runs else unlike
@@ -141,19 +141,19 @@ def _of_block(name: str, module: nn.Module, inner: list[tuple[nn.Module, int]]) 
     if len(inner) == 1 and highest == 5:
         return AssignedLevel(highest, f"{called} is {type(inner[0][0]).__name__} and nothing else")
     if highest >= 4:
-        # A numbered stage of a Swin or a ConvNeXt: a downsampling and a group.
+        # A numbered stage of a Swin or a ConvNeXt holds a downsampling and a group.
         if highest == 4 and name.rpartition(".")[2].isdigit() and sum(level == 4 for _, level in inner) == 1:
             return AssignedLevel(4, f"{called}, one of several, holds a group")
         return _holding(module, highest)
-    # Before counting its contents: an attention with a Sequential would count as a layer.
+    # Check the name before the contents: an attention that contains a Sequential would count as a layer.
     if highest <= 2 and _is_named(_SMALL, name, module):
         return AssignedLevel(2, f"{called} is a small block by its name")
     blocks = [each for each, level in inner if level in (2, 3)]
-    # One block has all the weights: the rest is norms and dropout around it.
+    # If one block has all the weights, the other children are norms and dropout around it.
     whole = [each for each in blocks if _weights(each) == weights]
     if len(whole) == 1:
         return AssignedLevel(highest, f"{called} is {type(whole[0]).__name__} and what belongs to it")
-    # Or children that are lists of unlike parts, with blocks among them.
+    # Children may also be lists of unlike parts that contain blocks.
     lists = [child for child, level in inner if level == 0 and _is_list(child)]
     if blocks or any(each._modules and not _is_list(each) for child in lists for each in child.modules()):
         kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in blocks))
@@ -183,5 +183,5 @@ def _called(name: str, module: nn.Module) -> str:
 
 
 def _weights(module: nn.Module) -> int:
-    """Number of layers with a weight of two dimensions or more; those of normalisations and biases have one."""
+    """Count the layers with a weight of two dimensions or more. Normalisation weights and biases have one dimension."""
     return sum(any(p.dim() > 1 for p in each._parameters.values() if p is not None) for each in module.modules())

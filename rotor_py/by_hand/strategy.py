@@ -1,4 +1,4 @@
-"""Strategies set by arguments of `Checkpointable` instead of an optimal plan: by level, or every n layers."""
+"""Strategies that arguments of `Checkpointable` set instead of an optimal plan: by level, or every n layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Algorithm, Chain, InfeasibleError, Periodic, Sequence, StoreAll, simulate
 from rotor_solver.segments import fastest_forwards, recompute_segments
 
-_NO_LIMIT = 2**62  # bytes; the limit is checked afterwards, so that the error can state both numbers
+_NO_LIMIT = 2**62  # bytes: `sequence` checks the limit after solving, so that its error can state peak and limit
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """Store the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
+    """Checkpoint the inputs of all modules of `level`, or of the stages 0, n, 2n, … for n = `every_n_layers`.
 
     Raises ValueError if both are given, if `max_checkpoints` is given without `every_n_layers`, for negative or
     non-integer numbers, and for an unknown level.
@@ -45,7 +45,7 @@ class ByHand:
 
     @classmethod
     def asked_for(cls, level: int | None, every_n_layers: int | None, max_checkpoints: int | None) -> ByHand | None:
-        """The strategy of these arguments; None for an optimal plan. Raises ValueError as the constructor does."""
+        """Return the strategy of these arguments; None if all are None. Raises ValueError as the constructor does."""
         strategy = cls(level, every_n_layers, max_checkpoints)
         return None if strategy == cls() else strategy
 
@@ -58,10 +58,10 @@ class ByHand:
             return ByLevel.of(model, self.level)
         if self.every_n_layers and self.max_checkpoints != 0:
             return Periodic(every=self.every_n_layers, max_checkpoints=self.max_checkpoints)
-        return StoreAll()  # without checkpoints all is one segment, recomputed at once: so it is stored
+        return StoreAll()  # without checkpoints, the whole chain is the last segment, which is never recomputed
 
     def sequence(self, model: nn.Module, budget: Budget, mem_limit: int | None) -> Sequence:
-        """The strategy's sequence, never changed to fit. Raises InfeasibleError above `mem_limit` bytes."""
+        """Return the strategy's sequence. Raises InfeasibleError if its peak exceeds `mem_limit` bytes."""
         sequence = self.algorithm(model).solve(budget.chain, _NO_LIMIT)
         peak = budget.peak_bytes(sequence)
         if mem_limit is not None and peak > mem_limit:
@@ -76,36 +76,36 @@ class ByHand:
 
 @dataclass(frozen=True, slots=True)
 class ByLevel:
-    """An algorithm that recomputes every module of `level`, for a measured chain with stage names.
+    """An algorithm that recomputes every module of `level`, for a chain whose stages are named after modules.
 
-    Consecutive stages in one module of the level (the outermost, if modules of the level are nested) are recomputed
-    together from the input of the first. If the model has no module of the level, the next lower level is used. At
-    level 1, a stage of several layers is recomputed as a whole, and a layer without weights joins the layer before it:
-    its input is the other's output, so storing both saves nothing.
+    Consecutive stages in one module of the level (the outermost, if such modules are nested) are recomputed together
+    from the input of the first stage. If the model has no module of the level, the next lower level applies. At level
+    1, a stage of several layers is recomputed as a whole. A layer without weights is recomputed together with the layer
+    before it: storing the input of each of the two would save no memory.
     """
 
     level: int
     levels: Mapping[str, int] = field(repr=False)
-    """The level of every module, by dotted path."""
+    """Level of every module by dotted path."""
     weightless: frozenset[str] = field(default=frozenset(), repr=False)
-    """Modules without parameters."""
+    """Dotted paths of modules without parameters."""
 
     name = "by-level"
 
     @classmethod
     def of(cls, model: nn.Module, level: int) -> ByLevel:
-        """The algorithm for the stages of `model`. Raises ValueError unless `level` is an integer from 0 to 5."""
-        # Under all names of a shared module: a stage has one of them.
+        """Make the algorithm for the stages of `model`. Raises ValueError unless `level` is an integer from 0 to 5."""
+        # Include every name of a shared module: stages are named after any of them.
         named = model.named_modules(remove_duplicate=False)
         weightless = frozenset(name for name, module in named if not any(True for _ in module.parameters()))
         levels = {name: assigned.level for name, assigned in assign_levels(model).items()}
         return cls(checked_level(level), levels, weightless)
 
     def solve(self, chain: Chain, mem_limit: int) -> Sequence:
-        """The schedule of the level; its peak, a_0 counted, is at most `mem_limit` bytes.
+        """Return the level's schedule, with a peak of at most `mem_limit` bytes, the input a_0 included.
 
-        The group before the loss is stored as it runs, since it would be recomputed at once, unless that peaks higher.
-        Raises InfeasibleError if the peak exceeds the limit.
+        The group before the loss saves its activations in the forward, since the backward needs them first, unless that
+        has the higher peak. Raises InfeasibleError if the peak exceeds the limit.
         """
         groups = self.groups([stage.name for stage in chain])
         forwards = fastest_forwards(chain)
@@ -119,15 +119,15 @@ class ByLevel:
         return sequence
 
     def groups(self, names: list[str]) -> list[range]:
-        """The stages of each module of the level, as ranges of positions."""
+        """Return the stages of each module of the level, as ranges of stage indices."""
         units = self.units(names)
-        # Neighbours only: a module that runs twice, with others in between, is two groups.
+        # Only consecutive stages form a group: a module that runs twice, with others in between, is two groups.
         found = [(unit, list(group)) for unit, group in groupby(range(len(names)), key=units.__getitem__)]
         return [range(group[0], group[-1] + 1) for unit, group in found if unit is not None]
 
     def units(self, names: list[str]) -> list[str | None]:
-        """The module of the level that contains each stage; None outside."""
-        # A ResNet has blocks and stages but no transformer layers: a missing level is no error.
+        """Return for each stage the module of the level that contains it, or None."""
+        # A missing level is no error: a ResNet has blocks and groups, but no transformer layers.
         for level in range(self.level, 0, -1):
             found = [self._unit(name, level) for name in names]
             if any(unit is not None for unit in found):
@@ -135,18 +135,18 @@ class ByLevel:
         return [None] * len(names)
 
     def _unit(self, stage: str, level: int) -> str | None:
-        for path in (part.partition("#")[0] for part in stage.split(JOINT)):  # modules that it is named after
+        for path in (part.partition("#")[0] for part in stage.split(JOINT)):  # modules in the stage's name
             parts = path.split(".") if path else []
             for count in range(len(parts) + 1):
                 if self.levels.get(prefix := ".".join(parts[:count])) == level:
                     return prefix
-            # The stage is a larger, uncut module: no single layer can be recomputed, so all of it is.
+            # The stage is a module of several layers that is not cut, so it is recomputed as a whole.
             if level == 1 and len(parts) > 0 and self.levels.get(path, 0) > 1:
                 return stage
         return None
 
     def _with_weightless(self, units: list[str | None]) -> list[str | None]:
-        """Join layers without weights to the layer before them in the same list."""
+        """Assign layers without weights to the unit of the layer before them in the same container."""
         result = units[:1]
         for before, unit in pairwise(units):
             follows = unit is not None and before is not None and unit.rpartition(".")[0] == before.rpartition(".")[0]
@@ -155,7 +155,7 @@ class ByLevel:
 
 
 def whole_number(value: object, what: str) -> int:
-    """`value` if it is a nonnegative integer, True and False excluded; raises ValueError otherwise."""
+    """Return `value` if it is a nonnegative integer and no bool; raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise InvalidValueError(
             f"{what} is {value!r}; it has to be a whole number, zero or more", kind="not_a_count", name=what

@@ -1,23 +1,23 @@
 """Simulate the CUDA caching allocator: bytes reserved for a sequence of requests.
 
-A program runs out of memory when segments, not tensors, exceed the device. The rules are those of
-`c10/cuda/CUDACachingAllocator.cpp`, whose names are given with the constants.
+A program runs out of memory when the allocator's segments, not the tensors, exceed the device. The rules are those of
+`c10/cuda/CUDACachingAllocator.cpp`; the constants cite its names.
 """
 
 # Note [The allocator's rules]
 #
-#  1. A size is rounded up to 512 bytes. Up to 1 MiB it is for the small pool of its stream, else for the large one.
-#  2. The smallest free block of the pool that is large enough serves it; of equal ones, the one at the lowest address.
-#  3. Else the driver allocates a segment: 2 MiB for the small pool; for the large one 20 MiB for requests below 10 MiB,
-#     and from there on the size, rounded up to 2 MiB.
+#  1. A request is rounded up to 512 bytes. Up to 1 MiB, the small pool of its stream serves it, else the large pool.
+#  2. The pool's smallest free block that is large enough serves the request: of equal blocks, the lowest address.
+#  3. If no block is large enough, the driver allocates a segment: 2 MiB for the small pool; for the large pool, 20 MiB
+#     if the request is below 10 MiB, else the request rounded up to 2 MiB.
 #  4. A block is split if 512 bytes or more remain in the small pool, or more than 1 MiB in the large one. An unsplit
 #     remainder counts as allocated: 12 MiB from a free block of 13 MiB take all 13.
-#  5. A freed block merges with the free neighbours of its segment, and stays reserved.
-#  6. If the driver has no more memory, every wholly free segment is released, and the driver is asked once more.
-#  7. Expandable segments: each pool has one range of addresses, and memory is mapped at its end, 2 MiB at a time for
-#     the small pool and 20 MiB for the large. Any remainder of 512 bytes is split off. In the search for the best fit,
-#     a block that can grow into unmapped addresses counts with the size it can reach, so that others are used up
-#     first. If the driver has no more memory, whole pages of free blocks are unmapped.
+#  5. A freed block merges with the free neighbours in its segment, and its memory stays reserved.
+#  6. If the driver has no more memory, the allocator releases every wholly free segment, and asks the driver once more.
+#  7. With expandable segments, each pool has one range of addresses, and maps memory at its end, 2 MiB at a time in
+#     the small pool and 20 MiB in the large. A remainder of 512 bytes or more is split off. In rule 2, a block that can
+#     grow into unmapped addresses counts with the size that it can reach, so that other blocks are used first. If the
+#     driver has no more memory, the allocator unmaps whole pages of free blocks.
 #
 # Not simulated, as they are off by default: max_split_size_mb, roundup_power2_divisions, garbage_collection_threshold,
 # and the private pools of CUDA graphs.
@@ -35,13 +35,13 @@ MIN_BLOCK = 512  # `kMinBlockSize`: every size is rounded up to a multiple of it
 SMALL_SIZE = 2**20  # `kSmallSize`: up to here, requests are small and have a pool of their own
 SMALL_SEGMENT = 2 * 2**20  # `kSmallBuffer`: segment size of the small pool
 LARGE_SEGMENT = 20 * 2**20  # `kLargeBuffer`: segment size of the large pool for requests below 10 MiB
-MIN_LARGE_ALLOCATION = 10 * 2**20  # `kMinLargeAlloc`: larger requests get their own segment
-ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: such a segment is rounded up to a multiple of it
+MIN_LARGE_ALLOCATION = 10 * 2**20  # `kMinLargeAlloc`: from here on, a request gets a segment of its own size
+ROUND_LARGE = 2 * 2**20  # `kRoundLarge`: the segment of a single request is rounded up to a multiple of it
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment, linked to its neighbours. An unmapped block has addresses and no memory."""
+    """A piece of a segment, linked to its neighbours. An unmapped block has addresses but no memory."""
 
     address: int
     size: int
@@ -113,7 +113,7 @@ Event = Allocate | Free
 
 
 def most_bytes(events: Iterable[Event], beyond: int = 0) -> int:
-    """Peak of live bytes in blocks during `events`, beyond those live after the first `beyond` events."""
+    """Return the peak of live bytes during `events`, minus the bytes live after the first `beyond` events."""
     sizes, now, before, most = dict[Hashable, int](), 0, 0, 0
     for number, event in enumerate(events, 1):
         if isinstance(event, Allocate):
@@ -164,7 +164,7 @@ def replay(events: Iterable[Event], *, expandable: bool = False, limit: int | No
 
 
 class CachingAllocator:
-    """The allocator of one device. `expandable` is PYTORCH_CUDA_ALLOC_CONF's expandable_segments:True."""
+    """The allocator of one device. `expandable` simulates PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."""
 
     def __init__(self, *, expandable: bool = False, limit: int | None = None) -> None:
         self.allocated_bytes = self.reserved_bytes = 0
@@ -211,7 +211,7 @@ class CachingAllocator:
         self._put_back(block)
 
     def release_cached(self) -> None:
-        """Apply rule 6 and the end of rule 7, as `torch.cuda.empty_cache` does."""
+        """Release free memory by rules 6 and 7, as `torch.cuda.empty_cache` does."""
         for pool in self._pools.values():
             for block in [pool.blocks[address] for _, address in pool.free]:
                 if self._expandable:
@@ -232,7 +232,7 @@ class CachingAllocator:
         return found
 
     def _new(self, pool: Pool, size: int) -> Block:
-        """Get a free block from memory new to the pool: rules 3, 6 and 7."""
+        """Get a free block from memory that is new to the pool, by rules 3, 6 and 7."""
         new = self._expanded if self._expandable else self._segment
         if (block := new(pool, size)) is not None:
             return block
@@ -255,7 +255,7 @@ class CachingAllocator:
         return block
 
     def _expanded(self, pool: Pool, size: int) -> Block | None:
-        """Map free and unmapped neighbours as far as needed: the first with enough addresses."""
+        """Find the first run of free and unmapped blocks with enough addresses, and map as much as needed."""
         page = SMALL_SEGMENT if pool.small else LARGE_SEGMENT
         block = self._growing(pool, size)
         while not block.mapped or block.size < size:

@@ -1,7 +1,7 @@
 """Measure the local device as a `Device`, and write it as a file that `device_from_file` reads.
 
-Rates are those of the best matrix product, the bandwidth that of a copy; efficiencies are the share of these that other
-kernels reach. So no efficiencies need to be fitted to a data sheet.
+The fastest matrix product gives the rate of each dtype, and a copy the bandwidth. Efficiencies are the shares of these
+that other kernels reach, so none has to be fitted to a data sheet.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rotor_profiling.backends import stopwatch
 from rotor_profiling.timing import seconds_of
 from rotor_py.data_sheet import CONTEXT_BYTES, Device, Efficiencies, Rates
 
-_LAUNCHES = 200  # small additions in a row; their mean time is a launch's
+_LAUNCHES = 200  # small additions in a row, whose mean time counts as the time of a kernel launch
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Problem sizes: large enough for peak performance, done in seconds."""
+    """Sizes of measured problems: large enough for peak performance, small enough to take seconds."""
 
     matrices: tuple[tuple[int, int, int], ...]
     attention: tuple[int, int, int, int]
@@ -34,7 +34,7 @@ class Sizes:
 
 
 _ON_CUDA = Sizes(
-    # A square product, those of a transformer of width 4096, and a narrow one.
+    # A square product, two products of a transformer of width 4096, and a product with a narrow inner dimension.
     matrices=((8192, 8192, 8192), (8192, 4096, 4096), (8192, 4096, 14_336), (16_384, 1024, 1024)),
     attention=(4, 16, 4096, 128),
     convolution=(64, 128, 56),
@@ -70,10 +70,10 @@ def calibrate(
                 found[name] = _products(device, sizes, dtype)
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:  # older devices have no products of these
+            except RuntimeError:  # older devices have no matrix products in this dtype
                 found[name] = found["fp32"]
         rates = Rates(**{name: _rounded(max(each)) for name, each in found.items()})
-        # The training dtype: half precision on CUDA; 32 bits on a CPU, which often converts half before computing.
+        # Train in bfloat16 on CUDA, and in 32 bits on a CPU, which often converts half precision before computing.
         dtype = torch.bfloat16 if cuda and rates.bf16 > rates.fp32 else torch.float32
         best = rates.of(dtype, tf32=False)
         products = found["bf16" if dtype is torch.bfloat16 else "fp32"]
@@ -127,12 +127,12 @@ def _products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> list[fl
 
 
 def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[float, float]:
-    """Operations a second of causal attention, forward and backward."""
+    """Measure the operations per second of causal attention, forward and backward."""
     batch, heads, length, width = sizes.attention
     query, key, value = (
         torch.randn(batch, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
     )
-    products = batch * heads * length * length * width  # two products, half of the pairs
+    products = batch * heads * length * length * width  # two matrix products over half of the token pairs: causal
     forward = _seconds(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), device)
     with torch.enable_grad():
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -142,7 +142,7 @@ def _attention(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> tuple[
 
 
 def _streams(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """Bytes a second of a copy, and the median of other elementwise operators."""
+    """Measure the bytes per second of a copy, and the median over other elementwise operators."""
     count = sizes.copied_bytes // 4
     one, other = torch.randn(count, device=device), torch.empty(count, device=device)
     rows = one.view(-1, 1024)
@@ -181,7 +181,7 @@ def _tf32(*, allowed: bool) -> Iterator[None]:
 
 _HEAD = """\
 # For rotor-plan --device-file. Bandwidths are bytes a second, rates floating point operations a second.
-# link is what one device can send to another: it is not measured here, and PCIe's.
+# link, the bandwidth between two devices, is not measured: its value is that of PCIe.
 """
 
 

@@ -1,8 +1,8 @@
 """Apply CUDA's autocast rules to CPU tensors.
 
 On CUDA, softmax, norms, powers and sums return 32 bits, which are saved for the backward; on the CPU they keep the
-region's dtype. Autocast is a kernel per operator, so `cuda_autocast` replaces the CPU's kernels by those of CUDA's
-lists, for the whole process. Where both cast to low precision, the CPU's kernel stays: it also caches cast weights.
+region's dtype. Autocast has a kernel for each operator, so `cuda_autocast` replaces the CPU's autocast kernels, for the
+whole process. An operator that both devices cast to low precision keeps its kernel, which also caches cast weights.
 
 The lists are those of `aten/src/ATen/autocast_mode.h` of torch 2.13, with ATen names and overloads. Operators in no
 list run in the dtype of their arguments.
@@ -49,13 +49,13 @@ FLOAT32 = _names("""
     _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa
 """)
 
-# Operators with a result dtype: 32 bits unless the caller sets one.
+# Operators with an argument `dtype`, which autocast sets to 32 bits unless the caller sets it.
 FLOAT32_RESULT = _names("""
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
     linalg_matrix_norm.str_ord sum sum.dim_IntList
 """)
 
-# The same by another overload, whose last argument is the dtype.
+# Norms that return 32 bits by calling another overload, whose last argument is the dtype.
 FLOAT32_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
 
 # Arguments of mixed dtypes are cast to the widest.
@@ -63,7 +63,7 @@ WIDEST = _names("""
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """)
 
-REFUSED = ("binary_cross_entropy",)  # raises an error: its logarithm overflows in low precision
+REFUSED = ("binary_cross_entropy",)  # raises an error, since its logarithm overflows in low precision
 
 
 _KEY = "AutocastCPU"
@@ -73,12 +73,12 @@ _Call = Callable[..., Any]
 
 
 def region(dtype: torch.dtype | None) -> Any:
-    """An autocast region for CPU tensors that stand for CUDA's; no region if None."""
+    """Return an autocast region for CPU tensors that simulate CUDA tensors; an empty context if None."""
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
 def cast_down(value: Any) -> Any:
-    """Cast the tensors of a nested structure as for a low-precision operator in the current region, if any."""
+    """Cast the tensors of a nested structure to the current autocast dtype; outside of autocast, change nothing."""
     return _cast(value, torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else value
 
 
@@ -177,7 +177,7 @@ def _refused(operator: _Call) -> _Call:
 
 
 def _below(operator: _Call, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator with autocast off, also for its decomposition."""
+    """Call an operator without autocast, also for the operators that it is made of."""
     with torch_compat.ExcludeDispatchKeyGuard(torch_compat.DispatchKeySet(torch_compat.DispatchKey.AutocastCPU)):
         return operator(*args, **kwargs)
 

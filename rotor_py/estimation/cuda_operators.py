@@ -1,13 +1,13 @@
-"""Run CUDA's choice of operators on CPU tensors.
+"""Run on CPU tensors the operators that PyTorch chooses on CUDA.
 
-Tensors that claim to be on CUDA have no backward without a GPU, so tensors stay on the CPU and calls that choose
-another operator there are replaced. Batch norm uses another kernel, but saves as much.
+Without a GPU, fake CUDA tensors have no backward. So tensors stay on the CPU, and calls for which PyTorch chooses
+another operator on CUDA are replaced, except batch norm, whose kernels save equally many bytes.
 
-Attention: the kernel decides the saved bytes (plain attention one number per pair of tokens, others one per token).
-Rules from `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.
+Attention: plain attention saves one number per pair of tokens, fused kernels one per token. The kernel is chosen as in
+`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` of torch 2.13.
 
-RMS norm: CUDA fuses it since torch 2.8 and saves the input and one number per row; the CPU decomposes it into a dozen
-operators. Rules from `rms_norm_symint` in aten/src/ATen/native/layer_norm.cpp.
+RMS norm: since torch 2.8, CUDA's fused kernel saves the input and one number per row; the CPU runs a dozen operators.
+The kernel is chosen as in `rms_norm_symint` of aten/src/ATen/native/layer_norm.cpp.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Attention:
         return "math"
 
     def _suits_cudnn(self, capability: tuple[int, int]) -> bool:
-        # `check_prefer_cudnn_attention`: data center Hopper and Blackwell with cuDNN 9.15, as built since torch 2.11.
+        # `check_prefer_cudnn_attention`: capabilities 9.0 and 10.0 prefer cuDNN 9.15, included since torch 2.11.
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         preferred = capability in ((9, 0), (10, 0)) and version >= (2, 11)
         longer = self.query.dim() == 4 and min(self.query.shape[2], self.key.shape[2]) > 1
@@ -117,7 +117,7 @@ class Attention:
         return torch.is_grad_enabled() and any(each.requires_grad for each in (self.query, self.key, self.value))
 
     def _bias(self) -> torch.Tensor | None:
-        """The mask as an additive bias (`convert_boolean_attn_mask`)."""
+        """Convert the mask to an additive bias (`convert_boolean_attn_mask`)."""
         mask = self.attn_mask
         if mask is None or mask.dtype != torch.bool:
             return mask
@@ -125,7 +125,7 @@ class Attention:
         return torch.where(mask, zero, never)
 
     def _padded_bias(self) -> torch.Tensor | None:
-        """The bias with rows aligned to eight numbers (`pad_bias`), for every head."""
+        """Align the bias's rows to eight numbers (`pad_bias`), and expand it to every head."""
         bias = self._bias()
         if bias is None:
             return None
@@ -155,7 +155,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, shape: list[int], weight: torch.Tensor | None, eps: float | None
     ) -> torch.Tensor:
-        with torch_compat.AutoDispatchBelowAutograd():  # above autograd it decomposes
+        with torch_compat.AutoDispatchBelowAutograd():  # under autograd, the operator would be decomposed
             made, by_row = _FORWARD(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, by_row)
         ctx.shape = shape
@@ -192,7 +192,7 @@ class CudaOperators(TorchFunctionMode):
 def _dropout(
     input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
 ) -> torch.Tensor:
-    """CUDA's dropout saves a mask of one byte per number, the CPU's one of the input's dtype."""
+    """Run CUDA's dropout: it saves a mask of one byte per element, and the CPU's a mask in the input's dtype."""
     training = training if train is None else train
     if training and 0 < p < 1 and not inplace and input.numel():
         made: torch.Tensor = torch.native_dropout(input, p, True)[0]
@@ -202,7 +202,7 @@ def _dropout(
 
 @contextmanager
 def cuda_operators(compute_capability: tuple[int, int]) -> Iterator[None]:
-    """Run CUDA's operators, also in backwards: PyTorch disables a mode in calls that it handles, such as `backward`."""
+    """Run CUDA's operators within the context, also in backwards, for which PyTorch would disable the mode."""
     mode = CudaOperators(compute_capability)
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward

@@ -1,4 +1,4 @@
-"""The device table, and files of the same form. Does not import torch, so that the CLI reports typos at once."""
+"""Look up devices in the device table or a file like it, without importing torch: the CLI reports typos at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def device_names() -> tuple[str, ...]:
 
 
 def tables_in(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises OSError, or ValueError if it is no TOML."""
+    """Read the tables of a TOML file. Raises OSError, or ValueError if it is no TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -46,14 +46,14 @@ def tables_in(path: Path) -> dict[str, Any]:
 
 
 def find_device(name: str) -> Device:
-    """The device `name` of the table, in any spelling. Raises ValueError with the nearest names if there is none."""
+    """Find a device in the table; case and separators do not matter. Raises ValueError that suggests similar names."""
     table = _table()
     spelled = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-").removeprefix("amd-")
     for each in (spelled, spelled.replace("-", "")):
         if each in table:
             return table[each]
     near = difflib.get_close_matches(spelled, table, cutoff=0.4) or list(table)
-    # A family matches its members: a100 matches a100-80 and a100-40.
+    # The name of a family suggests its members: a100 suggests a100-80 and a100-40.
     *first, last = [each for each in table if each.startswith(f"{spelled}-")] or near
     meant = f"{', '.join(first)} or {last}" if first else last
     message = f"no device is called {name!r}; did you mean {meant}? A file of your own has the form of {_TABLE.name}"
@@ -61,7 +61,7 @@ def find_device(name: str) -> Device:
 
 
 def find_devices(text: str, file: str | Path | None = None) -> Devices:
-    """Devices of the table, or of a file in its form, by text: "h100" or "h100:8"; "" is the only one of a file.
+    """Find devices in the table, or in a file like it, by text: "h100" or "h100:8"; "" is the only device of a file.
 
     Raises ValueError for an unknown name or count, and the errors of `device_from_file`.
     """
@@ -76,9 +76,9 @@ def devices_of(device: str | Device | Devices) -> Devices:
 
 
 def device_from_file(path: str | Path, name: str | None = None) -> Device:
-    """Read a device in the TOML file at `path`, which has the form of the table. `name` chooses among several.
+    """Read a device from the TOML file at `path`, written like `devices.toml`. `name` chooses among several devices.
 
-    Raises OSError if the file cannot be read; ValueError if it is no TOML, or lacks a cell.
+    Raises OSError if the file cannot be read; ValueError if it is no TOML, or if a required entry is missing.
     """
     devices = _read(Path(path))
     if name is None:
@@ -102,7 +102,7 @@ def _read(path: Path) -> dict[str, Device]:
     devices = {}
     for key, cells in content.items():
         if not isinstance(cells, dict):
-            message = f"{path}: {key!r} stands outside a device; begin one with a line such as [my-gpu]"
+            message = f"{path}: {key!r} belongs to no device; begin a device with a line such as [my-gpu]"
             raise InvalidValueError(message, kind="outside_device", name=key)
         try:
             devices[key.lower()] = _device(key, cells, sources)
@@ -111,7 +111,7 @@ def _read(path: Path) -> dict[str, Device]:
                 f"{path}, device {key!r}: {error}", kind=kind_of(error), name=getattr(error, "name", None), device=key
             ) from None
     if not devices:
-        message = f"{path} has no device; begin one with a line such as [my-gpu]"
+        message = f"{path} has no device; begin a device with a line such as [my-gpu]"
         raise InvalidValueError(message, kind="no_device", name=str(path))
     return devices
 
@@ -120,7 +120,7 @@ def _device(key: str, cells: dict[str, Any], sources: dict[str, str]) -> Device:
     _check_names("cells", cells, _REQUIRED, _OPTIONAL)
     values, said = {}, []
     for cell in cells.keys() - {"efficiencies"}:
-        # A plain value, or a table of the value and its source's name.
+        # An entry is a plain value, or a table of a value and the name of its source.
         given = cells[cell] if isinstance(cells[cell], dict) and "value" in cells[cell] else {"value": cells[cell]}
         values[cell], source = given["value"], given.get("source", "the file itself")
         if cell in _REQUIRED:
@@ -160,7 +160,7 @@ def _efficiencies(cells: dict[str, Any] | None) -> Efficiencies:
         return UNANCHORED
     _check_names("efficiencies", cells, _EFFICIENCIES, ("anchor", "taken_from"))
     if {"anchor", "taken_from"} <= cells.keys():
-        message = "efficiencies have an anchor of their own, or are taken_from another device; leave one out"
+        message = "leave out anchor or taken_from: efficiencies are fitted to an anchor, or taken from another device"
         raise InvalidValueError(message, kind="excluded_together", name="taken_from")
     anchor, taken_from = (str(cells[each]) if each in cells else None for each in ("anchor", "taken_from"))
     found = {each: _above_zero(each, cells[each]) for each in _EFFICIENCIES}

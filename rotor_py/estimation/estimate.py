@@ -21,7 +21,7 @@ from rotor_py.report import Report
 
 
 def recurrent_layers(model: nn.Module, device: Device) -> tuple[str, ...]:
-    """Names of recurrent layers, for which GPU libraries save other bytes than the CPU's operators; none on a CPU."""
+    """Name the recurrent layers, for which GPU libraries save other bytes than the CPU's operators; none on a CPU."""
     found = model.named_modules() if device.vendor != "cpu" else ()
     return tuple(name or type(each).__name__ for name, each in found if isinstance(each, nn.RNNBase | nn.RNNCellBase))
 
@@ -43,32 +43,32 @@ def estimate(
 ) -> Report:
     """Estimate a training step of `model` on `device`, which need not be present, and plan it.
 
-    Computes nothing and allocates no parameters, activations or optimizer state, so a model may be larger than this
-    machine. Tensor bytes are exact; peaks are predicted; times follow from assumptions that the report names.
+    Runs no kernels and allocates no parameters, activations or optimizer state, so a model may exceed this machine's
+    memory. Tensor bytes are exact, peaks are predicted, and times follow from assumptions that the report names.
 
     Args:
-        model: any model, left unchanged; or a function that makes one, so that its parameters take no memory either.
-            May be on the meta device.
+        model: any model, which stays unchanged and may be on the meta device; or a function that makes one, so that
+            its parameters take no memory.
         sample: input of the model: a tensor, a tuple of positional or a dict of keyword arguments. Only shapes and
             dtypes count. An attention mask is assumed to mask nothing.
-        device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight, with
-            parameters sharded by `fully_shard`; the report is of one, with its own batch.
+        device: a name in the device table (`rotor_py/estimation/devices.toml`), or a `Device`. "h100:8" is eight
+            devices that shard the parameters by `fully_shard`; the report is about one of them and its own batch.
         optimizer: the optimizer of the model, or a function of parameters that makes one, such as `torch.optim.AdamW`.
-        loss: the loss as a function of the output, on the CPU.
+        loss: a function of the output, whose tensors are on the CPU, that returns the loss.
         mem_limit: the peak of a whole step: bytes, or "60GB", "80%". None is 90 % of the memory available to PyTorch,
-            or less if its allocator is predicted to reserve more than there is.
+            or less if the allocator would reserve more than the device has.
         fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`).
         mem_slots: memory resolution of the solver.
         shard: how parameters are sharded over several devices: "blocks", the default, gathers each layer of a list of
-            like layers separately and the rest together; "whole" gathers all at once. Or a function of the model and
-            the mesh that calls `fully_shard`.
+            similar layers separately and other parameters together; "whole" gathers all at once. Or a function of the
+                model and the mesh that calls `fully_shard`.
         precision: the dtype in which "blocks" and "whole" gather parameters, and layers run.
         offload: "host": activations may be offloaded to host memory, over the link in the table.
         autocast: forward and loss run under `torch.autocast` with this dtype, by CUDA's rules.
 
     Raises:
-        InfeasibleError: no plan fits the device. `min_bytes` is the least limit, or a lower bound if that is clear
-            before measuring.
+        InfeasibleError: no plan fits the device. `min_bytes` is the least limit, or a lower bound of it if the step is
+            refused before it is measured.
         UnsupportedModelError: the model cannot be planned, or its forward depends on values.
         ValueError: the device is not in the table; `shard` or `precision` with a single device.
     """
@@ -78,7 +78,7 @@ def estimate(
         with target.making():
             model = model()
         if not isinstance(model, nn.Module):
-            message = f"the function that makes the model gives {what_it_is(model)}, and no module"
+            message = f"the function that makes the model must return a module, got {what_it_is(model)}"
             raise UnsupportedModelError(message, kind="not_a_module", name="model")
     arguments, keywords = arguments_of(sample, model)  # the first batch of a DataLoader
     with target.together():

@@ -1,10 +1,10 @@
-"""Build models on fake tensors, or convert them.
+"""Build models without allocating their tensors, and copy models onto fake tensors.
 
-Models are built on the meta device, for which libraries make the values that they read while building on the CPU. To
-run a model, each tensor is replaced by a fake one on the CPU, with the same layout and sharing.
+Models are built on the meta device; libraries put values that they read while building on the CPU. A copy that runs
+has a fake CPU tensor for each tensor, with the same layout and sharing.
 
-PyTorch's meta kernels lay out some results as the gradient, the real ones contiguous or as their input, which saves a
-copy. Found by comparing the strides of all tensors of real and fake steps, with torch 2.13.
+For some results, PyTorch's meta kernels copy the gradient's layout, where real kernels return a contiguous result or
+the input's layout. `_LAYOUTS` lists them, found by comparing strides in real and fake steps with torch 2.13.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rotor_profiling.torch_compat import FakeTensorMode, tree_leaves, tree_map_o
 _aten = torch.ops.aten
 
 
-# Position of the argument that the first result is laid out as: channels last or contiguous (`suggest_memory_format`).
-# None: always contiguous.
+# Index of the argument whose memory format, channels last or contiguous, the first result has
+# (`suggest_memory_format`). None: the first result is always contiguous.
 _LAYOUTS: dict[Any, int | None] = {
     _aten.native_layer_norm_backward.default: None,
     _aten._log_softmax_backward_data.default: None,
@@ -46,7 +46,7 @@ class DeviceFakeMode(FakeTensorMode):
     """Fake tensor mode: tensors take no memory, and operators compute nothing."""
 
     def __init__(self) -> None:
-        # Losses bring real tensors: a target, for example.
+        # A loss may use real tensors, such as a target.
         super().__init__(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,17 +77,17 @@ class DeviceFakeMode(FakeTensorMode):
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-# Modules that initialize tensors; some functions read values.
+# Python modules with functions that initialize tensors. Some of these read values, which meta tensors lack.
 _INITIALIZERS = ("torch.nn.init", "transformers.initialization")
 
 
 class FakeCopies:
-    """Makes fake copies. One object remembers its copies, so that sharing is kept."""
+    """Makes fake copies of tensors and models. Remembers its copies, so that shared tensors stay shared."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._storages: dict[int, torch.Tensor] = {}
-        # originals, kept alive so that their ids stay unique, and their copies
+        # Originals and their copies. Holding the originals keeps their ids unique.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -114,14 +114,14 @@ class FakeCopies:
         return found
 
     def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake copy of a tensor; the same one each time."""
+        """Return the fake copy of a tensor, the same one each time."""
         if id(tensor) not in self._copies:
             number = tensor.dim() == 0 and not isinstance(tensor, nn.Parameter)
             self._copies[id(tensor)] = tensor, self._number(tensor) if number else self._copied(tensor)
         return self._copies[id(tensor)][1]
 
     def _number(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a single number with its value, or as zero: optimizers and batch norms read their step counts."""
+        """Copy a single number with its value, 0 if it has none: optimizers and batch norms read step counts."""
         with unset_fake_temporarily():
             value = tensor.item() if has_values(tensor) else 0
         with self._mode:
@@ -148,7 +148,7 @@ class FakeCopies:
 
 @contextmanager
 def construct_on_meta() -> Iterator[None]:
-    """Build models on the meta device within the context, without initial values, which do not change costs."""
+    """Within the context, build models on the meta device, without initial values, which do not change costs."""
     with ExitStack() as stack:
         for name in _INITIALIZERS:
             if (module := sys.modules.get(name)) is not None:

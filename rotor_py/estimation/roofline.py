@@ -32,7 +32,7 @@ ATTENTION_BACKWARD = {getattr(aten, f"{each.__name__}_backward") for each in ATT
 
 
 def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """The argument `name`, as given or by default. None if the operator has no such argument."""
+    """Return the argument `name`, given or default; None if the operator has no such argument."""
     for number, one in enumerate(func._schema.arguments):
         if one.name == name:
             return args[number] if number < len(args) else kwargs.get(name, one.default_value)
@@ -42,14 +42,14 @@ def argument(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 def query_key_value(
     func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Query, key and value of an attention, forward or backward: (batch, heads, length, width) each."""
+    """Return query, key and value of an attention, forward or backward: (batch, heads, length, width) each."""
     return tuple(argument(func, args, kwargs, name) for name in ("query", "key", "value"))
 
 
 _CONVOLUTIONS = {aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_backward}
-# A whole LSTM layer on a CPU, in place of cuDNN's. Other recurrent layers come as matrix products.
+# The CPU's operator for a whole LSTM layer stands for cuDNN's. Other recurrent layers run as matrix products.
 _RECURRENT, _RECURRENT_BACKWARD = aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward
-# Operators other than views that touch no element.
+# Operators besides views that read and write no element.
 _FREE = {aten._unsafe_view, aten._reshape_alias, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided,
          aten.new_empty, aten.new_empty_strided, aten.set_, aten.resize_}  # fmt: skip
 # Operators that do not read the tensor they overwrite.
@@ -59,13 +59,13 @@ _WRITE_ONLY = {aten.copy_, aten.fill_, aten.zero_, aten.normal_, aten.uniform_, 
 _ROWS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 # Operators that read one number per target. The backwards write all of their result.
 _ONE_OF_EACH_ROW = {aten.nll_loss_forward, aten.nll_loss2d_forward, aten.nll_loss_backward, aten.nll_loss2d_backward}
-# Collectives are assumed to overlap with computation, so they take no time.
+# Namespaces of collectives, which take no time: they are assumed to overlap with computation.
 _OTHERS = {"c10d", "_c10d_functional", "fsdp", "_dtensor"}
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating point operations of one operator, of the `kind` whose efficiency counts, and bytes read and written."""
+    """Floating point operations of one operator, and bytes read and written. `kind` chooses the efficiency."""
 
     operations: int
     bytes: int
@@ -96,7 +96,7 @@ def work_of(
     packet = func.overloadpacket
     convolves = packet in _CONVOLUTIONS
     if tf32 is None:
-        # Allowed by default for convolutions alone: https://docs.pytorch.org/docs/stable/notes/cuda.html
+        # By default, only convolutions may use TF32: https://docs.pytorch.org/docs/stable/notes/cuda.html
         tf32 = torch.backends.cudnn.allow_tf32 if convolves else torch.get_float32_matmul_precision() != "highest"
     return Work(
         operations_of(func, args, kwargs, out),
@@ -111,18 +111,18 @@ def work_of(
 
 
 def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Floating point operations of matrix products, convolutions and attention; 0 for other operators."""
+    """Count the floating point operations of matrix products, convolutions and attention; 0 for other operators."""
     packet = func.overloadpacket
     if packet in ATTENTION or packet in ATTENTION_BACKWARD:
-        # PyTorch's registered formula asserts as many key heads as query heads and ignores causal masks.
+        # Not by PyTorch's formula, which requires as many key heads as query heads and ignores causal masks.
         query, key, value = query_key_value(func, args, kwargs)
         pairs = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
-        # Two products forward; five backward, which recomputes the scores.
+        # The forward has two matrix products; the backward, which recomputes the scores, has five.
         forward = 2 * pairs * (query.shape[3] + value.shape[3])
         every = forward if packet in ATTENTION else pairs * (6 * query.shape[3] + 4 * value.shape[3])
         return every // 2 if argument(func, args, kwargs, "is_causal") else every
     if packet in (_RECURRENT, _RECURRENT_BACKWARD):
-        value, of_input, of_state = args[:3]  # (time, batch, width); the gates' weights in one matrix each
+        value, of_input, of_state = args[:3]  # (time, batch, width), and the weights of all gates in two matrices
         products = 2 * value.shape[0] * value.shape[1] * (of_input.numel() + of_state.numel())
         return int(products if packet is _RECURRENT else 2 * products)
     formula = flop_registry.get(packet)
@@ -130,13 +130,13 @@ def operations_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
 
 
 def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Bytes read and written: each tensor once, without the repeats of an expanded one."""
+    """Count the bytes read and written: each tensor once, and repeated elements of an expanded tensor once."""
     packet = func.overloadpacket
     if func.is_view or packet in _FREE or func.namespace in _OTHERS:
         return 0
     given = tensors_in((args, kwargs))
     written = [*tensors_in(out), *_written(func, args, kwargs)]
-    if not written:  # a query, such as prim::device
+    if not written:  # an operator without tensor results, such as prim::device
         return 0
     if packet in _ROWS:
         return 2 * touched(written) + touched(given[1:])
@@ -149,12 +149,12 @@ def bytes_of(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def touched(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes behind `tensors`, each view once; a dimension of stride 0 counts one element."""
+    """Count the bytes of `tensors`, equal views once; a dimension of stride 0 counts as one element."""
     seen: set[tuple[Any, ...]] = set()
     total = 0
     for tensor in tensors:
         shape, stride = tuple(tensor.shape), tuple(tensor.stride()) if tensor.layout == torch.strided else ()
-        # Use the handle: fake tensors have no address.
+        # Identify storages by their handle: fake tensors have no address.
         key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), shape, stride) if stride else (id(tensor),)
         if key not in seen:
             seen.add(key)
@@ -169,13 +169,13 @@ def _written(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping
 
 
 def _dtype(args: Sequence[Any]) -> torch.dtype:
-    """The narrowest dtype, which is multiplied. Statistics and the addend of `addmm` may be wider."""
+    """Return the narrowest dtype, that of the factors. Statistics and the addend of `addmm` may be wider."""
     found = [each.dtype for each in tensors_in(args) if each.dtype.is_floating_point or each.dtype.is_complex]
     return min(found, key=lambda each: each.itemsize, default=torch.float32)
 
 
-# Scratch bytes that CUDA's kernels allocate through PyTorch's allocator, which no graph shows. Each formula cites
-# PyTorch's code. cuDNN's workspace for convolutions depends on its heuristics and is assumed.
+# Scratch bytes that CUDA's kernels request from PyTorch's allocator and that no graph shows. Each formula cites the
+# function of PyTorch that it follows. cuDNN's workspace for convolutions depends on its heuristics, so it is assumed.
 
 _RMS_NORM_BACKWARD = getattr(aten, "_fused_rms_norm_backward", None)  # Since torch 2.8.
 _THREADS = 132 * 2048  # resident threads of an H100
@@ -184,7 +184,7 @@ _Call = tuple[torch_compat.OpOverload, Sequence[Any], Mapping[str, Any], Any]
 
 
 def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Scratch bytes of `func` on CUDA, beyond arguments and result. 0 if none are known."""
+    """Return the scratch bytes of `func` on CUDA, beyond arguments and result; 0 for an operator without formula."""
     found = _SCRATCH.get(func.overloadpacket)
     return 0 if found is None else found((func, args, kwargs, out))
 
@@ -192,9 +192,9 @@ def scratch_bytes(func: torch_compat.OpOverload, args: Sequence[Any], kwargs: Ma
 def _flash_backward(call: _Call) -> int:
     """`mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
 
-    Accumulates the queries' gradient in 32 bits; with fewer key heads, expands their gradients to every head first.
-    Copies the output and its gradient unless a token's heads are contiguous (`_flash_attention_backward` in
-    attention_backward.cu); the output is if the queries are.
+    Accumulates the queries' gradient in 32 bits. With fewer key heads than query heads, first computes the keys'
+    gradient for every query head. Copies the output and its gradient unless a token's heads are contiguous
+    (`_flash_attention_backward` in attention_backward.cu).
     """
     given = (argument(*call[:3], name) for name in ("grad_out", "out"))
     copies: int = sum(each.nbytes for each in given if not each.transpose(1, 2).is_contiguous())
@@ -214,8 +214,8 @@ def _flash_sums(call: _Call) -> int:
 def _efficient_backward(call: _Call) -> int:
     """`_efficient_attention_backward` in attention_backward.cu: `delta`, and the workspace of kernel_backward.h.
 
-    Accumulates the queries' gradient in 32 bits over splits of the keys, whatever their dtype (`kNeedsAccumGradQ`), in
-    blocks of 128 rows and 64 columns; those of keys and values only if heads exceed the registers.
+    Accumulates the queries' gradient over splits of the keys in 32 bits, for any dtype (`kNeedsAccumGradQ`), in blocks
+    of 128 rows and 64 columns; the gradients of keys and values only for half-precision heads wider than 128.
     """
     query, key, value = query_key_value(*call[:3])
     batch, heads, length, width = query.shape
@@ -229,7 +229,7 @@ def _efficient_backward(call: _Call) -> int:
 def _embedding_backward(call: _Call) -> int:
     """`embedding_dense_backward_cuda` in Embedding.cu, `embedding_backward_cuda_kernel` in EmbeddingBackwardKernel.cu.
 
-    Sorts indices, then sums rows in 32 bits: ten of one index at a time (NROWS_PER_THREAD), then the partial sums.
+    Sorts the indices, then sums the rows of each index in 32 bits, ten at a time (NROWS_PER_THREAD), and their sums.
     """
     func, args, kwargs, _ = call
     gradient, indices = args[0], argument(func, args, kwargs, "indices")
@@ -239,14 +239,14 @@ def _embedding_backward(call: _Call) -> int:
     segments = min(count, int(rows))
     partial = count // 10 + segments
     width: int = max(_FLOAT, gradient.element_size())
-    # Sorted indices and their positions stay. Sorting adds a range and cub's copy of both; summing adds the offsets of
-    # segments and of their parts, and the sums.
+    # Sorted indices and positions stay in memory. Sorting needs also a range and cub's copy of both; summing needs the
+    # offsets of segments and of their parts, and the partial sums.
     summing = (3 * segments + partial) * each + partial * int(gradient.shape[-1]) * width
     return 2 * count * each + max(3 * count * each, summing)
 
 
 def _index_put(call: _Call) -> int:
-    """`index_put_with_sort_kernel` in Indexing.cu, `accumulate`: indices, a range, both sorted, cub's copy."""
+    """`index_put_with_sort_kernel` in Indexing.cu, for `accumulate`: indices and a range, both sorted, cub's copies."""
     func, args, kwargs, _ = call
     if not argument(func, args, kwargs, "accumulate"):
         return 0
@@ -261,13 +261,13 @@ def _sort(call: _Call) -> int:
 
 
 def _im2col(call: _Call) -> int:
-    """`im2col_cuda` in Im2Col.cu allocates a result as large as the image, and another one if more is needed."""
+    """`im2col_cuda` in Im2Col.cu allocates a result as large as the image, and a second one if the result is larger."""
     given, out = tensors_in(call[1])[0], call[3]
     return int(given.nbytes) if out.numel() > given.numel() else 0
 
 
 def _sum(call: _Call) -> int:
-    """Sums over leading dimensions, as for the gradient of a bias."""
+    """Scratch bytes of a sum over leading dimensions, such as a bias's gradient; 0 for other sums."""
     given, sizes = tensors_in(call[1])[0], argument(*call[:3], "dim")
     dims = sorted(each % given.dim() for each in sizes or ())
     leading = dims and len(dims) < given.dim() and dims == list(range(len(dims)))
@@ -278,10 +278,10 @@ def _sum(call: _Call) -> int:
 
 
 def _column_sums(rows: int, width: int) -> int:
-    """`setReduceConfig` and `global_memory_size` in Reduce.cuh: blocks share the rows and accumulate in memory.
+    """`setReduceConfig` and `global_memory_size` in Reduce.cuh: blocks share rows and accumulate in global memory.
 
-    A block has 32 threads of 4 columns each and 4 rows at a time; each thread adds 16 to 256 numbers. Confirmed on an
-    H100 for 512 to 4096 rows of 256 to 1024 columns.
+    A block has 32 threads with 4 columns each and reads 4 rows at a time; each thread adds 16 to 256 numbers. Confirmed
+    on an H100 for 512 to 4096 rows of 256 to 1024 columns.
     """
     if rows < 1024:
         return 0
@@ -292,9 +292,9 @@ def _column_sums(rows: int, width: int) -> int:
 
 
 def _norm_backward(call: _Call) -> int:
-    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: sums long batches of narrow rows in two steps.
+    """`LaunchGammaBetaBackwardCUDAKernel` in layer_norm_kernel.cu: sums many narrow rows in two steps.
 
-    Narrow: fewer warps than half of the multiprocessors; the largest devices have 132 to 148.
+    A row is narrow if it takes fewer warps than half of the multiprocessors. The largest devices have 132 to 148.
     """
     given = tensors_in(call[1])
     width: int = math.prod(argument(*call[:3], "normalized_shape"))
@@ -309,7 +309,7 @@ def _norm_backward(call: _Call) -> int:
 
 
 def _convolution(call: _Call) -> int:
-    """Assumed: cuDNN copies tensors into channels last, which its tensor cores read
+    """Assumed: cuDNN copies tensors to the memory format channels last, which its tensor cores read
     (https://docs.nvidia.com/deeplearning/performance/dl-performance-convolutional, section on layouts).
     """
     given = [each for each in tensors_in((call[1], call[3])) if each.dim() >= 4]

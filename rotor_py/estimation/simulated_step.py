@@ -37,11 +37,11 @@ from rotor_solver import InfeasibleError
 
 @dataclass(frozen=True, slots=True)
 class SimulatedStep:
-    """A step of `network` on `value`, whose caller holds the output to its end. Call it to take the step.
+    """A training step of `network` on `value`, taken by calling the object. It holds the output to its end.
 
-    Without a `loss`, the loss is the output's single number with a gradient, else every tensor gets a gradient. With
-    `fresh_grads`, gradients are freed at the end. Runs as many forwards in flight as the network was planned for. With
-    `autocast`, forward and loss run in a region with this dtype; the backward outside, as in training.
+    Without a `loss`, the output's scalar with a gradient is the loss, or else every output tensor gets a gradient. Runs
+    as many forwards in flight as the network was planned for. With `fresh_grads`, frees gradients at the end. Forward
+    and loss run under autocast with the dtype `autocast`, if any; the backward runs outside, as in training.
     """
 
     network: Checkpointable
@@ -59,7 +59,7 @@ class SimulatedStep:
             for _ in range(1 if budget is None else budget.forwards):
                 outputs.append(network(*arguments, **keywords))
                 values.append(_loss_in(outputs[-1]) if self.loss is None else self.loss(outputs[-1]))
-        with operators():  # not around the forward: TorchDynamo would capture the replacements
+        with operators():  # not around the forward, where TorchDynamo would capture the replaced operators
             while values:
                 last = budget is not None and budget.backward_order == "reverse"
                 values.pop(-1 if last else 0).backward()
@@ -73,14 +73,14 @@ class SimulatedStep:
             self.network.zero_grad()
 
     def prepare(self) -> None:
-        """Make the optimizer's state, and gradients if kept, without a step."""
+        """Allocate gradients and the optimizer's state without forward and backward; `fresh_grads` frees gradients."""
         for parameter in self.network.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         self._step_optimizer()
 
     def present(self) -> list[torch.Tensor]:
-        """Tensors that exist before the step."""
+        """Return the tensors that exist before the step."""
         parameters = list(self.network.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         state = [] if self.optimizer is None else tensors_in(list(self.optimizer.state.values()))
@@ -88,7 +88,7 @@ class SimulatedStep:
 
     @contextmanager
     def state_restored(self) -> Iterator[None]:
-        """Drop gradients and optimizer state of steps inside the context, and do not watch them."""
+        """Restore gradients and optimizer state after steps inside the context, which the network does not watch."""
         gradients = {each: each.grad for each in self.network.parameters()}
         state = None if self.optimizer is None else {key: dict(each) for key, each in self.optimizer.state.items()}
         watch, self.network.watch = self.network.watch, False
@@ -111,9 +111,9 @@ def _loss_in(output: Any) -> torch.Tensor:
 
 
 class FollowedStep(FollowedStorages):
-    """Traces the allocator requests of what runs inside it: storages until they are freed, and scratch of kernels.
+    """Context that records allocator requests: storages made and freed inside it, and scratch memory of kernels.
 
-    Before them, requests the workspaces that libraries on `device` allocate once and keep, and the tensors `present`.
+    The first events request the workspaces that libraries on `device` keep, and the tensors `present`.
     """
 
     def __init__(self, present: Iterable[torch.Tensor] = (), device: Device | None = None) -> None:
@@ -128,7 +128,7 @@ class FollowedStep(FollowedStorages):
         self._before = len(self.events)
 
     def risen(self) -> int:
-        """Peak bytes of the step beyond those at its begin."""
+        """Return the step's peak bytes minus the bytes at its start."""
         return most_bytes(self.events, self._before)
 
     def taken(self, number: int, size: int) -> None:
@@ -152,7 +152,7 @@ def reservation_of(events: Sequence[Event], device: Device) -> Reservation:
 
 
 def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
-    """Peak of reserved bytes; if the device is too small, the memory that suffices, to within a segment."""
+    """Return the peak of reserved bytes; if it exceeds `usable`, the memory that suffices, to within a segment."""
     much, little = replay(events, expandable=expandable).reserved_bytes, usable
     if much <= usable:
         return much
@@ -168,25 +168,25 @@ def _reserved(events: Sequence[Event], usable: int, *, expandable: bool) -> int:
     return much
 
 
-# Replans with a smaller limit. A guess: reserved bytes follow the limit closely; too few keep a plan that does not fit.
+# Most replans with a smaller limit. A guess: reserved bytes follow the limit closely; too few may end over the memory.
 _ROUNDS = 2
 
 
 def find_reservation(
     step: SimulatedStep, device: Device, requests: Callable[[], Sequence[Event]], *, keep_limit: bool
 ) -> Reservation:
-    """Find the reservation on `device` of `step` by its network's plan, from its `requests`.
+    """Predict the bytes that the allocator of `device` reserves for a planned step, from its `requests`.
 
-    Unless `keep_limit`, lowers the limit and replans while more is reserved than the device has and a plan fits.
+    Unless `keep_limit`, lowers the limit and replans while the allocator would reserve more than the device has.
     """
     network = step.network
     for attempt in range(_ROUNDS + 1):
         budget, sequence, limit = network.budget, network.sequence, network.mem_limit
         assert budget is not None
         assert sequence is not None
-        # At least the peak of the plan, which assumes the worst order of backwards.
+        # The plan's peak is a lower bound: it assumes the worst order of backwards, and the trace shows one order.
         found = reservation_of(requests(), device).at_least(budget.peak_bytes(sequence))
-        # Lower the peak, not the limit: below that, the plan would not change.
+        # Subtract from the plan's peak, not from the limit: a limit above the peak would not change the plan.
         smaller = budget.peak_bytes(sequence) - found.missing_bytes
         if keep_limit or attempt == _ROUNDS or not found.missing_bytes or smaller < budget.least_bytes():
             break
@@ -200,9 +200,9 @@ def find_reservation(
 
 
 def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
-    """Trace two steps, the first of which makes the optimizer's state: it fragments the memory of the second."""
+    """Trace two steps: the first allocates the optimizer's state, which fragments the memory of the second."""
     with step.state_restored():
-        step()  # the first step by a plan differs: it captures the model, for example
+        step()  # not traced: a plan's first step does extra work, such as capturing the model
     with step.state_restored():
         followed = FollowedStep(step.present(), device)
         with followed:
@@ -211,8 +211,8 @@ def followed_by_plan(step: SimulatedStep, device: Device) -> FollowedStep:
     return followed
 
 
-# Which parameters are gathered at once is FSDP's decision in a step. Real processes plan with an upper bound
-# (`gathered_bytes`); here the bytes observed in steps on fake tensors replace it.
+# FSDP decides during a step which parameters it gathers at once. Real processes plan with an upper bound of their
+# bytes (`gathered_bytes`). A simulation replaces the bound by bytes observed in steps on fake tensors.
 
 _GATHERING = 1
 
@@ -240,21 +240,21 @@ def gathering_apart(step: FollowedStep) -> Iterator[None]:
         group.foreach_all_gather = gather
 
 
-# Slack added to the bytes of the last step, by round, as a share: a plan with less memory recomputes other stages,
-# which gathers other parameters and may need more. Guesses: too much wastes memory, none did not converge for a Llama
-# of 80 layers.
+# Slack by round, as a share of the last step's communication bytes: a plan with less memory recomputes other stages,
+# which gather other parameters and may need more. Guesses: too much wastes memory; without any, the rounds for a Llama
+# of 80 layers did not converge.
 _SLACK = (0.0, 0.0, 0.03, 0.06, 0.12)
 
 
 class Communication:
-    """Steps of sharded models on `device`, by their plans. Each plan is traced once."""
+    """Traces planned steps of sharded models on `device` for their communication bytes. Traces each plan once."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: tuple[Checkpointable, rotor_solver.Sequence, FollowedStep] | None = None
 
     def requests(self, step: SimulatedStep) -> list[Event]:
-        """Requests of two steps by the plan, with the optimizer's state already allocated."""
+        """Return the allocator requests of two planned steps, with the optimizer's state already allocated."""
         followed = self._followed(step)
         _trace(step, followed)
         return followed.events
@@ -262,7 +262,7 @@ class Communication:
     def find_room(self, step: SimulatedStep) -> None:
         """Plan the measured network of `step` with the communication bytes that the step takes.
 
-        If no step stays within its planned bytes, the upper bound applies again. If no plan fits, planning will raise.
+        If no step stays within its planned bytes, restores the upper bound. If no plan fits, the next planning raises.
         """
         network = step.network
         budget = network.budget
@@ -282,7 +282,7 @@ class Communication:
         network.divide(budget)
 
     def promise(self, step: SimulatedStep) -> None:
-        """Set the communication bytes to those of the current plan, and the limit to the peak if that exceeds it."""
+        """Raise the communication bytes to those of the current plan's step, and the limit to the resulting peak."""
         network = step.network
         plan, budget = network.sequence, network.budget
         assert plan is not None
@@ -295,7 +295,7 @@ class Communication:
             network.mem_limit = max(limit_bytes(network.mem_limit, network.device), divided.peak_bytes(plan))
 
     def _taken(self, step: SimulatedStep) -> int:
-        """Communication bytes with which the plan's peak equals that of the step."""
+        """Return the communication bytes with which the plan's predicted peak equals the traced step's."""
         followed, budget, plan = self._followed(step), step.network.budget, step.network.sequence
         assert plan is not None
         assert budget is not None

@@ -1,7 +1,7 @@
 """Simulate the devices that a step is planned for: instruments, sharding and the process group.
 
-PyTorch's "fake" backend makes collectives return at once, with arbitrary values. Only shapes count here, so one process
-shows the memory of each of any number.
+With PyTorch's "fake" backend, collectives return at once with arbitrary values. A simulation needs only shapes, so one
+process shows the memory of each process, however many there are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OperatorSeconds = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], float]
 
 
 class PredictedStopwatch(torch_compat.TorchDispatchMode):
-    """Adds up the `seconds` of operators called while the mode is active."""
+    """Dispatch mode that adds up the predicted `seconds` of the operators called inside it."""
 
     exact = True
 
@@ -78,7 +78,7 @@ class PredictedStopwatch(torch_compat.TorchDispatchMode):
 
 
 class PredictedMeter:
-    """Bytes of storages created while the meter runs, and scratch memory of kernels."""
+    """Measures, by phase, the bytes of storages created inside it and the scratch memory of kernels."""
 
     def __init__(self, live: LiveBytes) -> None:
         self.phases: dict[str, Phase] = {}
@@ -101,7 +101,7 @@ class PredictedMeter:
     ) -> None:
         self._live.__exit__(kind, error, trace)
         if error is None:
-            self.mark("")  # ends the last phase; the one that it begins is never read
+            self.mark("")  # ends the last phase; nobody reads the phase that this begins
 
 
 _FAKE = Storages(1, fake=True)
@@ -111,9 +111,9 @@ _FAKE = Storages(1, fake=True)
 class PredictedDevice:
     """A simulated device of some `kind` with `memory_bytes` free, of which libraries use `workspace_bytes`.
 
-    It is one of `count` like devices that train one model together. `host_bandwidth` holds the bytes a second of copies
-    to the host and back, both directions at once. `seconds` and `scratch` predict each operator. `operators` returns a
-    context that runs the operators of that kind. Tensors are fake ones on the CPU, for any kind.
+    It is one of `count` equal devices that train one model together. `host_bandwidth` is the bytes per second of copies
+    to and from the host, both directions at once. `seconds` and `scratch` predict the time and the scratch bytes of an
+    operator. Inside the context `operators`, PyTorch runs the operators of this kind. All tensors are fake, on the CPU.
     """
 
     kind: str
@@ -139,7 +139,7 @@ class PredictedDevice:
 
 
 def prediction_for(device: Device, count: int = 1) -> PredictedDevice:
-    """Simulate `device`, one of `count`: allocator blocks, roofline clock and operators."""
+    """Simulate `device`, one of `count`: its allocator's block size, its operators, and their times by the roofline."""
     return PredictedDevice(
         kind="cuda",
         name=device.name,
@@ -160,7 +160,7 @@ Sharding = Literal["blocks", "whole"]
 def shard_parameters(
     model: nn.Module, mesh: DeviceMesh, sharding: Sharding = "blocks", precision: torch.dtype | None = None
 ) -> None:
-    """Shard parameters over `mesh`. With `precision`, modules run in this dtype; gradients are reduced in 32 bits."""
+    """Shard parameters over `mesh`. Modules run in the dtype `precision`, if any, and reduce gradients in 32 bits."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(precision, None if precision is None else torch.float32)
@@ -169,7 +169,7 @@ def shard_parameters(
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """Outermost modules with children whose class repeats in a list, such as the layers of a transformer."""
+    """Yield the outermost modules that have children and whose class repeats in a list: a transformer's layers."""
     classes = Counter(map(type, module.children() if isinstance(module, nn.ModuleList | nn.Sequential) else ()))
     for child in module.children():
         if classes[type(child)] > 1 and any(True for _ in child.children()) and any(True for _ in child.parameters()):
@@ -185,12 +185,12 @@ def world_of(size: int) -> Iterator[DeviceMesh]:
         message = "a step of several devices cannot be predicted: this PyTorch was built without torch.distributed"
         raise UnsupportedModelError(message, kind="no_distributed")
     if dist.is_initialized():
-        message = "a step of several devices is predicted before init_process_group, or in a process of its own"
+        message = "predict a step of several devices before init_process_group, or in a separate process"
         raise UnsupportedModelError(message, kind="has_process_group")
-    # The store registers the backend when it is imported.
+    # Importing the store registers the "fake" backend.
     dist.init_process_group("fake", rank=0, world_size=size, store=torch_compat.FakeStore())
     try:
-        with torch_compat.unset_fake_temporarily():  # a mesh reads its ranks' values
+        with torch_compat.unset_fake_temporarily():  # a mesh reads the values of its tensor of ranks
             mesh = init_device_mesh("cpu", (size,))
         yield mesh
     finally:
@@ -211,10 +211,10 @@ class SimulatedDevices:
         self.devices = devices
         for name, value in (("shard", shard), ("precision", precision)):
             if devices.count == 1 and value is not None:
-                message = f"{name} is for parameters that several devices share; write device='h100:8'"
+                message = f"{name} needs several devices that share the parameters; write device='h100:8'"
                 raise InvalidValueError(message, kind="one_device", name=name)
         if precision is not None and callable(shard):
-            message = "precision is for shard 'blocks' and 'whole'; a function gives fully_shard an mp_policy itself"
+            message = "leave out precision: a function shard passes its own mp_policy to fully_shard"
             raise InvalidValueError(message, kind="excluded_together", name="precision")
         if not callable(shard) and shard not in (None, "blocks", "whole"):
             message = f"shard is {shard!r}; give 'blocks' or 'whole', or a function of model and mesh"
@@ -231,7 +231,7 @@ class SimulatedDevices:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Enter before anything else: this process is then the first of one per device."""
+        """Within the context, this process is the first of one per device. Enter it before calling other methods."""
         if self.devices.count == 1:
             yield
             return
@@ -239,7 +239,7 @@ class SimulatedDevices:
             yield
 
     def model(self, model: nn.Module) -> nn.Module:
-        """A fake copy of a model with this process's shard of the parameters."""
+        """Return a fake copy of a model with this process's shard of the parameters."""
         found = self.fakes.model(model)
         if self._mesh is not None:
             with self.measuring():
@@ -247,7 +247,7 @@ class SimulatedDevices:
         return found
 
     def follow(self, step: SimulatedStep) -> None:
-        """Plan a measured model with the communication bytes of a `step` by its plan."""
+        """Set the communication bytes of a measured sharded model to those that its planned `step` takes."""
         if self._mesh is not None:
             self._communication.find_room(step)
 
@@ -262,7 +262,7 @@ class SimulatedDevices:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Fake new tensors, and predict measurements for the device, within the context."""
+        """Within the context, make new tensors fake, and predict measurements for the device."""
         device = self.devices.each
         casting = nullcontext() if device.vendor == "cpu" else cuda_autocast()
         try:
@@ -271,7 +271,7 @@ class SimulatedDevices:
         except (torch_compat.DataDependentOutputException, torch_compat.DynamicOutputShapeException) as error:
             where = "; ".join(getattr(error, "__notes__", ()))
             message = (
-                f"{error.func} depends on values{f' ({where})' if where else ''}, and where nothing is computed there "
-                "are none; plan the model on a device that is here, or give it sizes that do not depend on its data"
+                f"{error.func} depends on values{f' ({where})' if where else ''}, which a simulated device does not "
+                "compute; plan the model on a real device, or give it sizes that do not depend on its data"
             )
             raise UnsupportedModelError(message, kind="depends_on_values", name=str(error.func)) from error

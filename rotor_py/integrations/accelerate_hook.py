@@ -1,4 +1,4 @@
-"""`limit_memory(accelerator, "4GB")`: train the models that an Accelerator prepares within a limit."""
+"""`limit_memory(accelerator, "4GB")`: train the model that an Accelerator prepares within a memory limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ try:
     from accelerate import Accelerator
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this hook is one around Accelerate, which is not installed: pip install accelerate", name="accelerate"
+        "rotor_py's hook needs Accelerate, which is not installed: pip install accelerate", name="accelerate"
     ) from error
 
 _log = logging.getLogger("rotor_py")
@@ -26,11 +26,11 @@ _log = logging.getLogger("rotor_py")
 class limit_memory:  # noqa: N801  (called like a function, for its effect)
     """Plan the next model given to `accelerator.prepare`, until `end()` or `accelerator.end_training()`.
 
-    Plans the first model with trainable parameters. A second one logs a warning, since the limit is for one; frozen
-    ones stay plain. The limit applies to each process. A `Checkpointable` keeps its own limit.
+    Plans the first model with trainable parameters. The limit is for one model: a second trainable model stays plain
+    and logs a warning. The limit applies to each process. A `Checkpointable` keeps its own limit.
 
     Args:
-        accelerator: before the model is prepared.
+        accelerator: an Accelerator that has not prepared the model yet.
         mem_limit: the peak of a whole training step, as for `Checkpointable`.
         settings: other arguments of `Checkpointable`: mainly `loss`, if the model does not compute it.
 
@@ -55,9 +55,7 @@ class limit_memory:  # noqa: N801  (called like a function, for its effect)
             if self.planned is None:
                 self.planned = self._models.plan(model)
             elif self.planned.model is not model:
-                said = (
-                    "wrap %s to plan it, too, Checkpointable(model, mem_limit=...): the limit is for %s, prepared first"
-                )
+                said = "to plan %s, too, use Checkpointable(model, mem_limit=...): the limit is for %s, prepared first"
                 names = type(model).__name__, type(self.planned.model).__name__
                 _log.warning(said, *names, extra=record_fields("second_model"))
         return prepare(*args, **kwargs)

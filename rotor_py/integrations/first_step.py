@@ -1,8 +1,8 @@
 """Plan a program's model in place at its first training step; the program needs no changes.
 
-The model is the module that the program calls in training mode, with gradients and with trainable parameters. It is
-measured at that call, with the autocast and modes of the step; the plain step, which may not fit, is never
-taken.
+The model is the module with trainable parameters that the program calls in training mode with gradients enabled. That
+call first measures the model, under the step's autocast and modes, and then follows the plan: the plain step, which may
+not fit, is never taken.
 """
 
 from __future__ import annotations
@@ -46,21 +46,22 @@ class NoTrainingStepError(UnsupportedModelError):
 
 
 class FirstTrainingStep:
-    """Waits inside `watched()` for the first training step of a program, then calls `found`.
+    """Waits inside `watched()` for a program's first training step, and calls `found` right before its optimizer steps.
 
-    Calls `found` right before the optimizer's first step; it may raise an error to end the program there. Otherwise the
-    model follows its plan until `take_away()`. If no plan fits, calls `found` before the model runs; if that is certain
-    without measuring, ends the program with InfeasibleError.
+    `found` may raise an error, which ends the program. Otherwise the model follows its plan until `take_away()`. If no
+    plan fits, `found` is called before the model runs. If that is certain before measuring, InfeasibleError ends the
+    program instead.
 
     Args:
         found: called once, with a `FirstStep`.
         mem_limit: the peak of a whole step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`. Gradients are assumed to be freed between steps until some exist
-            when a forward begins.
-        limited: whether to plan within the limit at all.
-        closely: whether to read a limit off the curve of all plans, as for `Checkpointable.measure`.
+        settings: other arguments of `Checkpointable`. `fresh_grads` is True by default, until gradients exist when a
+            forward begins.
+        limited: whether to refuse, before measuring, a step that cannot fit the limit.
+        closely: as for `Checkpointable.measure`: whether the caller reads a limit off the curve of all plans.
 
-    Plans the largest of several models. Raises UnsupportedModelError, in the program, if its model has a plan already.
+        Plans the largest of several trained models. Raises UnsupportedModelError inside the program if that model has a
+        plan already.
     """
 
     def __init__(
@@ -78,18 +79,18 @@ class FirstTrainingStep:
         Checkpointable(nn.Identity(), mem_limit=mem_limit, **self._settings)
         self._limited, self._closely = limited, closely
         self._planned: FollowedModel | None = None
-        self._plain: dict[nn.Module, int] = {}  # sizes of models that are called and not planned
+        self._plain: dict[nn.Module, int] = {}  # trained elements of called models that have no plan
         self._refused: UnsupportedModelError | None = None
         self._stepped: list[torch.optim.Optimizer] = []  # optimizers of other models that have stepped
         self._over = False
-        # the error that ended the program: from `found`, or because nothing can fit
+        # the error that ended the program: raised by `found`, or since no plan can fit
         self._ended: BaseException | None = None
         self._cannot_fit: InfeasibleError | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Run the program inside. Raises NoTrainingStepError at its end if it took no step and raised no error."""
-        # Register after the planner's hook, which counts the optimizer, so that the result includes it.
+        """Run the program inside. Raises NoTrainingStepError if it ends without a training step or an error."""
+        # Register after the planner's hook, which counts the optimizer's state, so that `found` sees it counted.
         hook = register_optimizer_step_pre_hook(self._about_to_step)
         try:
             with outermost_calls(self._called) as self._stop:
@@ -104,7 +105,7 @@ class FirstTrainingStep:
             hook.remove()
             self._ended = None  # its traceback would keep the program's objects alive
         if self._cannot_fit is not None:
-            raise self._cannot_fit  # the program has caught it
+            raise self._cannot_fit  # the program caught the error
         if self._over:
             return
         if self._planned is not None and self._planned.went_back:
@@ -113,10 +114,10 @@ class FirstTrainingStep:
             raise self._refused
         elif self._planned is not None:
             name = type(self._planned.model).__name__
-            said = f"it called {name}, and ended without a call of backward() that reached it"
+            said = f"it called {name}, and ended without a call of backward() that reached {name}"
             raise NoTrainingStepError(said, kind="no_backward", name=name)
         else:
-            said = "it called no model with trainable parameters in training mode with gradients on, and no backward()"
+            said = "it never called a model with trainable parameters in training mode with gradients enabled"
             raise NoTrainingStepError(said, kind="no_training_call")
 
     def take_away(self) -> None:
@@ -125,13 +126,13 @@ class FirstTrainingStep:
             self._planned.forward.take_away()
 
     def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        if self._ended is not None:  # the program has caught it, and must not train
+        if self._ended is not None:  # the program caught the error, and must not train
             raise self._ended
         if self._over or not (module.training and torch.is_grad_enabled()):
             return run()
         planned = self._planned
         if planned is not None and planned.went_back and not is_trained(planned.model):
-            self._show()  # the optimizer is not torch's, so this call starts the next step
+            self._show()  # no optimizer of torch trains the model, so this call ends its first step
             return run()
         if planned is None or module is not planned.model:
             size = sum(each.numel() for each in module.parameters() if each.requires_grad)
@@ -147,7 +148,7 @@ class FirstTrainingStep:
             planned.count_gradients()
         try:
             output = run()
-        except InfeasibleError:  # this call's sample is larger than the one before
+        except InfeasibleError:  # this call's sample is larger than the measured one
             planned.measure(ForwardArguments(args, kwargs))
             self._show()
             raise
@@ -155,10 +156,10 @@ class FirstTrainingStep:
         return output
 
     def _plan(self, module: nn.Module, sample: ForwardArguments, size: int) -> FollowedModel | None:
-        """Plan this model and no other from now on; None if it cannot be planned."""
+        """Plan this model instead of a model planned before. Return None if it cannot be planned."""
         if any(is_planned(each) for each in module.modules()):
             name = type(module).__name__
-            message = f"print(model.report()) after a step: {name}, or a part of it, is planned already"
+            message = f"{name}, or a part of it, is planned already; print(model.report()) after a step shows its plan"
             raise UnsupportedModelError(message, kind="planned_already", name=name)
         optimizer = optimizer_of(module)
         try:
@@ -181,7 +182,7 @@ class FirstTrainingStep:
             network.compute_sequence()
         except InfeasibleError:
             self._show()
-            raise  # nothing has ended the program
+            raise  # `found` has not ended the program
         self._planned.forward.put()
         return self._planned
 
@@ -189,19 +190,19 @@ class FirstTrainingStep:
         if self._ended is not None:
             raise self._ended
         planned = self._planned
-        # In a backward, other gradients are still to come: the step is over at the model's next call.
+        # If the optimizer steps in a backward, other gradients are to come: the model's next call ends the step.
         if self._over or planned is None or torch_compat.current_graph_task_id() != -1:
             return
         if planned.went_back and trains(optimizer, planned.model):
             self._show(optimizer)
             return
         trained = [each for each in self._plain if trains(optimizer, each)]
-        if not trained:  # of models that are not called; or a copy that measures the optimizer's memory
+        if not trained:  # its models were not called, or it is a copy that measures the optimizer's memory
             return
         if optimizer not in self._stepped:
             self._stepped.append(optimizer)
             return
-        # A round without gradient: the largest model is not trained, so plan another.
+        # This optimizer stepped before, and the planned model got no gradient: it is not trained, so plan another.
         planned.forward.take_away()
         self._plain = {planned.model: planned.size}
         self._planned = None
@@ -223,11 +224,11 @@ class FirstTrainingStep:
 
 
 class _ForwardInFlight:
-    """Lives as long as a forward's graph: hooks of its output hold it."""
+    """Marks a forward in flight. Hooks of the forward's output hold it, so it lives as long as the autograd graph."""
 
 
 class FollowedModel:
-    """The model of `network`, measured on `sample`, with `size` trained elements; `optimizer` is known to train it."""
+    """The model of `network`, measured on `sample`, with `size` trained elements; `optimizer` trains it, if known."""
 
     def __init__(
         self,
@@ -250,18 +251,18 @@ class FollowedModel:
         self.forward.measure(sample, closely=self._closely)
 
     def count_gradients(self) -> None:
-        """Plan for kept gradients if some exist when a forward begins."""
+        """If gradients exist when a forward begins, plan again for gradients that stay between steps."""
         if self.network.fresh_grads and any(each.grad is not None for each in self.model.parameters()):
             self.network.fresh_grads = False
             self.measure(self.sample)
 
     def make_room_for_forwards(self) -> None:
-        """Plan for as many forwards in flight as were seen."""
+        """Plan for the largest number of forwards that were in flight in the step."""
         network = self.network
         if self._most_in_flight <= network.forwards_in_flight:
             return
         assert network.inspection_values is not None
-        loss = network.inspection_values.loss  # observed in the step; measuring does not show it
+        loss = network.inspection_values.loss  # costs observed in the step, which measuring would not find
         network.loss_tmp_memory_usage = loss.temp_bytes + loss.kept_bytes
         network.forwards_in_flight = self._most_in_flight
         with restored_autocast(self.autocast, cache=True):
@@ -292,7 +293,7 @@ def is_trained(model: nn.Module) -> bool:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
-    """The one optimizer that trains the model; None if there are several, none yet, or one of an unknown kind."""
+    """Return the only optimizer that trains the model; None if there are several, none, or one of an unknown kind."""
     found = [each for each in _optimizers() if trains(each, model)]
     if len(found) != 1:
         return None
@@ -303,14 +304,14 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def _optimizers() -> list[torch.optim.Optimizer]:
-    """All optimizers, without Accelerate's wrappers."""
-    # By type: `isinstance` asks objects for their class, and some answer by importing a library. Filtered at once: the
-    # objects include tuples under construction, which must not be held.
+    """Find all live optimizers, without Accelerate's wrappers."""
+    # Compare types: `isinstance` reads `__class__`, for which some objects import a library. Filter at once: the list
+    # includes tuples under construction, which must not be held.
     found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
     return [each for each in found if "param_groups" in each.__dict__]
 
 
-# Called instead of a module, with the arguments of the call, and a function that makes the original call.
+# Function called instead of a module, with the call's arguments and a function that makes the original call.
 Handler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
 
 
@@ -318,7 +319,7 @@ Handler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[], Any
 def outermost_calls(handler: Handler) -> Iterator[Callable[[], None]]:
     """Within the context, `handler` intercepts module calls that no other module makes; yields a function to end it.
 
-    Covers the thread and process that entered the context, without backwards, whose module calls are recomputations.
+    Covers only the thread and process that entered the context, and no calls in a backward, which are recomputations.
     """
     # A global forward hook of torch would miss the keyword arguments that transformers pass. TorchDynamo compares
     # `Module.__call__` with the one found at its import.

@@ -24,9 +24,9 @@ _FORWARD = "forward"
 
 
 class InPlaceForward:
-    """The forward of `planned.model` while planned: by the plan in training, else the model's own.
+    """Replaces the forward of `planned.model`: follows the plan in training, and else calls the model's own forward.
 
-    An object, not a closure: a copy of the model (averaged weights, for example) copies it, and has its own plan.
+    An object, not a closure, so that a copy of the model (for averaged weights, for example) gets its own plan.
     """
 
     def __init__(self, planned: Checkpointable) -> None:
@@ -37,7 +37,7 @@ class InPlaceForward:
         with suppress(TypeError, ValueError):  # forwards in C may have no signature
             self.__dict__["__signature__"] = inspect.signature(planned.model.forward)
 
-    # Checkpointable explains the choice over `torch.compiler.disable`.
+    # `Checkpointable` says why this is not `torch.compiler.disable`.
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.planned.model
@@ -58,14 +58,14 @@ class InPlaceForward:
         self.planned.model.__dict__[_FORWARD] = self
 
     def take_away(self) -> None:
-        """Restore the model's own forward, also for calls by a forward that Accelerate holds around this one."""
+        """Restore the model's own forward, also for calls through a wrapper that Accelerate put around this one."""
         self._planned_now = False
         if _forward_in_place(self.planned.model) is self:
             _set_forward(self.planned.model, self._replaced)
 
     @contextmanager
     def _own_forward(self, model: nn.Module) -> Iterator[None]:
-        """Restore the replaced forward within the context: stages are made of it."""
+        """Within the context, restore the model's own forward, from which the plan makes its stages."""
         outermost = model.__dict__.get(_FORWARD)
         _set_forward(model, self._replaced)
         try:
@@ -75,7 +75,7 @@ class InPlaceForward:
 
 
 class InPlace:
-    """Plans made by a callback or hook, which has to remove them at the end.
+    """The plans that a callback or hook has made, and has to remove at the end.
 
     `settings` are other arguments of `Checkpointable`. Raises ValueError and TypeError as it does.
     """
@@ -84,9 +84,9 @@ class InPlace:
         self._mem_limit = mem_limit
         self._settings = settings
         self._put: list[InPlaceForward] = []
-        # Validate the arguments before there is a model; a plan and an input are specific to the model.
-        anyones = {name: value for name, value in settings.items() if name not in ("plan", "custom_input")}
-        Checkpointable(nn.Identity(), mem_limit=mem_limit, **anyones)
+        # Validate the arguments before there is a model, without a plan and an input, which fit one model only.
+        general = {name: value for name, value in settings.items() if name not in ("plan", "custom_input")}
+        Checkpointable(nn.Identity(), mem_limit=mem_limit, **general)
 
     @property
     def called(self) -> bool:
@@ -95,8 +95,8 @@ class InPlace:
     def plan(self, model: nn.Module) -> Checkpointable | None:
         """Plan `model` in place and return its `Checkpointable`.
 
-        Returns None for a model that is planned already, or has a planned part: it keeps its own limit. A model planned
-        by this object keeps its plan. Raises UnsupportedModelError for a model that cannot be trained from a plan.
+        Returns None for a model that is planned elsewhere, or has a planned part: that plan keeps its limit. A model
+        planned by this object keeps its plan. Raises UnsupportedModelError for a model that cannot be planned.
         """
         for forward in self._put:
             if forward.planned.model is model:
@@ -126,7 +126,7 @@ def _forward_in_place(module: nn.Module) -> Any:
 
 
 def _set_forward(model: nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Set the attribute on the module itself; compiled modules, for example, would redirect it."""
+    """Set `forward` in the module's own `__dict__`: `setattr` on a compiled module would set it on the inner module."""
     if forward is None:
         model.__dict__.pop(_FORWARD, None)
     else:

@@ -14,11 +14,11 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this callback is one of Lightning's trainer, which is not installed: pip install lightning", name="lightning"
+        "rotor_py's callback needs Lightning, which is not installed: pip install lightning", name="lightning"
     ) from error
 
 
-_NAME_IT = "name the one that it calls: MemoryLimit(..., network='model'), or network='' for self(...)"
+_NAME_IT = "name the module that training_step calls: MemoryLimit(..., network='model'), or network='' for self(...)"
 
 
 class MemoryLimit(Callback):
@@ -31,19 +31,20 @@ class MemoryLimit(Callback):
         network: the name of the module that `training_step` calls, such as "model" or "model.encoder", as
             `get_submodule` takes it; "" is the LightningModule itself, for a `training_step` that calls `self(batch)`.
             None: the child with the most parameters.
-        settings: other arguments of `Checkpointable`: mainly `loss`, since `training_step` computes it.
+        settings: other arguments of `Checkpointable`: mainly `loss`, since the network does not compute it.
 
-    Raises UnsupportedModelError, when `fit` begins, if no name is given and no child has more than half of the
-    parameters; AttributeError if there is no such child; ValueError and TypeError as `Checkpointable` does.
+        Raises UnsupportedModelError, when `fit` begins, if `network` is None and no child has more than half of the
+        parameters; AttributeError if no module has that name; ValueError and TypeError as `Checkpointable` does.
     """
 
     def __init__(self, mem_limit: float | str | None = None, network: str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self._network = network
         self.planned: Checkpointable | None = None
-        """The planned network of the last training, for `report()` and `summary()`, if it has begun."""
+        """The planned network of the last training, for `report()` and `summary()`; None before training."""
 
-    # Later than `setup`: modules of `configure_model` then exist, on their device and in their precision.
+        # Not in `setup`: here, modules of `configure_model` exist, on their device and in their precision.
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         name = largest_child(pl_module) if self._network is None else self._network
         self.planned = self._models.plan(pl_module.get_submodule(name))
@@ -52,12 +53,10 @@ class MemoryLimit(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Raise UnsupportedModelError if the first step has not called the planned network: it would save nothing."""
+        """Raise UnsupportedModelError if the step did not call the planned network, whose plan would save nothing."""
         if not self._models.called:
             name = self._planned_name or "forward"
-            message = (
-                f"{_NAME_IT}: training_step of {type(pl_module).__name__} does not call {name}, the planned network"
-            )
+            message = f"{_NAME_IT}; {type(pl_module).__name__} does not call {name}, which is planned"
             raise UnsupportedModelError(message, kind="network_not_called", name=name)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,7 +67,7 @@ class MemoryLimit(Callback):
 
 
 def largest_child(module: nn.Module) -> str:
-    """Name of the child with most of the parameters. Raises UnsupportedModelError if none has more than half."""
+    """Name the child with the most parameters. Raises UnsupportedModelError if no child has more than half."""
     sizes = {name: sum(p.numel() for p in child.parameters()) for name, child in module.named_children()}
     largest = max(sizes, key=lambda name: sizes[name], default=None)
     if largest is None or 2 * sizes[largest] <= sum(p.numel() for p in module.parameters()):

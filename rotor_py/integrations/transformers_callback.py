@@ -12,7 +12,7 @@ try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this callback is one of transformers' trainer, which is not installed: pip install transformers accelerate",
+        "rotor_py's callback needs transformers, which is not installed: pip install transformers accelerate",
         name="transformers",
     ) from error
 
@@ -24,7 +24,7 @@ class MemoryLimit(TrainerCallback):
 
     Args:
         mem_limit: the peak of a whole training step, as for `Checkpointable`.
-        settings: other arguments of `Checkpointable`: `loss`, if the model does not compute it.
+        settings: other arguments of `Checkpointable`: mainly `loss`, if the model does not compute it.
 
     `train()` does not notify callbacks after an error: call `end()` to restore the plain model.
 
@@ -34,12 +34,12 @@ class MemoryLimit(TrainerCallback):
     def __init__(self, mem_limit: float | str | None = None, **settings: Any) -> None:
         self._models = InPlace(mem_limit, settings)
         self.planned: Checkpointable | None = None
-        """The planned model of the last training, for `report()` and `summary()`, if it has begun."""
+        """The planned model of the last training, for `report()` and `summary()`; None before training."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Plan the prepared model, not the one that `model_init` made before."""
+        """Plan the model that the trainer has prepared; `model_init` may have made another one before."""
         if args.n_gpu > 1:
             message = (
                 "start a process for each device (torchrun), or show one of them (CUDA_VISIBLE_DEVICES=0): a plan is "
