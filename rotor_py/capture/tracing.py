@@ -59,7 +59,7 @@ _IMAGE = 4  # dimensions of a batch of images: number, channels, height and widt
 _fake_tensors = logging.getLogger("torch._subclasses.fake_tensor")
 _LIMIT = next(name for name in ("recompile_limit", "cache_size_limit") if hasattr(torch_compat.dynamo_config, name))
 _DYNAMO = {
-    # By default, TorchDynamo splits a graph inside DistributedDataParallel, so that communication overlaps. Stages do.
+    # By default, TorchDynamo splits graphs at buckets of DistributedDataParallel. Stages overlap communication anyway.
     "optimize_ddp": False,
     # By default, TorchDynamo breaks the graph at recurrent layers, because they compile badly.
     "allow_rnn": True,

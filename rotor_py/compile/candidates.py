@@ -1,4 +1,4 @@
-"""Candidate partitions of a joint graph: as a chain of stages for the solver, and from minimum cuts."""
+"""Candidate partitions of a joint graph, from rotor_solver's plans for a chain of stages and from minimum cuts."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from itertools import combinations, pairwise, takewhile
 from torch import fx
 
 from rotor_profiling.torch_compat import partitioners
-from rotor_py.compile.joint_graph import JointGraph, is_number, usually_saved
+from rotor_py.compile.joint_graph import JointGraph, is_number, saved_by_torch
 from rotor_py.compile.operator_costs import Cost
-from rotor_py.compile.partition import BackwardWriter, GraphCosts, Partition, Weight, in_time, weigh
+from rotor_py.compile.partition import BackwardWriter, GraphCosts, Partition, Weight, partition_keeping, weigh
 from rotor_solver import Chain, Option, Sequence, Stage, frontier
 from rotor_solver.max_flow import Network
 from rotor_solver.sequence import ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation
 
-# The maximum number of stages: each allocates at least a 64th of all bytes. A guess: more take longer for little.
+# A stage allocates at least a 64th of all bytes. A guess: more stages make solving slower for little gain.
 _MOST_STAGES = 64
-# Number of cuts over which a small value is live to be kept outside all stages: masks, tables of rotary embeddings.
+# A small value (a mask, a rotary table) that is live at this many cuts or more is always kept.
 _SPREAD = 4
-# Size of a small value, as a share of all allocated bytes. A guess: larger ones cost memory if always kept.
+# Size of a small value, as a share of all allocated bytes. A guess: always keeping larger ones costs memory.
 _SMALL = 0.01
-_THRESHOLDS = 6  # Limits of seconds per byte tried in cuts of a stage. A guess: more give more options to solve for.
+_THRESHOLDS = 6  # number of limits of seconds per byte tried for cuts. A guess: more make solving slower
 
 
 @dataclass
 class Stages:
     """A joint graph as a chain of stages, for the solver.
 
-    The forward is cut where little is live. A stage is the code between two cuts; its input are the values live at the
-    first. Its options are sets of values that it may keep for its backward: all that it reads, or a minimum cut, as in
-    `capture/graph/selective_recompute.py`: the fewest bytes from which fast operators recompute the rest, for a few
-    thresholds of seconds per byte. A value is a node of the forward that allocates memory.
+    The forward is cut where few bytes are live. A stage is the code between two cuts, and its input is the values live
+    at the first cut. Its options are sets of values that it may keep for its backward: all values that its backward
+    reads, or a minimum cut (as in `capture/graph/selective_recompute.py`), which has the fewest bytes from which fast
+    operators recompute the rest, for several limits of seconds per byte. A value is a forward node that allocates.
     """
 
     joint: JointGraph
@@ -43,7 +43,7 @@ class Stages:
 
     @cached_property
     def values(self) -> dict[fx.Node, None]:
-        """The values of the forward, in order."""
+        """The values of the forward, in graph order."""
         joint = self.joint
         tuples = {node.all_input_nodes[0] for node in joint.forward if node.target is operator.getitem}
         inside = (node for node in joint.forward if joint.root[node] is node and not is_number(node))
@@ -57,7 +57,7 @@ class Stages:
 
     @cached_property
     def reads(self) -> dict[fx.Node, set[fx.Node]]:
-        """Per node of the forward, the values that it reads, through views, tuples and numbers."""
+        """Per node of the forward, the values that it reads, directly or through views, tuples and numbers."""
         found: dict[fx.Node, set[fx.Node]] = {}
         for node in self.joint.forward:
             found[node] = set()
@@ -78,7 +78,7 @@ class Stages:
 
     @cached_property
     def cuts(self) -> list[int]:
-        """Positions in the forward where a stage begins; the first is 0."""
+        """Positions in the forward at which stages begin; the first is 0."""
         joint, ending = self.joint, Counter[int]()
         for value in self.values:
             ending[self.last_read[value]] += joint.bytes_of(value)
@@ -93,7 +93,7 @@ class Stages:
         for position in range(1, len(joint.forward)):
             if joint.forward[position].target is operator.getitem or mades[position] - last < apart:
                 continue
-            # The first of the positions with least live memory within reach.
+            # Cut at this position if no position nearby, within `apart` allocated bytes, has less live memory.
             near = takewhile(lambda p: mades[p] - mades[position] <= apart, range(position + 1, len(lives)))  # noqa: B023
             behind = (p for p in range(position - 1, found[-1], -1) if mades[position] - mades[p] <= apart)
             if all(lives[position] <= lives[each] for each in (*near, *behind)):
@@ -112,7 +112,7 @@ class Stages:
 
     @cached_property
     def shared(self) -> set[fx.Node]:
-        """Values kept throughout: outputs, which the caller holds, and small ones that many stages read."""
+        """Values that are always kept: outputs, which the caller holds, and small values that many stages read."""
         joint = self.joint
         small = _SMALL * self.bytes_of(self.values)
         found = {joint.root[node] for node in joint.outputs if node in joint.root}
@@ -124,7 +124,7 @@ class Stages:
 
     @cached_property
     def inputs(self) -> list[list[fx.Node]]:
-        """Per cut, and for the end of the forward, the values live there and not shared."""
+        """Per cut, the values live there that are not shared; last, an empty list for the end of the forward."""
         own = [value for value in self.values if value not in self.shared]
         found = [[v for v in own if self.positions[v] < start <= self.last_read[v]] for start in self.cuts]
         return [*found, []]
@@ -136,39 +136,39 @@ class Stages:
 
     @cached_property
     def options(self) -> list[list[tuple[int, frozenset[fx.Node]]]]:
-        """Per stage, its options: the level of recomputing, and the values that are kept."""
+        """Per stage, its options: the level of recomputation (an index into `parts`), and the values that it keeps."""
         return [self._options(number) for number in range(len(self.members))]
 
     def _options(self, number: int) -> list[tuple[int, frozenset[fx.Node]]]:
         inside = self.inside[number]
         targets = self.read_backward.intersection(inside)
         found = {frozenset(targets): 0}
-        for level, (again, everywhere) in enumerate(self._cuts_everywhere, 1):
-            alone = self._cut(inside, targets, again)
-            # Values recomputed from the stage's input need it.
-            alone |= set(self.inputs[number]) & self.needed(number, alone) - self.read_backward
-            for option in (frozenset(alone), everywhere & set(inside)):
+        for level, (again, everywhere) in enumerate(self._cuts_by_level, 1):
+            local = self._cut(inside, targets, again)
+            # Keep the values of the stage's input from which it recomputes.
+            local |= set(self.inputs[number]) & self.needed(number, local) - self.read_backward
+            for option in (frozenset(local), everywhere & set(inside)):
                 if self.bytes_of(option) < self.bytes_of(targets):
                     found.setdefault(option, level)
         return [(level, kept) for kept, level in found.items()]
 
     @cached_property
     def parts(self) -> list[Set[fx.Node]]:
-        """Per level, the values that all stages keep: at first all that the backward reads, then fewer and fewer."""
-        return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_everywhere))]
+        """Per level of recomputation, the values that all stages keep: at level 0 all that the backward reads."""
+        return [kept | self.shared for kept in (self.read_backward, *(kept for _, kept in self._cuts_by_level))]
 
     @cached_property
-    def _cuts_everywhere(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
-        """Values that may be recomputed anywhere, and the least to keep then, in order of fewer kept bytes."""
+    def _cuts_by_level(self) -> list[tuple[Set[fx.Node], frozenset[fx.Node]]]:
+        """Per level: the values that may be recomputed, and the fewest bytes to keep then. Most kept bytes first."""
         inside = [value for values in self.inside for value in values]
         targets = self.read_backward - self.shared
         found = {frozenset(self._cut(inside, targets, again)): again for again in self._allowed()}
         return sorted(((again, kept) for kept, again in found.items()), key=lambda pair: -self.bytes_of(pair[1]))
 
     def _allowed(self) -> list[Set[fx.Node]]:
-        """Sets of values that may be recomputed: those with few seconds per byte, and those that compilers fuse."""
+        """Return sets of values to recompute: those that take few seconds per byte, and those that Inductor fuses."""
         joint = self.joint
-        # A node with several results is unpacked by others.
+        # The cost of a tuple's element is that of the node that returns the tuple.
         sources = {each: each.all_input_nodes[0] if each.target is operator.getitem else each for each in self.values}
         rates = {
             value: self.costs[sources[value]].seconds / max(1, joint.bytes_of(sources[value]))
@@ -182,12 +182,12 @@ class Stages:
         found: list[Set[fx.Node]] = [{value for value, rate in rates.items() if rate <= limit} for limit in limits]
         kinds = partitioners.get_default_op_list()
         fused = {value for value in rates if not kinds.is_compute_intensive(sources[value])}
-        # The values that PyTorch's partitioner would keep without a budget, and with a large one.
-        kept = ({joint.root.get(node) for node in saved} for saved in usually_saved(joint))
+        # Also allow to recompute all values but those that PyTorch's partitioner keeps.
+        kept = ({joint.root.get(node) for node in saved} for saved in saved_by_torch(joint))
         return [*found, fused, *(set(rates) - each for each in kept)]
 
     def _cut(self, inside: list[fx.Node], targets: Set[fx.Node], again: Set[fx.Node]) -> set[fx.Node]:
-        """Return the least bytes of the values `inside` from which `targets` can be made by recomputing `again`."""
+        """Return the fewest bytes of values `inside` from which `targets` can be made by recomputing `again`."""
         flow = Network("made", "read")
         mine = set(inside)
         for value in inside:
@@ -202,7 +202,7 @@ class Stages:
         return {value for value in inside if (value, "kept") in behind and (value, "made") not in behind}
 
     def needed(self, number: int, kept: Set[fx.Node]) -> set[fx.Node]:
-        """Return nodes that a stage's backward reads or recomputes given `kept`, and their sources."""
+        """Return the nodes that a stage's backward reads or recomputes if it keeps `kept`, and the nodes they read."""
         inside, found = set(self.members[number]), set[fx.Node]()
         pending = [value for value in self.inside[number] if value in self.read_backward]
         while pending:
@@ -220,7 +220,7 @@ class Stages:
 
 
 def chains(stages: Stages) -> dict[bool, Chain]:
-    """Return approximate costs of the stages, by whether every option that keeps anything also keeps the output."""
+    """Return chains with approximate costs: for True, each option also keeps the stage's output; for False, not."""
     joint, costs, bytes_of = stages.joint, stages.costs, stages.bytes_of
     outputs = [{value for value in live if stages.stage_of[value] == n} for n, live in enumerate(stages.inputs[1:])]
     backward, returned = _backward(stages), set(joint.gradients)
@@ -248,7 +248,7 @@ def chains(stages: Stages) -> dict[bool, Chain]:
 
 
 def _backward(stages: Stages) -> list[list[fx.Node]]:
-    """Return each stage's nodes of the backward: up to the last one that reads a value of the stage."""
+    """Return the backward nodes of each stage, up to the last node that reads a value of the stage."""
     root, latest = stages.joint.root, 0
     found: list[list[fx.Node]] = [[] for _ in stages.members]
     for node in reversed(stages.joint.backward):
@@ -261,11 +261,11 @@ def _backward(stages: Stages) -> list[list[fx.Node]]:
 def _backward_temps(
     stages: Stages, backward: list[list[fx.Node]], outputs: list[int], gradients: list[int]
 ) -> list[list[int]]:
-    """Return per level and stage the peak of its backward beyond kept values and surrounding gradients."""
+    """Return, per level and stage, the peak bytes of its backward beyond kept values and gradients at its borders."""
     joint, stage_of = stages.joint, {node: number for number, nodes in enumerate(backward) for node in nodes}
     found = []
     for kept in stages.parts:
-        partition = in_time(joint, kept)
+        partition = partition_keeping(joint, kept)
         curve = weigh(GraphCosts(joint, stages.costs), partition).curve
         most = [0] * len(stages.members)
         number = 0
@@ -283,7 +283,7 @@ def _backward_temps(
 
 
 def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partition:
-    """Return the partition of a memory-persistent sequence; stages are recomputed right before they are read."""
+    """Return the partition for a memory-persistent sequence, which recomputes a stage right before its first reader."""
     operations = list(sequence)
     loss = operations.index(Loss())
     kept = set(stages.shared)
@@ -298,16 +298,16 @@ def follow(stages: Stages, sequence: Sequence, *, keep_outputs: bool) -> Partiti
     for node in stages.joint.backward:
         for each in node.all_input_nodes:
             value = stages.joint.root.get(each, each)
-            if value in stages.values and value not in kept and value not in writer.there:
+            if value in stages.values and value not in kept and value not in writer.available:
                 _run_until(stages, writer, ahead, stages.stage_of[value])
         writer.write(node)
     return writer.partition()
 
 
 def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], stage: int) -> None:
-    """Run the sequence's next operations, up to the run of `stage` that keeps what its backward reads."""
+    """Run the sequence's operations up to ForwardEnable of `stage`, which keeps the values that its backward reads."""
     if not any(isinstance(operation, ForwardEnable) and operation.stage == stage for operation in ahead):
-        return  # it has run; readers recompute values that it did not keep
+        return  # already run: `writer` recomputes values that the stage did not keep, when they are read
     while ahead:
         operation = ahead.popleft()
         if not isinstance(operation, ForwardEnable | ForwardCheck | ForwardNograd):
@@ -325,18 +325,18 @@ def _run_until(stages: Stages, writer: BackwardWriter, ahead: deque[Operation], 
             return
 
 
-# The candidates do not depend on the budget, so a smaller budget never gives a larger peak.
+# The candidates do not depend on the budget. So a smaller budget never leads to a partition of larger peak.
 
 
-# Slots of memory in the solver. A guess: too few miss candidates; results are weighed exactly in any case.
+# Memory slots in the solver. A guess: with too few, it misses candidates; each candidate is simulated in bytes anyway.
 _SLOTS = 300
-_WORK = 300_000  # Nodes weighed for all partitions together, about. A guess: it takes some seconds.
-# Budgets of PyTorch's partitioner to try. A guess: each takes about a second, and those between hardly differ.
-_THEIRS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
-# Time of Inductor's code for our partitions, over that for PyTorch's with equally fast operators. Of a ConvNeXt, 1.02
-# to 1.06 were measured with three of each.
-_OURS_LONGER = 1.04
-_FEWEST = 32  # Fewest partitions weighed of each kind, however large the graph is. A guess: fewer miss good ones.
+_WORK = 300_000  # total nodes of all partitions to simulate, roughly. A guess: this takes some seconds
+# Budgets of PyTorch's partitioner to try. A guess: each takes about a second, and budgets in between hardly differ.
+_TORCH_BUDGETS = (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)
+# Inductor's code is slower by this factor for our partitions than for PyTorch's with the same predicted time. Measured
+# on a ConvNeXt, with three of each: 1.02 to 1.06.
+_SLOWDOWN = 1.04
+_FEWEST = 32  # fewest partitions of each kind to simulate, even of large graphs. A guess: fewer miss good ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class Candidate:
 
 
 def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = None) -> list[Candidate]:
-    """Return partitions that no other beats in memory and time, least memory first; fused if the `usual` is given."""
+    """Return partitions that no other beats in memory and time, least memory first. `usual`: PyTorch's, if fused."""
     stages = Stages(joint, costs.operators)
     most = max(_FEWEST, _WORK // (3 * (len(joint.forward) + len(joint.backward))))
     partitions = _mixed(stages, most)
@@ -355,8 +355,8 @@ def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = N
         partitions += [follow(stages, found[each], keep_outputs=keep_outputs) for each in _spread(len(found), most)]
     weighed = [Candidate(partition, weigh(costs, partition)) for partition in partitions]
     if usual is not None:
-        weighed = [Candidate(each.partition, each.weight.taking_longer(_OURS_LONGER)) for each in weighed]
-        weighed += [*by_torch(joint, costs, _THEIRS), usual]
+        weighed = [Candidate(each.partition, each.weight.taking_longer(_SLOWDOWN)) for each in weighed]
+        weighed += [*by_torch(joint, costs, _TORCH_BUDGETS), usual]
     kept: list[Candidate] = []
     for each in sorted(weighed, key=lambda each: (each.weight.peak, each.weight.seconds)):
         if not kept or each.weight.seconds < kept[-1].weight.seconds:
@@ -365,19 +365,19 @@ def candidates(joint: JointGraph, costs: GraphCosts, usual: Candidate | None = N
 
 
 def by_torch(joint: JointGraph, costs: GraphCosts, budgets: abc.Sequence[float]) -> list[Candidate]:
-    """Return the partitions of PyTorch's partitioner for Inductor with its own budgets, shares of what 1 saves."""
+    """Return the partitions of PyTorch's partitioner for `budgets`, shares of the bytes that it saves by default."""
     return [Candidate(each, weigh(costs, each)) for each in torch_partitions(joint, budgets)]
 
 
 def torch_partitions(joint: JointGraph, budgets: abc.Sequence[float]) -> list[Partition]:
-    """Return PyTorch's partitions without their costs. Random operators run once under any budget."""
+    """Return the partitions of `by_torch` without costs. None of them recomputes random operators."""
     early = set(joint.early)
-    kept = [[node for node in saved if node in joint.root or node in early] for saved in usually_saved(joint, budgets)]
-    return [in_time(joint, {joint.allocating(node) for node in each}) for each in kept]
+    kept = [[node for node in saved if node in joint.root or node in early] for saved in saved_by_torch(joint, budgets)]
+    return [partition_keeping(joint, {joint.allocating(node) for node in each}) for each in kept]
 
 
 def _mixed(stages: Stages, most: int) -> list[Partition]:
-    """Return about `most` partitions whose early stages, which come last in the backward, keep less than late ones."""
+    """Return about `most` partitions whose early stages, the last ones in the backward, keep less than late stages."""
     parts = stages.parts
     pairs = list(combinations(parts, 2))
     cuts = _spread(len(stages.members) + 1, max(2, 1 + most // max(1, len(pairs))))[1:]
@@ -387,11 +387,11 @@ def _mixed(stages: Stages, most: int) -> list[Partition]:
             early = {node for node in less if stages.stage_of[node] < cut}
             mixtures.add(frozenset(early | {node for node in more if stages.stage_of[node] >= cut}))
     ordered = sorted(mixtures, key=lambda each: sorted(map(stages.joint.order.__getitem__, each)))
-    return [in_time(stages.joint, kept) for kept in ordered]
+    return [partition_keeping(stages.joint, kept) for kept in ordered]
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """Return up to `most` of `range(count)`, evenly, both ends included."""
+    """Return at most `most` evenly spaced numbers of `range(count)`, including both ends."""
     if count <= most:
         return list(range(count))
     return sorted({round(step * (count - 1) / (most - 1)) for step in range(most)})

@@ -1,4 +1,4 @@
-"""Run a stage compiled, and check that its partitions give the same bits."""
+"""Compile a stage and run its code. Check that partitions with other saved tensors compute the same bits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ MOST_SHAPES = 8  # most input shapes for which a stage is compiled: TorchDynamo'
 
 
 def same_bits(stage: nn.Module, value: Any, needs_gradient: Sequence[bool], one: StageCode, other: StageCode) -> bool:
-    """Whether outputs, buffers and gradients are the same by `one` code and the `other`; leaves the stage unchanged."""
-    with disable_current_modes():  # observers of the stage's run must not see these
+    """Whether two codes compute equal outputs, buffers and gradients, to the bit. Leaves the stage unchanged."""
+    with disable_current_modes():  # modes that observe the stage's own run must not see these runs
         expected = _results(stage, value, needs_gradient, one)
         found = _results(stage, value, needs_gradient, other)
     return all(
@@ -42,12 +42,12 @@ def _results(
     stage: nn.Module, value: Any, needs_gradient: Sequence[bool], code: StageCode
 ) -> list[torch.Tensor | None]:
     entered, spec = _as_leaves(value, needs_gradient)
-    # Copies of leaves: the stage may write into its input.
+    # Run on copies: the stage may write into its input, and autograd forbids to write into a leaf.
     copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in entered]
     with isolated(stage, main_device(tensors_in(value))) as parameters, torch.enable_grad():
         made = tensors_in(code.run(stage, tree_unflatten(copies, spec)))
         ends = [tensor for tensor in made if tensor.requires_grad]
-        # Drawn after the run: code that draws other random numbers then gets other gradients as well.
+        # Draw after the run: code that has drawn other random numbers gets other gradients, which reveals it.
         arriving = [torch.randn_like(tensor) for tensor in ends]
         wanted = [tensor for tensor in (*tensors_in(entered), *parameters) if tensor.requires_grad]
         gradients = torch.autograd.grad(ends, wanted, arriving, allow_unused=True) if ends and wanted else ()
@@ -56,7 +56,7 @@ def _results(
 
 
 def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], TreeSpec]:
-    """Flatten `value`, with its tensors detached; `needs_gradient` has one entry for each of them."""
+    """Flatten `value` and detach its tensors; `needs_gradient` has one entry for each tensor."""
     leaves, spec = tree_flatten(value)
     flags = iter(needs_gradient)
     found = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -64,7 +64,7 @@ def _as_leaves(value: Any, needs_gradient: Sequence[bool]) -> tuple[list[Any], T
 
 
 class StageCompiler:
-    """Compiles each kind of stage of a model once, with these options of Inductor."""
+    """Compiles each kind of stage of a model once, with Inductor's options `config`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -81,10 +81,10 @@ class StageCompiler:
         needs_gradient: Sequence[bool],
         partitioner: CustomPartitionerFn | None = None,
     ) -> StageCode | None:
-        """Return the code for `stage` on inputs like `value`; `needs_gradient` has one entry for every tensor in it.
+        """Return the code for `stage` on inputs like `value`; `needs_gradient` has one entry for each tensor in it.
 
-        Partitions by the `partitioner`, else by AOTAutograd's default. Returns None, after one line in the log, if
-        stages of its kind cannot be compiled. Raises InfeasibleError if the partitioner finds no partition that fits.
+        The `partitioner`, by default AOTAutograd's, chooses the tensors that the forward saves. Returns None, after one
+        warning, if stages of this kind cannot be compiled. Raises InfeasibleError if no partition fits.
         """
         kind = _kind(stage, tree_unflatten(*_as_leaves(value, needs_gradient))), partitioner
         if kind in self._codes or not self._has_tools:
@@ -95,7 +95,7 @@ class StageCompiler:
             self.seconds_of[code] = time.perf_counter() - began
         except InfeasibleError:
             raise
-        # Any error of AOTAutograd, Inductor or the machine's compiler: the plain stage trains as well.
+        # AOTAutograd, Inductor and the C++ compiler may raise any error. The stage then runs uncompiled.
         except Exception as error:
             from rotor_profiling.torch_compat import inductor_exceptions as exc
 
@@ -111,10 +111,10 @@ class StageCompiler:
 
 
 def _kind(stage: nn.Module, value: object) -> Hashable:
-    """Return a key equal for stages that can share code."""
+    """Return a key that is equal for stages that can share compiled code."""
     numbers: dict[int, int] = {}
     shared = tuple(numbers.setdefault(id(tensor), len(numbers)) for _, _, tensor in owned_slots(stage))
-    # A stage's signature does not cover modules that its graph calls; a bare one only holds `fully_shard`'s parameters.
+    # A signature does not cover modules that a graph calls. A plain nn.Module only holds parameters of `fully_shard`.
     graphs = [module for module in stage.modules() if isinstance(module, fx.GraphModule)]
     calls = any(type(child) is not nn.Module for graph in graphs for child in graph.children())
     autocast = tuple((each.device_type, each.enabled, each.dtype) for each in autocast_now(_DEVICES))
@@ -122,18 +122,17 @@ def _kind(stage: nn.Module, value: object) -> Hashable:
 
 
 class CompiledStage(nn.Module, StageOffers, HasKind):
-    """`plain`, compiled at its first run, and again for an input of another shape.
+    """A stage that runs `plain` compiled: at its first run, and again for each input of another shape.
 
-    It is stored as AOTAutograd's partitioner chooses, or in one of `ways`, each of which is other code: see the Note in
-    `stage_code.py`. If it cannot be compiled, it runs as `plain`; if only pieces of it can be, each of these is a stage
-    of this class.
+    The `partitioner`, by default AOTAutograd's, chooses the tensors that the forward saves. Each further storage mode
+    in `ways` is code with another partition: see the Note in `stage_code.py`. If the stage cannot be compiled, it runs
+    as `plain`; if only pieces of it can be, each piece is a stage of this class.
 
-    `name` stands in the log. The `partitioner` decides which values are saved; the default is AOTAutograd's. `plain`
-    says which inputs need a gradient; otherwise the first run shows it, or `like` does, the same stage for other
-    shapes.
+    `name` appears in log messages. `plain` may declare which inputs need a gradient. Otherwise, this is taken from
+    `like`, the same stage for other shapes, or from the first run.
     """
 
-    saves_through_hooks = False  # code compiled without hooks would be recompiled for a run with them
+    saves_through_hooks = False  # hooks on saved tensors would make torch recompile the code
     ways_are_code = True
 
     def __init__(
@@ -152,19 +151,19 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         self.plain = plain
         self._name = name
         self._compiler = compiler
-        # By shape and storage mode; None is AOTAutograd's default.
+        # Codes by input shapes, then by storage mode. None is the mode without a name.
         self._codes: dict[Hashable, dict[str | None, StageCode | None]] = {}
         self._needs_gradient = offers_of(plain).needs_gradient
         if self._needs_gradient is None and like is not None:
             self._needs_gradient = like._needs_gradient
         offers = offers_of(plain)
         self.carried, self.wiring, self.shared, self.last = offers.carried, offers.wiring, offers.shared, offers.last
-        # In a list, which hides the pieces' parameters: they belong to `plain`.
+        # A list hides the pieces from nn.Module, since their parameters already belong to `plain`.
         self._pieces: list[CompiledStage] = []
         self._in_pieces = offers_of(plain).in_pieces(self._piece)
 
     def prepare(self, value: Any) -> bool:
-        """Compile for `value`, without running. Return whether that was possible. May raise InfeasibleError."""
+        """Compile for inputs like `value`, without a run; return whether this worked. May raise InfeasibleError."""
         return self._code(value) is not None
 
     @property
@@ -175,11 +174,11 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     @property
     def code(self) -> StageCode | None:
-        """The code for the first shape that came; None if there is none, or if it is in pieces."""
+        """The code for the first input shape; None if the stage is not compiled, or compiled in pieces."""
         return next(iter(self._codes.values()), {}).get(None)
 
     def with_ways(self, ways: tuple[str, ...]) -> CompiledStage:
-        """Return this stage by AOTAutograd's own partitioner, with these further storage modes."""
+        """Return this stage with the further storage modes `ways`, and AOTAutograd's own partitioner."""
         found = CompiledStage(self.plain, self._name, self._compiler, ways=ways, like=self)
         remember_effects(found, recall_effects(self))
         remember_moving(found, recall_moving(self))
@@ -187,11 +186,11 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
 
     @property
     def room(self) -> int | None:
-        """The bytes that its partition was chosen for; None if AOTAutograd chose it."""
+        """The limit in bytes for which the partition was chosen; None if AOTAutograd chose the partition."""
         return getattr(self._partitioner, "limit", None)
 
     def like(self, other: nn.Module) -> CompiledStage:
-        """Return this stage for other shapes: `other` is the same piece of the model, plain."""
+        """Return this stage for other shapes: `other` is the same stage, uncompiled, for these shapes."""
         return CompiledStage(
             other, self._name, self._compiler, partitioner=self._partitioner, ways=self._ways, like=self
         )
@@ -217,7 +216,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             if same_bits(self.plain, value, self._needs_gradient, usual, code):
                 found.append(way)
             else:
-                said = "%s is not stored %s: its last digits would be others"
+                said = "%s is not stored %s: this would change the last digits of its results"
                 _log.info(said, self._name, way, extra=record_fields("other_bits", name=self._name))
         return tuple(found)
 
@@ -248,10 +247,10 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
         )
         if shapes not in self._codes:
             if self._needs_gradient is None:
-                # Seen once: in a later run without a graph, tensors may have lost the flag.
+                # Read the flags in the first run only: in a later one under `no_grad`, they may be False.
                 self._needs_gradient = [tensor.requires_grad for tensor in tensors_in(value)]
             if len(self._codes) == MOST_SHAPES:
-                said = "%s has been compiled for %d shapes, and runs as it is for another one"
+                said = "%s has been compiled for %d input shapes, and runs uncompiled for any other shape"
                 fields = record_fields("too_many_shapes", name=self._name, shapes=MOST_SHAPES)
                 _log.warning(said, self._name, MOST_SHAPES, extra=fields)
             self._codes[shapes] = {} if len(self._codes) < MOST_SHAPES else dict.fromkeys((None, *self._ways))
@@ -260,7 +259,7 @@ class CompiledStage(nn.Module, StageOffers, HasKind):
             assert self._needs_gradient is not None
             partitioner = self._partitioner
             if way is not None:
-                from rotor_py.compile.partitioner import SharePartitioner  # here, since most plans do without Inductor
+                from rotor_py.compile.partitioner import SharePartitioner  # imported late: it imports Inductor
 
                 partitioner = SharePartitioner(WAYS[way])
             codes[way] = self._compiler.code(self.plain, self._name, value, self._needs_gradient, partitioner)

@@ -1,4 +1,4 @@
-"""The joint graph of forward and backward from AOTAutograd."""
+"""Read the joint graph of forward and backward that AOTAutograd traces."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rotor_profiling.storage import allocated, tensors_in
 from rotor_profiling.torch_compat import is_tangent, partitioners
 from rotor_py.errors import record_fields
 
-# AOTAutograd gives a partitioner one graph for both directions, of immutable values that can be recomputed at any time.
-# Three kinds of nodes never are: random ones would draw anew, collectives and effects would happen twice, and readers
-# of a buffer that the forward overwrites would read the new content.
+# AOTAutograd gives a partitioner one graph for forward and backward, whose values are never overwritten, so most can be
+# recomputed at any time. Three kinds of nodes cannot: random operators would draw other numbers, collectives and other
+# effects would happen twice, and readers of a buffer that the forward overwrites would read its new values.
 
 
-# `optimization_hint` since torch 2.13, `size_hint` in torch 2.11.
+# torch 2.13 has `optimization_hint`, and torch 2.11 has `size_hint`.
 _size_hint: Any = getattr(symbolic_shapes, "optimization_hint", None) or getattr(symbolic_shapes, "size_hint", None)
-# Namespaces of operators known to be functions of their arguments. Custom operators may not be.
+# Namespaces whose operators depend on nothing but their arguments. Custom operators may depend on more.
 _REPLAYED = ("aten", "prims", "_quantized", "quantized", "quantized_decomposed")
-UNKNOWN_SIZE = 4096  # size assumed where none is known while compiling; PyTorch's own partitioner takes the same number
-# Arguments of a batch norm that its outputs do not depend on in training.
+UNKNOWN_SIZE = 4096  # assumed for a size that depends on data. PyTorch's own partitioner assumes the same number
+# In training, the outputs of a batch norm do not depend on these arguments.
 _RUNNING_STATISTICS = {"running_mean", "running_var"}
 
 
@@ -63,9 +63,9 @@ class JointGraph:
 
     @cached_property
     def forward(self) -> list[fx.Node]:
-        """Nodes of the forward, in order: ancestors of the outputs, and nodes not known to belong to the backward."""
+        """Nodes of the forward, in order: ancestors of the outputs, and nodes not tagged as part of the backward."""
         before = self._before_gradients
-        # With their sources: a pass may have replaced a node of the forward by an equal one of the backward.
+        # Include ancestors: a graph pass may have merged a forward node into an equal one with a backward tag.
         tags = partitioners._has_tag_is_backward, partitioners._has_tag_must_be_in_backward
         own = (node for node in before if not any(tagged(node) for tagged in tags))
         needed = ancestors([*self.outputs, *own])
@@ -73,7 +73,7 @@ class JointGraph:
 
     @cached_property
     def early(self) -> list[fx.Node]:
-        """Nodes of autograd's backward that may run forward, as they read no gradient nor draw: a ReLU's mask."""
+        """Nodes of autograd's backward that can run in the forward: they need no gradient, such as a ReLU's mask."""
         forward = set(self.forward)
         found, ready = [], {*self.primals, *forward}
         for node in self._before_gradients:
@@ -118,8 +118,8 @@ class JointGraph:
     def order(self) -> dict[fx.Node, int]:
         return {node: position for position, node in enumerate(self.module.graph.nodes)}
 
-    def in_turn(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """Sort `nodes` into the order in which they run: an `early` one right after the last of its inputs."""
+    def in_run_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """Sort `nodes` into the order in which they run: a node of `early` runs right after the last of its inputs."""
         when = {node: self.order[node] for node in self.forward}
         for node in self.early:
             when[node] = max((when[each] for each in node.all_input_nodes if each in when), default=0)
@@ -127,15 +127,15 @@ class JointGraph:
 
     @cached_property
     def allocations(self) -> dict[fx.Node, dict[int, int]]:
-        """Per node, the storages behind its tensors, and their bytes. A view has the storage of its base."""
+        """Per node, the storages of its tensors, with their bytes. A view has the storage of its base."""
         return {node: _storages(node.meta.get("val")) for node in self.module.graph.nodes}
 
     @cached_property
     def root(self) -> dict[fx.Node, fx.Node]:
-        """Per node of the forward, the node that allocated its memory: itself, unless it is a view."""
+        """Per node of the forward, the node that allocated its memory: the node itself, unless it is a view."""
         found: dict[fx.Node, fx.Node] = {}
         for node in (*self.primals, *self.forward):
-            # The operator that returned a tuple allocated its storages, unless they came from the operator's input.
+            # A `getitem` node shares memory with an input of the operator that returned the tuple, or with no node.
             read = node.all_input_nodes[0].all_input_nodes if node.target is operator.getitem else node.all_input_nodes
             viewed = next((each for each in read if each in found and self._shares(node, each)), None)
             found[node] = node if viewed is None else found[viewed]
@@ -156,7 +156,7 @@ class JointGraph:
 
     @cached_property
     def overwritten(self) -> set[fx.Node]:
-        """Inputs that the forward writes into, such as running statistics."""
+        """Inputs of the graph that the forward writes into, such as running statistics."""
         writes = (node for node in self._calls if node.target is torch.ops.aten.copy_.default)
         return {node.args[0] for node in writes if isinstance(node.args[0], fx.Node)}
 
@@ -196,14 +196,14 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def usually_saved(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:
-    """Return the nodes that PyTorch's partitioner saves with each budget, a share of what it saves without one."""
+def saved_by_torch(joint: JointGraph, budgets: Sequence[float] = (1, 0.9999)) -> list[list[fx.Node]]:
+    """Return the nodes that PyTorch's partitioner saves for each budget, a share of the bytes saved by default."""
     found = partitioners.classify_nodes(joint.module, [], joint.num_outputs)
     never = int(1e9)
-    for node in reversed(joint.module.graph.nodes):  # its cuts read a node's distance from the backward
+    for node in reversed(joint.module.graph.nodes):  # `choose_saved_values_set` reads this distance from the backward
         near = [user.dist_from_bw + 1 for user in node.users if node.op != "output"]
         node.dist_from_bw = 0 if node.op != "output" and not found.is_required_fw(node) else min([never, *near])
-    # One call per budget: of several, one just below the whole returns before it solves anything.
+    # Call it once per budget: in a call with several, a budget just below 1 makes it return early.
     return [partitioners.choose_saved_values_set(joint.module.graph, found, budget) for budget in budgets]
 
 
@@ -212,7 +212,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def known(size: Any) -> int:
-    """Return a size as a number: for a symbol, the size of the inputs compiled for."""
+    """Return a size as a number: for a symbol, the size of the inputs for which the graph is compiled."""
     return int(size) if isinstance(size, int) else int(_size_hint(size, fallback=UNKNOWN_SIZE))
 
 
@@ -231,7 +231,7 @@ _log = logging.getLogger("rotor_py")
 
 
 def guard_sizes(inputs: list[fx.Node]) -> None:
-    """Make TorchDynamo recompile for larger sizes, which take more memory; warn of sizes that depend on data."""
+    """Have TorchDynamo recompile for larger inputs, which need more memory; warn if a size depends on data."""
     for node in inputs:
         value = node.meta.get("val")
         sizes = [value] if isinstance(value, torch.SymInt) else [s for each in tensors_in(value) for s in each.shape]
@@ -240,8 +240,8 @@ def guard_sizes(inputs: list[fx.Node]) -> None:
                 continue
             environment: ShapeEnv = size.node.shape_env
             if any(map(environment.is_unbacked_symint, free_symbols(size))):
-                said = "a graph's sizes depend on data (%s); its memory budget is kept for a size of %d"
+                said = "a size in a graph depends on data (%s); its memory budget is kept if the size is at most %d"
                 fields = record_fields("size_depends_on_data", name=str(size.node.expr), assumed=UNKNOWN_SIZE)
                 _log.warning(said, size.node.expr, UNKNOWN_SIZE, extra=fields)
             elif isinstance(size.node.expr, sympy.Symbol):
-                bool(size <= known(size))  # a guard: Dynamo checks it before it uses the code compiled here
+                bool(size <= known(size))  # evaluating this adds a guard, checked before each call of the code

@@ -26,28 +26,28 @@ from rotor_py.measure.device import limit_bytes
 from rotor_py.units import exact_bytes, limit_text, parse_bytes
 
 _log = logging.getLogger("rotor_py")
-# Operators in one kernel, after wide fusions have taken too much. A guess; three blocks of a Llama came from 6.7 MB to
-# 5.7 MB, where 5.9 were predicted. Inductor's own limit is 64.
+# Most operators in one kernel when a graph is recompiled to need less memory. Inductor's default is 64. A guess: three
+# blocks of a Llama then needed 5.7 MB instead of 6.7 MB, and 5.9 MB were predicted.
 _FUSION = 4
 
 Call = Callable[..., Any]
 
 
 class _GraphStepToken:
-    """Lives as long as the step may go on: the graph of the outputs holds it, and then the backward pass."""
+    """Lives as long as the step: first the autograd graph of the outputs holds it, then the backward pass."""
 
     __slots__ = ("__weakref__",)
 
 
 class GraphWatch:
-    """Measures the peak of a graph's training step that begins now, from its forward to the end of its backward.
+    """Measure the peak memory of one training step of a graph, from now to the end of its backward.
 
-    `held_bytes` counts the graph's inputs, parameters included. The caller's memory between forward and backward
-    does not count: the backward's peak is the memory left by the forward, the incoming gradients, and its own.
+    `held_bytes` are the bytes of the graph's inputs, parameters included. The caller's memory between forward and
+    backward does not count: the backward's peak is the memory that the forward leaves, incoming gradients, and scratch.
     """
 
     def __init__(self, device: torch.device, held_bytes: int) -> None:
-        # The graph's peak in bytes; None until the step is over, or if it could not be measured.
+        # The step's peak in bytes; None until the step ends, or if it could not be measured.
         self.peak: int | None = None
         self._held_bytes = held_bytes
         self._watch = watch_step(device, 0, 0)
@@ -67,7 +67,7 @@ class GraphWatch:
             return
         self._watch.mark("between")
         token = _GraphStepToken()
-        # When its last owner goes, the step is over: the pass has ended, or the outputs were dropped without one.
+        # The step ends when nothing holds the token any more: after the backward, or if the outputs are dropped.
         weakref.finalize(token, self._over).atexit = False
         self._token = weakref.ref(token)
         owned = [token]
@@ -82,8 +82,8 @@ class GraphWatch:
         assert self._watch is not None
         self._gradients.append(gradient)
         if owned:
-            # A watch cannot be stopped while the engine works. The callback, which does nothing, is freed with the
-            # pass, and so is the token that it holds.
+            # A watch cannot be stopped inside a backward. This callback does nothing, but it holds the token, and
+            # autograd's engine frees it when the backward ends.
             torch_compat.queue_callback(partial(id, owned.pop()))
             self._watch.mark("backward")
 
@@ -97,13 +97,13 @@ class GraphWatch:
         self.peak = self._held_bytes + max(forward.rise, forward.kept + gradients + backward.rise)
 
 
-# Inductor fuses operators and has buffers of its own, so its code's peak is known only after a run. If the first step
-# exceeds the budget, the graph is recompiled before the next one, with smaller fusions, since wide ones hold the values
-# of several layers at once, and from a partition that leaves room for the missing bytes. The lesser peak is kept.
+# Inductor fuses operators and allocates buffers, so the peak of its code is known only after a run. If the first step
+# exceeds the budget, the graph is recompiled before the next one, with smaller fusions, since large ones hold values of
+# several layers at once, and with a partition that needs less by the excess. The code of smaller peak stays in use.
 
 
 class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
-    """The backend inductor of `torch.compile` with these `options`, and a `partitioner` that has a budget."""
+    """The backend inductor of `torch.compile` with `options` and a `partitioner`. It measures steps of its graphs."""
 
     def __init__(self, options: dict[str, Any], dynamic: bool | None, partitioner: BudgetPartitioner) -> None:
         super().__init__(None, options, dynamic)  # type: ignore[no-untyped-call] # torch leaves it so
@@ -112,13 +112,13 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
     def __call__(
         self, model_: fx.GraphModule, inputs_: list[Any], *, config_patches: dict[str, Any] | None = None
     ) -> Call:
-        # A copy, since compiling rewrites the graph. Parameters are inputs, so it is small.
+        # Copy the graph, since compiling rewrites it. The copy is small: parameters are inputs.
         graph = copy.deepcopy(model_)
         tracing_now, compiling_now = TracingContext.try_get(), CompileContext.try_get()
 
         def compiled(partitioner: BudgetPartitioner, *, narrow: bool) -> Call:
-            """Compile now or later, in TorchDynamo's context as it is now; with small fusions if `narrow`."""
-            # Inductor is imported only for compiling: that takes a second.
+            """Compile, even later, in TorchDynamo's present context; with small fusions if `narrow`."""
+            # Import Inductor only here, since the import takes a second.
             from rotor_profiling.torch_compat import compile_fx
             from rotor_profiling.torch_compat import inductor_config as config
 
@@ -129,7 +129,7 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
                 if TracingContext.try_get() is None:
                     around.enter_context(tracing(tracing_now))
                     around.enter_context(compile_context(compiling_now))
-                # Compile the backward at once: compiling it within a step would count in the measured peak.
+                # Compile the backward now: compiled during a step, it would add to the measured peak.
                 around.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
                 return cast(Call, compile_fx(copy.deepcopy(graph), inputs_, config_patches=patches))
 
@@ -137,13 +137,13 @@ class WatchedInductor(torch_compat.TorchCompileInductorWrapper):
 
 
 class WatchedGraph:
-    """One graph's code. Watches a training step, and another one if the code is recompiled to take less."""
+    """The code of one graph. Measures a training step; if it exceeds the budget, recompiles and measures again."""
 
     def __init__(self, compilation: Callable[..., Call], partitioner: BudgetPartitioner) -> None:
         self._compile: Callable[..., Call] | None = compilation
         self._partitioner = partitioner.for_one_graph(0)
         self._call = compilation(self._partitioner, narrow=False)
-        self._first: tuple[int, Call] | None = None  # the first code, if it is over the budget, and its peak
+        self._first: tuple[int, Call] | None = None  # peak and code of the first compilation, if over the budget
         self._watch: GraphWatch | None = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -152,7 +152,7 @@ class WatchedGraph:
         if self._compile is None or not torch.is_grad_enabled():
             return self._call(*arguments)
         if self._watch is not None and self._watch.in_flight:
-            self._watch.give_up()  # it would measure both steps
+            self._watch.give_up()  # a second forward has begun within the step, so its peak would include both
             return self._call(*arguments)
         self._watch = GraphWatch(main_device(tensors_in(arguments)), storage_bytes(tensors_in(arguments)))
         try:
@@ -168,10 +168,10 @@ class WatchedGraph:
         self._watch = None
         sizes = exact_bytes(peak), exact_bytes(limit)
         if peak > limit and self._first is None:
-            said = "a graph is compiled again to take less: Inductor's code takes %s a step, its memory budget is %s"
+            said = "recompiling a graph to need less memory: a step of Inductor's code takes %s, and its budget is %s"
             _log.info(said, *sizes, extra=record_fields("compiled_again", peak_bytes=peak, mem_limit=limit))
-            # The bytes missing beyond the partition's own peak. That is unknown if torch had the graphs in its cache:
-            # then the limit counts.
+            # Reserve the bytes by which the step exceeded its partition's predicted peak. If the code came from torch's
+            # cache, this prediction is unknown: take the limit instead.
             weight = self._partitioner.weight
             self._first = peak, self._call
             self._partitioner = self._partitioner.for_one_graph(max(peak - (weight.peak if weight else limit), 1))
@@ -182,39 +182,39 @@ class WatchedGraph:
             if self._first[0] <= peak:
                 peak, self._call = self._first
             _log.warning(
-                "take a budget of %s or more, or a smaller batch: Inductor's code of a graph takes %s a step, also "
-                "compiled to take less, and its memory budget is %s",
+                "take a budget of %s or more, or a smaller batch: a step of Inductor's code for a graph takes %s, even "
+                "when recompiled to need less, and its memory budget is %s",
                 limit_text(peak), *sizes,
                 extra=record_fields("graph_over_budget", peak_bytes=peak, mem_limit=limit),
             )  # fmt: skip
-        self._compile = self._first = None  # they hold code and graphs
+        self._compile = self._first = None  # release the code and graphs that they hold
 
 
 class memory_budget:  # noqa: N801  (a context manager that reads as a function, as torch.no_grad does)
     """Train everything compiled by `torch.compile` inside this block within `limit`.
 
-    `limit` is the peak of a training step of each compiled graph on its device, as bytes (an int) or as a text such as
+    `limit` is the peak memory of a training step of each compiled graph on its device: bytes (an int) or a text such as
     "4GB" or "80%" of the device. It covers parameters, buffers, inputs, saved activations, temporaries, outputs and
-    gradients, but not the loss and the optimizer outside the graph, nor gradients kept from earlier steps.
+    gradients, but not the loss and the optimizer outside the graph, nor gradients held from earlier steps.
 
-    Operators that run one by one, as under aot_eager, keep to it. Inductor's code is measured in the first step, and
-    recompiled if it takes more; if nothing helps, a warning says so. Within the limit, the graph's backward recomputes
-    the values that cost least time. Numbers stay those of the graph that saves all.
+    Under aot_eager and other backends that run operators one by one, no step exceeds the limit. Inductor's code is
+    measured in its first step, and recompiled if it exceeds the limit; if it still does, a warning is logged. To fit,
+    the backward recomputes the values that take least time. Results are those of the graph that saves everything.
 
-    The budget belongs to the compiled model: it stays after the block, also when the graph is recompiled for another
-    shape. Models compiled before keep theirs. `options` does the same without a block:
+    The budget belongs to the compiled model: it applies after the block, too, and when the graph is recompiled for
+    another shape. Models that were compiled before the block are not affected. `options` does the same without a block:
 
         torch.compile(model, options=rotor_py.memory_budget("4GB").options)
 
-    Raises ValueError for an invalid limit; inside, torch.compile raises it for backends without AOTAutograd. The first
-    call of a compiled model raises InfeasibleError, inside torch's BackendCompilerFailed, if nothing fits.
+    Raises ValueError for an invalid limit. In the block, torch.compile raises ValueError for backends without
+    AOTAutograd. If no partition fits, a model's first call raises InfeasibleError inside BackendCompilerFailed.
     """
 
     def __init__(self, limit: int | str) -> None:
-        parse_bytes(limit, device_bytes=1)  # only a check: bytes on the device are known when a graph is compiled
+        parse_bytes(limit, device_bytes=1)  # only a check: the device is known when a graph is compiled
         self.limit = limit
         self.compiled = 0
-        """Number of calls of `torch.compile` inside."""
+        """Number of calls of `torch.compile` inside the block."""
         self._tokens: list[Token[memory_budget | None]] = []
 
     @property
@@ -231,11 +231,11 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         _count_block(-1)
         _current.reset(self._tokens.pop())
         if kind is None and not self.compiled:
-            said = f"call torch.compile inside memory_budget({self.limit!r}): models compiled before keep theirs"
+            said = f"call torch.compile inside memory_budget({self.limit!r}): it does not affect models compiled before"
             warnings.warn(DescribedWarning(said, kind="budget_unused"), stacklevel=2)
 
     def bound(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments of `torch.compile` with this budget. Raises ValueError for a backend that cannot keep it."""
+        """Add this budget to `settings` of `torch.compile`. Raises ValueError for a backend that cannot use it."""
         from rotor_profiling.torch_compat import dynamo_registry as registry
 
         self.compiled += 1
@@ -245,14 +245,14 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             return {**settings, "backend": self._bound_backend(backend)}
         mode, options = settings.get("mode"), settings.get("options")
         if mode is not None and options is not None:
-            return {**settings, "backend": backend}  # torch.compile refuses that
+            return {**settings, "backend": backend}  # torch.compile raises an error for mode with options
         if mode is not None:
-            # Options exclude a mode, so write the mode out as options.
+            # torch.compile takes no mode along with options, so replace the mode by its options.
             options = torch_compat.list_mode_options(mode, settings.get("dynamic"))
         options = dict(options or {})
         partitioner = BudgetPartitioner(self.limit, fused=True)
         if options.get("custom_partitioner_fn", partitioner) != partitioner:
-            message = "options have a custom_partitioner_fn, and memory_budget brings its own; leave one of the two out"
+            message = "leave out custom_partitioner_fn in options, or memory_budget, which sets this option itself"
             raise InvalidValueError(message, kind="excluded_together", name="custom_partitioner_fn")
         options = saving_inputs({**options, "custom_partitioner_fn": partitioner})
         watched = WatchedInductor(options, settings.get("dynamic"), partitioner)
@@ -262,7 +262,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
         from rotor_profiling.torch_compat import AotAutograd, boxed_nop, lookup_backend
 
         partition = BudgetPartitioner(self.limit)
-        if backend == "aot_eager":  # a function around such an object, made anew for every graph
+        if backend == "aot_eager":  # this backend is a function, which makes an AotAutograd for every graph
             return AotAutograd(
                 fw_compiler=boxed_nop,
                 bw_compiler=boxed_nop,
@@ -274,7 +274,7 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
             return AotAutograd(**{**found.kwargs, "partition_fn": partition})
         message = (
             "use the backend inductor, aot_eager or one of torch._dynamo.backends.common.aot_autograd: a memory budget "
-            f"needs a backend that partitions graphs by AOTAutograd, and {backend!r} does not"
+            f"needs a backend that partitions graphs with AOTAutograd, and {backend!r} does not"
         )
         raise InvalidValueError(message, kind="unsupported_backend", name=str(backend))
 
@@ -282,13 +282,13 @@ class memory_budget:  # noqa: N801  (a context manager that reads as a function,
 _current: ContextVar[memory_budget | None] = ContextVar("rotor_py.memory_budget", default=None)
 
 
-_blocks = 0  # Number of blocks that threads are inside now; while there are any, `torch.compile` is replaced.
+_blocks = 0  # number of `memory_budget` blocks that threads are in; `torch.compile` is replaced while there are any
 _lock = threading.Lock()
 _plain_compile: Any = torch.compile
 
 
 def _compile(model: Any = None, **settings: Any) -> Any:
-    budget = _current.get()  # None in threads outside
+    budget = _current.get()  # None in a thread that is in no block
     if budget is not None and not settings.get("disable"):
         settings = budget.bound(settings)
     return _plain_compile(model, **settings)

@@ -1,4 +1,4 @@
-"""Seconds and scratch memory of a graph's operators, run one by one and fused."""
+"""Measure the time and scratch memory of a graph's operators, run one by one, and estimate those of fused operators."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from rotor_profiling.torch_compat import (
 from rotor_py.compile.joint_graph import JointGraph, is_number, known
 from rotor_py.errors import record_fields
 
-# On the CPU, Inductor puts channels of images and weights of convolutions last, and copies inputs of another layout.
-# The library's own copies differ, too: scratch memory of a U-Net's layers is a tenth to three times the graph's.
+# On the CPU, Inductor converts images and weights of convolutions to channels-last, and so copies inputs of another
+# layout. oneDNN's scratch memory depends on the layout, too: for a U-Net's layers, by factors of 0.1 to 3.
 
 _FORWARD, _BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
-_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # per number of dimensions, the layout with channels last
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # the channels-last layout by number of dimensions
 
 
 def laid_out(node: fx.Node) -> int:
-    """Return how many first arguments of a CPU convolution have channels last; of its backward, the gradient too."""
+    """Return how many first arguments of a CPU convolution Inductor puts channels-last; of its backward, one more."""
     value = node.all_input_nodes[0].meta.get("val") if node.target in (_FORWARD, _BACKWARD) else None
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
         return 0
@@ -43,15 +43,15 @@ def laid_out(node: fx.Node) -> int:
 
 
 def copied_bytes(node: fx.Node, last: int) -> int:
-    """Return the bytes of the copies of inputs among the `last` first arguments of a node."""
+    """Return the bytes that Inductor copies to put the first `last` arguments of a node channels-last."""
     if not last:
         return 0
-    wanted: Any = node.args[-1]
-    # Without a gradient of the image, the weight is not read.
+    wanted: Any = node.args[-1]  # of a backward: which gradients to compute, the image's first
+    # The backward reads the weight only to compute the gradient of the image.
     read = node.args[: last - 1 if node.target is _BACKWARD and not wanted[0] else last]
     copied = 0
     for value in read:
-        # Inductor's own code makes other values in that layout.
+        # Only inputs of the graph are copied: Inductor's code computes other values in this layout.
         if isinstance(value, fx.Node) and value.op == "placeholder":
             tensor = value.meta["val"]
             layout = _LAST.get(tensor.dim())
@@ -60,15 +60,15 @@ def copied_bytes(node: fx.Node, last: int) -> int:
     return copied
 
 
-# Costs of single operators: each kind is run by itself, on tensors of its sizes. Seconds decide which values to
-# recompute. Scratch memory, which no graph shows, counts towards the peak.
+# Each kind of operator is run alone, on tensors of the same sizes. Its time decides which values to recompute, and its
+# scratch memory, which the graph does not show, adds to the peak.
 
 
 _log = logging.getLogger("rotor_py")
 
-# Assumed memory bandwidth, for operators that cannot run by themselves. A guess: a wrong one ranks these badly.
+# Memory bandwidth, assumed for operators that cannot be run alone. A guess: if wrong, these operators are ranked badly.
 _BYTES_PER_SECOND = 1e10
-# Timings of an operator; the fastest counts, since disturbances only add. A guess: more make planning slower.
+# Timings of an operator. The fastest counts, since disturbances only lengthen runs. A guess: more make planning slower.
 _RUNS = 3
 
 
@@ -78,19 +78,19 @@ class Cost:
 
     seconds: float = 0.0
     scratch: int = 0  # peak bytes beyond inputs and outputs
-    keeping: float = 0.0  # seconds to write the value to memory, for the backward, and to read it there
+    keeping: float = 0.0  # seconds to write the value to memory in the forward and to read it in the backward
 
 
-# Costs by kind of operator, for the whole process: equal budgets find equal partitions.
+# Costs by kind of operator, measured once in a process, so that equal budgets lead to equal partitions.
 _known: dict[Hashable, Cost] = {}
 
 
-# By kind of operator, a function that makes its arguments and returns its call.
+# By kind of operator: a function that makes arguments for it, and returns a function that calls it with these.
 _Runs = dict[Hashable, Callable[[], Callable[[], Any]]]
 
 
 def operator_costs(joint: JointGraph, *, inductor: bool = False) -> dict[fx.Node, Cost]:
-    """Return the cost of every node, convolutions on the CPU in the graph's layouts, or in those of `inductor`."""
+    """Return the cost of every node. `inductor`: measure CPU convolutions in the layouts that Inductor chooses."""
     found: dict[fx.Node, Cost] = {}
     kinds: dict[fx.Node, Hashable] = {}
     copied: dict[fx.Node, int] = {}
@@ -130,14 +130,14 @@ def _kind(node: fx.Node) -> Hashable:
 def _measure(joint: JointGraph, missing: dict[Hashable, tuple[fx.Node, int]]) -> None:
     device = joint.device
     with ExitStack() as stack:
-        # While a graph is compiled, tensors are fake and operators are traced.
+        # During compilation, tensors are fake and operators are traced: leave these modes to run real operators.
         for mode in (unset_fake_temporarily, disable_current_modes, disable_proxy_modes_tracing, torch.no_grad):
             stack.enter_context(mode())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         runs: _Runs = {
             kind: partial(_prepared, node, last)
             for kind, (node, last) in missing.items()
-            # Others may be no functions of their arguments.
+            # Operators of other namespaces may have effects, such as communication: do not run them.
             if isinstance(node.target, torch_compat.OpOverload) and node.target.namespace in ("aten", "prims")
         }
         seconds, scratch = _seconds(runs, device), _scratch(runs, device)
@@ -166,7 +166,7 @@ def _tensor_like(value: torch.Tensor) -> torch.Tensor:
     made = torch.empty_strided(
         tuple(map(known, value.shape)), tuple(map(known, value.stride())), dtype=value.dtype, device=value.device
     )
-    # Zero is a valid index; 0.5 is an ordinary number.
+    # Fill integers with 0, which is a valid index, and floats with an ordinary number.
     return made.fill_(0.5) if made.is_floating_point() else made.zero_()
 
 
@@ -177,8 +177,8 @@ def _seconds(runs: _Runs, device: torch.device) -> dict[Hashable, float]:
             run = prepared()
             run()
             found[kind] = min(_timed(run, device) for _ in range(_RUNS))
-        except Exception as error:  # an operator may refuse these numbers, or find no memory left
-            _log.debug("%s cannot be timed by itself: %s", kind, error, extra=record_fields("not_measured"))
+        except Exception as error:  # an operator may reject these values, or run out of memory
+            _log.debug("operator %s cannot be timed alone: %s", kind, error, extra=record_fields("not_measured"))
     return found
 
 
@@ -203,30 +203,30 @@ def _scratch(runs: _Runs, device: torch.device) -> dict[Hashable, int]:
                     result = run()
                     meter.mark("")
                 except Exception as error:
-                    _log.debug("%s cannot be measured by itself: %s", kind, error, extra=record_fields("not_measured"))
+                    _log.debug("operator %s cannot run alone: %s", kind, error, extra=record_fields("not_measured"))
                     continue
                 numbers[str(number)] = kind
                 del run, result
-    except RuntimeError as error:  # another profiler runs
-        _log.debug("scratch memory cannot be measured: %s", error, extra=record_fields("not_measured"))
+    except RuntimeError as error:  # another profiler is active
+        _log.debug("cannot measure operators' scratch memory: %s", error, extra=record_fields("not_measured"))
     phases = meter.phases
     return {kind: max(0, phases[name].rise - phases[name].kept) for name, kind in numbers.items() if name in phases}
 
 
-# Costs of operators fused by Inductor. Run by itself, a cheap operator takes the time of its memory traffic; fused, its
-# value stays in a register and is faster to recompute than to keep, which costs a kernel's write and another's read.
+# The time of a cheap operator that runs alone is memory traffic. Fused by Inductor, it has almost none: its value stays
+# in a register. Recomputing the value is then faster than keeping it, which one kernel writes and another one reads.
 
 
-# Share of its time that a fused operator takes: computing without memory traffic. A guess: too much keeps values that
-# are faster to recompute, too little the reverse.
+# Time of a fused operator, as a share of its time alone. A guess: if too high, the partition keeps values that are
+# faster to recompute; if too low, it recomputes values that are faster to keep.
 _SHARE = 0.15
-_REDUCED_SHARE = 0.5  # the same for reductions, whose input is read once more
+_REDUCED_SHARE = 0.5  # the same share for reductions, which read their input from memory
 _SAMPLE_BYTES = 1 << 22
 _FUSED_RUNS = 5
 
 
 def fused_costs(joint: JointGraph, costs: dict[fx.Node, Cost]) -> dict[fx.Node, Cost]:
-    """Return costs with fusible operators sharing kernels; `costs` are for operators run one by one."""
+    """Return the costs of operators when Inductor fuses them, given `costs` of operators run one by one."""
     kinds = partitioners.get_default_op_list()
     found = {}
     for node, cost in costs.items():
@@ -250,7 +250,7 @@ def reduces(node: fx.Node) -> bool:
 
 @cache
 def _seconds_per_byte(device: torch.device) -> float:
-    """Measure the seconds to write a byte into fresh memory, and to read it again."""
+    """Measure the seconds to write a byte into newly allocated memory and to read it, on average."""
     with unset_fake_temporarily(), disable_current_modes(), disable_proxy_modes_tracing(), torch.no_grad():
         source = torch.ones(_SAMPLE_BYTES // 4, device=device)
         return min(_timed(lambda: source.clone().sum(), device) for _ in range(_FUSED_RUNS)) / _SAMPLE_BYTES

@@ -1,4 +1,4 @@
-"""Partitions of a joint graph: the order in which both graphs run, their extraction, and their peak in bytes."""
+"""Partition a joint graph into forward and backward: the order of their nodes, both graphs, and the peak in bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rotor_py.compile.operator_costs import Cost, fused_costs, operator_costs, r
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """One run of a node in the backward. `reads` are the runs that made its inputs, or nodes from outside."""
+    """One run of a node in the backward. `reads` maps each input to the run that made it, or to a forward node."""
 
     node: fx.Node
     reads: dict[fx.Node, Run | fx.Node]
@@ -34,7 +34,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """`forward` runs, `saved` is kept from it (inputs included), then `backward` runs, recomputed nodes among it."""
+    """Nodes of the `forward`, nodes whose values are `saved`, inputs included, and runs of the `backward`."""
 
     forward: tuple[fx.Node, ...]
     saved: frozenset[fx.Node]
@@ -48,13 +48,13 @@ class Partition:
 
 @dataclass
 class BackwardWriter:
-    """Writes the backward, run by run. Recomputes missing values right before they are read."""
+    """Write the backward as a list of runs. Recompute a missing value right before its first reader."""
 
     joint: JointGraph
-    kept: set[fx.Node]  # values that the forward keeps: allocating nodes, including early ones
+    kept: set[fx.Node]  # nodes whose values the forward keeps; all of them allocate memory, some are `JointGraph.early`
     runs: list[Run] = field(default_factory=list)
-    # Recomputed values of the forward, and values of the backward.
-    there: dict[fx.Node, Run] = field(default_factory=dict)
+    # Values that now exist besides `kept`: recomputed ones of the forward, and the backward's own.
+    available: dict[fx.Node, Run] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.forward = set(self.joint.forward)
@@ -64,7 +64,7 @@ class BackwardWriter:
                 self.siblings.setdefault(node.all_input_nodes[0], []).append(node)
 
     def write(self, node: fx.Node) -> None:
-        if node in self.there or node in self.kept:  # unpacked already, or made by the forward
+        if node in self.available or node in self.kept:  # a tuple's element, already unpacked, or made in the forward
             return
         for each in node.all_input_nodes:
             self.make(each)
@@ -74,21 +74,21 @@ class BackwardWriter:
         pending, needed = [node], set()
         while pending:
             each = pending.pop()
-            if each not in needed and each not in self.there and not self._from_outside(each):
+            if each not in needed and each not in self.available and not self._from_outside(each):
                 needed.add(each)
                 pending.extend(each.all_input_nodes)
         for each in sorted(needed, key=self.joint.order.__getitem__):
-            if each not in self.there:
+            if each not in self.available:
                 self._run(each)
 
     def forget(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
-            self.there.pop(node, None)
+            self.available.pop(node, None)
 
     def partition(self) -> Partition:
-        """Return the whole partition, without runs whose values are not read."""
+        """Return the partition, without runs whose values have no reader."""
         joint = self.joint
-        needed = {run for node in joint.gradients if (run := self.there.get(node)) is not None}
+        needed = {run for node in joint.gradients if (run := self.available.get(node)) is not None}
         needed.update(run for run in self.runs if run.node not in self.forward and not run.node.users)
         backward = []
         for run in reversed(self.runs):
@@ -97,10 +97,10 @@ class BackwardWriter:
                 needed.update(each for each in run.reads.values() if isinstance(each, Run))
         tangents = set(joint.tangents)
         saved = {each for run in backward for each in run.reads.values() if isinstance(each, fx.Node)}
-        saved |= {node for node in joint.gradients if node not in self.there and node not in tangents}
+        saved |= {node for node in joint.gradients if node not in self.available and node not in tangents}
         saved -= tangents
         needed_forward = ancestors([*joint.outputs, *saved])
-        forward = joint.in_turn(node for node in (*joint.forward, *joint.early) if node in needed_forward)
+        forward = joint.in_run_order(node for node in (*joint.forward, *joint.early) if node in needed_forward)
         return Partition(tuple(forward), frozenset(saved), tuple(reversed(backward)))
 
     def _from_outside(self, node: fx.Node) -> bool:
@@ -109,20 +109,20 @@ class BackwardWriter:
         return node in self.forward and (node not in self.joint.replayable or is_number(node))
 
     def _run(self, node: fx.Node) -> None:
-        run = Run(node, {each: self.there.get(each, each) for each in node.all_input_nodes})
+        run = Run(node, {each: self.available.get(each, each) for each in node.all_input_nodes})
         self.runs.append(run)
-        self.there[node] = run
-        # A tuple keeps all of its tensors alive: it is unpacked at once.
+        self.available[node] = run
+        # Unpack a tuple at once, since it keeps all of its tensors alive.
         for each in self.siblings.get(node, ()):
             if each not in self.kept:
-                self.there[each] = Run(each, {node: run})
-                self.runs.append(self.there[each])
+                self.available[each] = Run(each, {node: run})
+                self.runs.append(self.available[each])
         if node in self.siblings:
-            del self.there[node]  # but not its elements
+            del self.available[node]  # forget the tuple, but not its elements
 
 
-def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Partition:
-    """Return the partition that keeps `kept`, and makes everything else once, right before its first read."""
+def partition_keeping(joint: JointGraph, kept: Iterable[fx.Node]) -> Partition:
+    """Return the partition that keeps `kept` and recomputes all other values once, right before the first reader."""
     writer = BackwardWriter(joint, set(kept))
     for node in joint.backward:
         writer.write(node)
@@ -132,7 +132,7 @@ def in_time(joint: JointGraph, kept: Iterable[fx.Node]) -> Partition:
 def extract(
     joint: JointGraph, partition: Partition, static_inputs: list[int] | None
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Return the graphs of the forward and of the backward, which run in the order of `partition`."""
+    """Return the graphs of the forward and of the backward, with their nodes in the order of `partition`."""
     graph = fx.Graph()
     copies: dict[fx.Node | Run, fx.Node] = {}
     runs = {*joint.forward, *partition.forward}
@@ -156,12 +156,12 @@ def extract(
     saved = [
         copies[node]
         for node in sorted(partition.saved, key=joint.order.__getitem__)
-        # Others reach the backward in other ways.
+        # AOTAutograd itself passes constants, random seeds and backward state to the backward.
         if not (node.op == "get_attr" or is_bwd_seed_offset(node) or partitioners._is_backward_state(node))
     ]
     numbers = [node for node in saved if is_number(node)]
     options: dict[str, Any] = {}
-    # torch 2.11 finds the nodes that are no tensors among the others itself.
+    # torch 2.13 takes opaque objects (not tensors) as a separate list; torch 2.11 finds them itself.
     if is_opaque := getattr(graph_compile, "is_opaque_node", None):
         options["saved_opaque_nodes"] = [node for node in saved if is_opaque(node)]
     apart = {*numbers, *options.get("saved_opaque_nodes", ())}
@@ -176,21 +176,21 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(node for position, node in enumerate(primals) if position in static),
         **options,
     )
-    # PyTorch leaves unread random operators of the forward, such as attention, in the backward.
+    # Remove random operators without readers, such as attention, which PyTorch leaves in the backward.
     backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
     forward, backward = raise_getitems(forward), raise_getitems(backward)
     forward = partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False)
     return forward, partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True)
 
 
-# Inductor fuses consecutive operators, up to the next one that it does not compile itself: a matrix product, a
-# convolution, attention. Values between fused operators stay in registers, and their sources in memory until read.
+# Inductor fuses consecutive operators into a kernel, up to the next matrix product, convolution or attention, which it
+# does not compile itself. Values between fused operators stay in registers. Inputs of the kernel stay in memory.
 
 
 def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object]) -> set[Run]:
-    """Return the runs whose values stay in registers, and views of these; `ends` are kept in memory.
+    """Return the runs whose values stay in registers, and their views; values of `ends` are kept in memory.
 
-    Reduced values, and those read on both sides of an operator that Inductor does not compile, count as memory.
+    Results of reductions are in memory, and so are values read both before and after an operator that is not fused.
     """
     kinds = partitioners.get_default_op_list()
     readers: dict[Run, list[int]] = {}
@@ -231,31 +231,31 @@ def in_registers(joint: JointGraph, runs: Sequence[Run], ends: Collection[object
     return inside
 
 
-# The peak of a partitioned graph in bytes: the memory live while each operator runs, in order.
+# The peak of a partition in bytes is the largest sum, over all operators in order, of the memory live while one runs:
 #
-#     held throughout   the caller's: parameters, buffers, inputs
-#     forward           values still read, returned or saved, and the running operator's scratch memory
+#     the whole step    parameters, buffers and inputs, which the caller holds
+#     forward           values still to be read, returned or saved, and the operator's scratch memory
 #     loss              saved values, outputs and their gradients, and the loss's own memory
 #     backward          saved values still to be read; outputs, which the caller holds until the step ends, and their
-#                       gradients; gradients of inputs, once made; temporaries; scratch memory
+#                       gradients; computed gradients of inputs; temporaries; the operator's scratch memory
 #
-# Memory is counted by storages: views cost nothing, and keep their base. With `fused` operators, values in registers
-# cost nothing either, and a kernel overwrites inputs that it is the last to read. Inductor's fusion is known only
-# afterwards: the peak is then an estimate, for code that is measured.
+# Each storage counts once: a view costs nothing, but holds its base. If operators are `fused`, values in registers cost
+# nothing, and a kernel overwrites inputs that it is the last to read. Which operators Inductor fuses is known only
+# after compilation, so the peak is then an estimate, and the caller measures the code.
 
 
-_Memory = dict[int, "_Block"]  # the memory behind a value: blocks, by storage of the joint graph
+_Memory = dict[int, "_Block"]  # the memory of a value: a block for each storage
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
     size: int
-    last: int = 0  # the position of the last run that reads it
+    last: int = 0  # position of the last run that reads the block
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The costs of a partition: peak and saved bytes, and the seconds of all its operators and kept values."""
+    """The costs of a partition: peak and saved bytes, and the time of its operators and of keeping values."""
 
     peak: int
     saved: int
@@ -273,7 +273,7 @@ class GraphCosts:
 
     joint: JointGraph
     operators: dict[fx.Node, Cost]
-    estimated: bool = False  # whether peaks are estimates for fused code
+    estimated: bool = False  # whether to estimate peaks for fused code
     loss: int = 0  # bytes in use between forward and backward, beyond the outputs and their gradients
 
     @classmethod
@@ -282,13 +282,13 @@ class GraphCosts:
             return cls(joint, operator_costs(joint), loss=loss)
         from rotor_profiling.torch_compat import inductor_config as config
 
-        mkldnn = torch.backends.mkldnn  # with it, Inductor chooses image layouts itself, on the CPU
+        mkldnn = torch.backends.mkldnn  # if available, Inductor chooses the layouts of images on the CPU
         inductor = bool(config.layout_optimization and mkldnn.enabled and mkldnn.is_available())
         return cls(joint, fused_costs(joint, operator_costs(joint, inductor=inductor)), estimated, loss)
 
 
 def weigh(costs: GraphCosts, partition: Partition) -> Weight:
-    """Simulate `partition`."""
+    """Simulate `partition` and return its costs."""
     joint, operators = costs.joint, costs.operators
     steps: dict[fx.Node, Run] = {}
     for node in partition.forward:
@@ -297,7 +297,7 @@ def weigh(costs: GraphCosts, partition: Partition) -> Weight:
     ends = [steps.get(node, node) for node in (*joint.outputs, *partition.saved)]
     forward = _live_bytes(costs, list(steps.values()), ends, dict(caller), {})
 
-    # Autograd's engine, or the caller of backward, holds gradients of outputs until the backward returns.
+    # Autograd's engine, or the caller of `backward`, holds the gradients of outputs until the backward returns.
     held = _blocks(joint, [*joint.outputs, *joint.tangents]) | caller
     kept = {storage: block for storage, block in _blocks(joint, partition.saved).items() if storage not in held}
     last = {run.node: run for run in partition.backward}
@@ -321,7 +321,7 @@ def _blocks(joint: JointGraph, nodes: Iterable[fx.Node]) -> _Memory:
 def _live_bytes(
     costs: GraphCosts, runs: list[Run], ends: list[Run | fx.Node], held: _Memory, incoming: _Memory
 ) -> list[int]:
-    """Return live bytes before and during `runs`: `held` and `ends` stay, `incoming` is freed after its last read."""
+    """Return live bytes before and during `runs`. `held` and `ends` stay; `incoming` is freed after its last read."""
     joint, fused, made = costs.joint, costs.estimated, dict[Run, _Memory]()
 
     def memory(value: Run | fx.Node) -> _Memory:
@@ -348,13 +348,13 @@ def _live_bytes(
     stay = {*held.values(), *(block for end in ends for block in memory(end).values())}
     live = sum(block.size for block in (held | incoming).values())
     curve = [live]
-    kinds = partitioners.get_default_op_list()  # PyTorch builds it anew at each call
+    kinds = partitioners.get_default_op_list()  # outside the loop: PyTorch builds the list anew at each call
     for position, run in enumerate(runs):
         live += sum(block.size for block in new[position])
         ended = {block for block in read[position] if block.last == position} - stay
         over = 0
         if fused and kinds.is_fusible(run.node):
-            # Its results overwrite inputs after their last read.
+            # A fused kernel writes its results over inputs of the same size that it is the last to read.
             free = Counter(block.size for block in ended.difference(new[position]))
             sizes = Counter(block.size for block in new[position])
             over = sum(size * min(count, free[size]) for size, count in sizes.items())

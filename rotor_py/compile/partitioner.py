@@ -1,4 +1,4 @@
-"""Partition a joint graph within a budget in bytes."""
+"""Partition a joint graph into forward and backward so that a step stays within a budget in bytes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from rotor_py.units import exact_bytes, format_bytes, limit_text
 from rotor_solver import Chain
 
 _log = logging.getLogger("rotor_py")
-# Factor by which the least partition's estimated peak may exceed the limit and still be tried: Inductor's fusion and
-# layouts are not known before. A guess: the graph overstated by up to a tenth where measured.
+# The partition of least estimated peak is tried if this peak exceeds the limit by at most this factor: Inductor's
+# fusion and layouts are unknown before. A guess: where measured, the estimate was up to a tenth too high.
 _UNCERTAIN = 1.2
 
 
 class _Partitioner(CustomPartitionerFn):
-    """Partitions joint graphs of AOTAutograd as `choose` says."""
+    """Split AOTAutograd's joint graphs into forward and backward by the partition that `choose` returns."""
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         outputs: int = kwargs["num_fwd_outputs"]
         static: list[int] | None = kwargs.get("static_lifetime_input_indices")
-        # The passes of PyTorch's own partitioner before it chooses.
+        # First run the same graph passes as PyTorch's own partitioner.
         gm.graph.eliminate_dead_code()
         if config.cse:
             gm.graph = fx_graph_cse(gm.graph)
@@ -64,16 +64,16 @@ class _Partitioner(CustomPartitionerFn):
 
 @dataclass(frozen=True)
 class BudgetPartitioner(_Partitioner):
-    """Partitions joint graphs so that each stays within `limit`. Partitioners of equal limits are equal."""
+    """Partition joint graphs so that a step of each stays within `limit`. Partitioners of equal limits are equal."""
 
     limit: int | str
     fused: bool = False  # whether Inductor fuses the operators of the graphs
-    estimated: bool = False  # whether the peak is an estimate for fused code, and no bound: the caller measures
+    estimated: bool = False  # whether the predicted peak is an estimate for fused code, which the caller measures
     loss: int = 0  # bytes in use between forward and backward, beyond the outputs and their gradients
-    # Last choice per frame of the model. Graph breaks begin new frames.
+    # The last choice for each frame that TorchDynamo compiles; each graph break begins a new frame.
     chosen: dict[int, Weight] = field(default_factory=dict, compare=False, repr=False)
     reserve: int = 0  # bytes of the limit reserved for the compiler's own buffers
-    # The choice for the last graph, and all candidates.
+    # For the last graph: the chosen partition's costs ("chosen") and those of all candidates ("candidates").
     _last: dict[str, list[Weight]] = field(default_factory=dict, compare=False, repr=False)
 
     def for_one_graph(self, reserve: int) -> BudgetPartitioner:
@@ -81,7 +81,7 @@ class BudgetPartitioner(_Partitioner):
 
     @property
     def weight(self) -> Weight | None:
-        """The last choice; None if torch had the graphs in its cache."""
+        """Costs of the last chosen partition; None if the compiled code came from torch's cache."""
         return self._last["chosen"][0] if self._last else None
 
     @property
@@ -89,12 +89,12 @@ class BudgetPartitioner(_Partitioner):
         return bool(self._last) and self._last["chosen"][0] is self._last["candidates"][0]
 
     def gain(self, limit: int) -> float:
-        """Predict the share of its time that the last graph would save within another limit."""
+        """Predict the share of time that the last graph would save if partitioned for another `limit`."""
         fitting = [each for each in self._last.get("candidates", ()) if each.peak <= limit]
         return 1 - fitting[-1].seconds / max(self._last["chosen"][0].seconds, 1e-12) if fitting else 0.0
 
     def __deepcopy__(self, memo: object) -> BudgetPartitioner:
-        return self  # torch copies its settings before every compilation
+        return self  # torch copies the options before every compilation, and the copy must record in this object
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BudgetPartitioner, (self.limit, self.fused, self.estimated, self.loss, {}, self.reserve)
@@ -106,7 +106,7 @@ class BudgetPartitioner(_Partitioner):
         costs = GraphCosts.of(joint, fused=self.fused, estimated=self.estimated, loss=self.loss)
         usual = by_torch(joint, costs, [1])[0] if self.fused else None
         if usual is not None and usual.weight.peak <= room:
-            found, best = [usual], usual  # none is known to be faster
+            found, best = [usual], usual  # PyTorch's own partition fits, and no faster one is known
         else:
             found = candidates(joint, costs, usual)
             fitting = [each for each in found if each.weight.peak <= room]
@@ -114,7 +114,7 @@ class BudgetPartitioner(_Partitioner):
             if not fitting and not self.reserve and least > (_UNCERTAIN if self.estimated else 1) * room:
                 message = (
                     f"take a budget of {limit_text(least)} or more, or a smaller batch: the memory budget is "
-                    f"{exact_bytes(limit)}, and a training step of this graph needs {exact_bytes(least)} at least"
+                    f"{exact_bytes(limit)}, and a training step of this graph needs at least {exact_bytes(least)}"
                 )
                 raise InfeasibleError(message, min_bytes=least, mem_limit=limit)
             best = fitting[-1] if fitting else found[0]
@@ -124,7 +124,7 @@ class BudgetPartitioner(_Partitioner):
 
     def _log(self, weight: Weight, limit: int) -> None:
         _log.info(
-            "a graph's training step takes %s of its budget of %s: %s are saved, %.1f %% of its time is recomputed",
+            "a graph's training step takes %s of its budget of %s, saves %s, and recomputes for %.1f %% of its time",
             *map(format_bytes, (weight.peak, limit, weight.saved)),
             100 * weight.replayed_seconds / max(weight.seconds, 1e-12),
             extra=record_fields("partitioned", peak_bytes=weight.peak, mem_limit=limit),
@@ -134,15 +134,15 @@ class BudgetPartitioner(_Partitioner):
         together = sum(each.peak for each in self.chosen.values())
         if len(self.chosen) > 1 and together > limit:
             _log.warning(
-                "take out the graph breaks, or a smaller budget: the model is compiled as %d graphs, each within its "
-                "memory budget of %s, but one is held while another runs, and all together may take %s",
+                "remove graph breaks, or take a smaller budget: the model is compiled as %d graphs, each within its "
+                "memory budget of %s, but a step holds the memory of all graphs, which may be %s",
                 graphs := len(self.chosen), format_bytes(limit), format_bytes(together),
                 extra=record_fields("graphs_over_budget", graphs=graphs, peak_bytes=together, mem_limit=limit),
             )  # fmt: skip
 
     def uuid(self) -> Any:
         limit: object = self.limit
-        if isinstance(limit, str) and limit.rstrip().endswith("%"):  # other bytes on another machine
+        if isinstance(limit, str) and limit.rstrip().endswith("%"):  # a percentage differs in bytes between machines
             cuda = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
             limit = [limit_bytes(self.limit, device) for device in (torch.device("cpu"), *cuda)]
         how = f"{self.fused} {self.estimated} {self.loss} {self.reserve}"
@@ -150,13 +150,13 @@ class BudgetPartitioner(_Partitioner):
 
 
 def whole_partitioner(limit: int, step: Chain) -> BudgetPartitioner:
-    """Return a partitioner for a graph compiled whole, in a step that costs `step`. Inductor's code is measured."""
+    """Return a partitioner for a graph compiled as a whole, in a step with the costs `step`. The caller measures it."""
     return BudgetPartitioner(limit, fused=True, estimated=True, loss=step.loss_temp)
 
 
 @cache
 def code_digest() -> str:
-    """Return a digest of this folder's code: other code may partition differently under equal budgets."""
+    """Return a digest of this folder's code. It is part of cache keys, since other code may partition differently."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -165,9 +165,9 @@ def code_digest() -> str:
 
 @dataclass(frozen=True)
 class SharePartitioner(_Partitioner):
-    """Partitions a graph by a budget of PyTorch's partitioner, a share of what it saves without one.
+    """Partition graphs as PyTorch's partitioner does for a budget: `share` of the bytes that it saves by default.
 
-    Only the choice of values is PyTorch's: its graphs draw a dropout's numbers anew in the backward (torch 2.13).
+    PyTorch only chooses the values. Its own graphs would draw a dropout's numbers again in the backward (torch 2.13).
     """
 
     share: float
@@ -179,9 +179,9 @@ class SharePartitioner(_Partitioner):
         return f"rotor_py.compile.stage_code {self.share} {code_digest()}"
 
 
-# In a graph with convolutions, Inductor lays out images and weights with channels last, saved inputs too, and so would
-# save a copy of every weight, unseen in the graph: 8 of 27 MB of a U-Net. Outputs visible to the user keep their
-# layout. So saved inputs are declared visible, and the backward converts each when it reads it, at no more time.
+# In a graph with convolutions, Inductor converts images and weights to channels-last, also saved ones. So it would save
+# a copy of every weight, which the graph does not show: 8 of 27 MB of a U-Net. Inductor does not convert outputs that
+# are visible to the user, so declare saved inputs visible. The backward then converts each one, which takes no longer.
 
 
 _PASSES = "post_grad_custom_post_pass"
@@ -189,7 +189,7 @@ _SEEN = "user_visible_output_idxs"
 
 
 def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these options of Inductor with a pass that saves inputs as given, after any others."""
+    """Return Inductor's `options` with a last graph pass added, which keeps the layouts of saved inputs."""
     from rotor_profiling.torch_compat import inductor_config as config
 
     passes = options.get(_PASSES, getattr(config, _PASSES))
@@ -200,7 +200,7 @@ def saving_inputs(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class SavedInputs(CustomGraphPass):
-    """Declares the layout of all returned inputs, and views of inputs, as visible to the user."""
+    """Graph pass that declares the layouts of returned inputs, and of views of inputs, visible to the user."""
 
     def __call__(self, graph: fx.Graph) -> None:
         end = graph.output_node()

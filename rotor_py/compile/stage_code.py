@@ -1,4 +1,4 @@
-"""Compile a kind of stage once, with Inductor's options and budgets."""
+"""Compile stages with Inductor. Stages of one kind share the code."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ if TYPE_CHECKING:
 # Note [The numbers of compiled stages]
 #
 # Inductor's fused operators round differently from eager ones. A planned step promises the numbers of the same step
-# with everything stored, so all runs of a stage have to round alike: first forward, recomputation, and backward. Hence
+# with everything stored, so the first forward, the recomputation and the backward of a stage must round alike:
 #
-#  1. A stage is compiled or plain for a whole plan, as its cut says (`Cut`), not for a single run.
-#  2. A kind of stage has the forward and backward of AOTAutograd's partitioner; a run without a graph is the same
-#     forward. Code that stores less (`partitioner.py`) may round differently: a value written to memory in bfloat16 is
-#     recomputed in a register in float32. It is a storage mode only if outputs, buffers and gradients on the measured
-#     input have the same bits (`same_bits`), which for other batches is likely and no more. So within a plan, all runs
-#     of a stage use one code, that of its run with a graph (`ways_are_code`). A graph compiled as a whole
-#     (`capture/variants.py`) has another partition for each limit, never mixed within a plan: mostly with the same
-#     bits, without promise, since sums may be in another order.
-#  3. Dependencies other than inputs are restored as for any stage (`stage/forward_state.py`). Generated kernels draw
-#     their seed from PyTorch's generator, and pass it to the backward as a saved tensor. Buffers are inputs of the
-#     code, which writes into them: a later run is given copies.
-#  4. The backward donates none of its memory (`donated_buffer`): a retained graph goes backward twice.
-#  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that compiled and plain
+#  1. A stage is compiled or not for a whole plan, as the plan's `Cut` says, not for single runs.
+#  2. The code of a stage has the forward and backward of AOTAutograd's partitioner; a run under `no_grad` is the same
+#     forward. Code that saves less (`partitioner.py`) may round differently: a value stored in bfloat16 is recomputed
+#     in a register in float32. Such code is a storage mode only if it computes the same outputs, buffers and gradients
+#     on the measured input to the bit (`same_bits`); for other batches, equal bits are likely, but not certain. So
+#     within a plan, all runs of a stage use one code, the code of its run with gradients (`ways_are_code`). A graph
+#     compiled as a whole (`capture/variants.py`) has another partition for each limit. A plan never mixes them, and
+#     their bits are mostly equal, but not promised to be: sums may be in another order.
+#  3. Random state and buffers are restored as for any stage (`stage/forward_state.py`). Generated kernels draw their
+#     seed from PyTorch's generator, and pass it to the backward as a saved tensor. Buffers are inputs of the code,
+#     which writes into them, so a recomputation gets copies.
+#  4. The backward must not reuse saved tensors' memory (`donated_buffer`): a retained graph runs its backward twice.
+#  5. Outputs have the strides of eager mode (`keep_output_stride`, Inductor's default), so that compiled and other
 #     stages fit together. Inputs are saved as given, not as copies in another layout (`saving_inputs`).
 #
-# The numbers therefore depend on which stages are compiled, which may differ between plans, not on what is stored.
+# So a step's numbers depend on which stages a plan compiles, but not on the tensors that it stores.
 
 
 Config = tuple[tuple[str, Any], ...]  # options of Inductor, by name
 
 
 class NotCompilableError(Exception):
-    """The stage cannot be compiled; the text says why."""
+    """Raised if a stage cannot be compiled; the message says why."""
 
 
-# Source of a leaf of a stage's output: made by the code or given to it, each by position, or a constant.
+# Source of a leaf of a stage's output: a position among the code's outputs ("made") or inputs ("given"), or a value.
 _Output = tuple[Literal["made", "given", "constant"], Any]
 
 
 class StageCode:
-    """Compiled code for stages of one kind, whose parameters and buffers are its first inputs."""
+    """Compiled code for stages of one kind. A stage's parameters and buffers are the first inputs of the code."""
 
     def __init__(self, call: Callable[..., Any], outputs: Sequence[_Output], spec: TreeSpec) -> None:
         self._call = call
         self._outputs = outputs
         self._spec = spec
-        # Per stage that has run, the places of its tensors: finding them takes longer than a small kernel.
+        # Where each stage holds its parameters and buffers, cached: finding them takes longer than a small kernel.
         self._places: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str]]] = WeakKeyDictionary()
 
     def run(self, stage: nn.Module, value: Any) -> Any:
@@ -75,7 +75,7 @@ class StageCode:
         del value
         if torch.is_grad_enabled():
             made = self._call(*arguments)
-        else:  # AOTAutograd would make a graph all the same
+        else:  # detach, since AOTAutograd's code would attach a graph even under `no_grad`
             made = [each.detach() for each in self._call(*(tensor.detach() for tensor in arguments))]
         sources: dict[str, Any] = {"made": made, "given": arguments}
         leaves = [value if source == "constant" else sources[source][value] for source, value in self._outputs]
@@ -83,7 +83,7 @@ class StageCode:
 
 
 def owned_slots(stage: nn.Module) -> list[Slot]:
-    """Return every place where `stage` keeps a parameter, trained or not, or a buffer."""
+    """Return every place where `stage` holds a parameter or buffer: its table, its name, and the tensor."""
     tables = [module._parameters for module in stage.modules()]
     parameters = [(table, name, each) for table in tables for name, each in table.items() if each is not None]
     return [*parameters, *buffer_slots(stage)]
@@ -102,9 +102,9 @@ def compile_code(
 ) -> StageCode:
     """Compile `stage` for the shapes, strides and dtypes of `value`, and for the active autocast.
 
-    `needs_gradient` has one entry for every tensor in `value`. The `partitioner`, or else AOTAutograd's own, decides
-    which values the forward saves. Leaves the stage unchanged. Raises NotCompilableError, or any error of the
-    partitioner, AOTAutograd and Inductor, if it cannot be compiled.
+    `needs_gradient` has one entry for each tensor in `value`. The `partitioner`, by default AOTAutograd's, chooses the
+    values that the forward saves. Leaves the stage unchanged. Raises NotCompilableError, or any error of the
+    partitioner, AOTAutograd or Inductor, if the stage cannot be compiled.
     """
     if partitioner is not None:
         config = (*config, ("custom_partitioner_fn", partitioner))
@@ -113,28 +113,28 @@ def compile_code(
     given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for tensor in (*owned, *given):
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            raise NotCompilableError(f"it uses a {type(tensor).__name__} of layout {tensor.layout}")
+            raise NotCompilableError(f"the stage uses a {type(tensor).__name__} of layout {tensor.layout}")
     flags = [*(tensor.requires_grad for tensor in owned), *needs_gradient]
     function = _TensorFunction(stage, leaves, spec)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, about parts of itself
+        warnings.simplefilter("ignore")  # torch warns of its own internals here
         call = _compile(function, [*owned, *given], flags, config)
     assert function.spec is not None
     return StageCode(call, function.outputs, function.spec)
 
 
 class _TensorFunction(nn.Module):
-    """A stage as a function from its parameters, buffers and input tensors to the tensors that it makes.
+    """A stage as a function of tensors: from its parameters, buffers and input tensors to the tensors that it makes.
 
-    `note_outputs`, called once, records the sources of all returned values in `outputs` and `spec`.
+    Call `note_outputs` once: it records in `outputs` and `spec` where each returned value comes from.
     """
 
     def __init__(self, stage: nn.Module, leaves: list[Any], spec: TreeSpec) -> None:
         super().__init__()
-        self._stage = (stage,)  # in a tuple, which hides its parameters: they are inputs
+        self._stage = (stage,)  # a tuple hides the stage from nn.Module, since its parameters are passed as inputs
         self._slots = owned_slots(stage)
         self._owned = [id(tensor) for tensor in owned_tensors(stage)]
-        # Without the tensors: this object lives as long as the code.
+        # Drop the tensors, since this object lives as long as the code.
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._given = spec
@@ -143,9 +143,9 @@ class _TensorFunction(nn.Module):
         self.spec: TreeSpec | None = None
 
     def note_outputs(self, *tensors: torch.Tensor) -> None:
-        """Run the stage, and record the sources of its outputs. Raises NotCompilableError if it makes no tensor."""
-        # Not at every tracing: AOTAutograd passes on other objects than it was given, so a tensor that the stage passes
-        # on would not be recognized.
+        """Run the stage, and record where its outputs come from. Raises NotCompilableError if it makes no tensor."""
+        # Not while AOTAutograd traces: it passes other tensor objects than its inputs, so an input that the stage
+        # returns would not be recognized.
         returned, self.spec = tree_flatten(self._returned(tensors))
         for position, leaf in enumerate(returned):
             given = next((i for i, tensor in enumerate(tensors) if tensor is leaf), None)
@@ -157,7 +157,7 @@ class _TensorFunction(nn.Module):
             else:
                 self.outputs.append(("constant", leaf))
         if not self._made:
-            raise NotCompilableError("it makes no tensor")
+            raise NotCompilableError("the stage makes no tensor")
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         returned, _ = tree_flatten(self._returned(tensors))
@@ -182,7 +182,7 @@ class _TensorFunction(nn.Module):
 def _compile(
     function: _TensorFunction, examples: list[torch.Tensor], flags: list[bool], config: Config
 ) -> Callable[..., Any]:
-    # Imported here: Inductor takes a second to import, and most plans do without it.
+    # Import Inductor only here: this takes a second, and most plans do not need it.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     from rotor_profiling.torch_compat import (
@@ -195,7 +195,7 @@ def _compile(
     )
     from rotor_py.compile.partitioner import saving_inputs
 
-    # Fake tensors in a mode with shapes: without that, Inductor does not use its cache on disk.
+    # Give the fake mode a ShapeEnv: without one, Inductor does not use its cache on disk.
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake = [
         mode.from_tensor(tensor.detach(), static_shapes=True).requires_grad_(flag)
@@ -205,18 +205,18 @@ def _compile(
         function.note_outputs(*fake)
     context = TracingContext(mode)
     with (
-        disable_current_modes(),  # observers of a stage's first run must not see its tracing
+        disable_current_modes(),  # modes that observe the stage's first run must not see the tracing
         tracing(context),
         torch.enable_grad(),
-        # Rule 4. Compile the backward at once, so that the first backward does not take the time. AOTAutograd's own
-        # cache is keyed by the graph that it is given, in which all stages are one call: it would take one stage for
-        # another. Inductor's is keyed by the traced operators.
+        # `donated_buffer`: Rule 4. Compile the backward now, since otherwise the first backward would. Disable
+        # AOTAutograd's cache: its key is the given graph, which for every stage is one call, so it would confuse
+        # stages. Inductor's cache stays on: its key is the traced operators.
         functorch_config.patch(
             donated_buffer=False, force_non_lazy_backward_lowering=True, enable_autograd_cache=False
         ),
     ):
         call = compile_fx(function.as_graph(), fake, config_patches=saving_inputs(dict(config)))
-    # PyTorch takes None, which stands for "not checked", for "some", and would refuse a retained graph.
+    # PyTorch reads None ("not checked") as "some are donated", and would raise an error for a retained graph.
     if context.fw_metadata is not None:
         context.fw_metadata.bw_donated_idxs = []
     return cast(Callable[..., Any], call)
@@ -226,19 +226,19 @@ Compile = bool | str | Mapping[str, Any]  # True, a mode of `torch.compile`, or 
 
 
 def config_of(given: Compile) -> Config | None:
-    """Return the options of Inductor for `compile=`; None if nothing is compiled. Raises ValueError or TypeError."""
+    """Return Inductor's options for the argument `compile`; None for False. Raises ValueError or TypeError."""
     if given is False:
         return None
     if not (given is True or isinstance(given, str | Mapping)):
-        message = f"compile is {given!r}; it can be True, a mode of torch.compile, or a dict of Inductor's options"
+        message = f"compile must be a bool, a mode of torch.compile, or a dict of Inductor's options, got {given!r}"
         raise InvalidTypeError(message, kind="unknown_value", name="compile")
-    from rotor_profiling.torch_compat import inductor_config  # here, since most plans do without Inductor
+    from rotor_profiling.torch_compat import inductor_config  # imported late, since most plans do not need Inductor
 
     mode = given if isinstance(given, str) else None
     options = dict(given) if isinstance(given, Mapping) else None
     what = f"compile={given!r}"
     try:
-        # As torch.compile reads a mode and options, with its checks.
+        # Let torch.compile's own backend read and check the mode and the options.
         found: dict[str, Any] = torch_compat.TorchCompileInductorWrapper(mode, options, dynamic=False).config
     except RuntimeError as error:
         raise InvalidValueError(f"{what}: {error}", kind="unknown_value", name="compile") from error
@@ -247,12 +247,12 @@ def config_of(given: Compile) -> Config | None:
     if found.get("triton.cudagraphs", inductor_config.triton.cudagraphs):
         message = (
             'take the mode "max-autotune-no-cudagraphs", or the default: '
-            f"{what} records CUDA graphs, which keep for good the memory that a plan reuses"
+            f"{what} records CUDA graphs, which permanently hold memory that a plan has to reuse"
         )
         raise InvalidValueError(message, kind="cuda_graphs", name=what)
     return tuple(sorted(found.items()))
 
 
-# Storage modes of a compiled stage, and the share that each keeps of what PyTorch's partitioner keeps by default. They
-# recompute matrix products, too. A guess: further ones often give the same partition.
+# Storage modes of a compiled stage, by budget: the share that each keeps of the bytes that PyTorch's partitioner keeps
+# by default. They also recompute matrix products. A guess: further budgets often lead to the same partitions.
 WAYS = {f"within a budget of {budget:.0%}": budget for budget in (0.6, 0.3, 0.1)}

@@ -12,8 +12,8 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from rotor_py.compile.joint_graph import JointGraph, usually_saved
-from rotor_py.compile.partition import extract, in_time
+from rotor_py.compile.joint_graph import JointGraph, saved_by_torch
+from rotor_py.compile.partition import extract, partition_keeping
 from rotor_py.compile.partitioner import BudgetPartitioner
 from tests.checkpointable.steps import Residual
 from tests.compile.partition.compiled_steps import noted_usual
@@ -55,7 +55,7 @@ def test_what_is_random_and_kept_is_not_left_in_the_backward() -> None:
         node.meta["val"] = (value, value) if node is dropout else value
     joint = JointGraph(fx.GraphModule(nn.Module(), graph), 1)
     with inductor_config.patch(fallback_random=True), tracing(TracingContext(mode)):
-        forward, backward = extract(joint, in_time(joint, {product, drawn}), None)
+        forward, backward = extract(joint, partition_keeping(joint, {product, drawn}), None)
     assert len(forward.graph.find_nodes(op="call_function", target=aten.native_dropout.default)) == 1
     assert not backward.graph.find_nodes(op="call_function", target=aten.native_dropout.default)
 
@@ -88,7 +88,7 @@ def test_what_pytorch_saves_of_it_is_saved_and_no_product_runs_again(monkeypatch
     model, value = made(), torch.randn(8, 16)
     gradients = step(model, value, partition_fn=BudgetPartitioner("1GB", fused=True))
     ((joint, chosen),) = found
-    (saved,) = usually_saved(joint, [1])
+    (saved,) = saved_by_torch(joint, [1])
     early = {node for node in saved if joint.allocating(node) in joint.early}
     assert len(early) > 1, "the model shows nothing"
     assert early <= chosen.partition.saved
