@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="rotor", options={"mem_limit": "4GB"})`."""
+"""The backend of `torch.compile(model, backend="rotor", options={"mem_limit": "4GB"})`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def rotor(
     """Compile a graph so that its training steps stay inside a memory limit: a backend of TorchDynamo.
 
     Each graph is planned separately, at its first call. If Dynamo breaks the model into several graphs, use
-    `Checkpointable`, which accounts for all of them. `options` are the arguments of that name there, with the same
-    defaults: `mem_limit`, `mem_slots`, `fresh_grads`, `forwards_in_flight`, `granularity`, `preserve_rng_state` and
-    `compile`.
+    `Checkpointable`, which accounts for all of them. `options` may hold these arguments of `Checkpointable`, with the
+    same defaults: `mem_limit`, `mem_slots`, `fresh_grads`, `forwards_in_flight`, `granularity`, `preserve_rng_state`
+    and `compile`.
 
     Raises ValueError for an unknown option, an invalid mode or limit, and `forwards_in_flight` < 1. The first
     call raises InfeasibleError (a ValueError) if no plan fits, and UnsupportedModelError if the graph cannot be cut.
@@ -60,11 +60,11 @@ def rotor(
 
 
 class CompiledModel(nn.ModuleList):
-    """The stages of a graph and the layers before them: all of the model that the backend knows."""
+    """The stages of a graph and the layers before them: the only part of the model that the backend knows."""
 
 
 class PlannedGraph(TrainedModel):
-    """The graph as the model to plan for. In DistributedDataParallel, each process plans for itself: inputs differ."""
+    """The graph as a `TrainedModel`. In DistributedDataParallel, each process plans alone, since inputs differ."""
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -78,7 +78,7 @@ class GraphPlanner:
         self.graph = graph
         self.settings = settings
         self.model: PlannedGraph | None = None
-        self.plan: StepPlan | None = None  # the last plan, which serves all inputs no larger than its own
+        self.plan: StepPlan | None = None  # the last plan; it serves inputs no larger than the one it was made for
         self._reach: Any = None  # the spec of the plan's input
         self._forwards = Forwards()
         self._compiler = None if settings.inductor is None else StageCompiler(settings.inductor)
@@ -124,7 +124,7 @@ class GraphPlanner:
         stages.settle_layouts(())
         context, loss = graph.context_cost(arguments, device), unmeasured_loss(device, 0)
         plain = MeasuredGraph(graph, cut, stages, context, loss, value, ())
-        # Parameters that no stage uses, and the optimizer, are unknown here and do not count.
+        # The backend sees neither unused parameters nor the optimizer, so the budget leaves them out.
         whole = CompiledModel(module for _, module in graph.layers)
         model = PlannedGraph(whole, whole, settings)
         sample = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
@@ -138,4 +138,4 @@ class GraphPlanner:
             plan.in_reverse, plan.in_other_order = self.plan.in_reverse, self.plan.in_other_order
         solve(plan, model)
         self.plan, self.model, self._reach = plan, model, spec_of(value)
-        self._executor = SequenceExecutor(graph.graph_module)  # the last one holds stages of the last plan
+        self._executor = SequenceExecutor(graph.graph_module)  # the old one caches stages of the old plan

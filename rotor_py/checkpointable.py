@@ -35,7 +35,7 @@ _log = logging.getLogger("rotor_py")
 
 
 class ModelsSignature:
-    """A method with the signature of the model's own, from which trainers see which columns of a data set it takes."""
+    """Give a method the signature of the model's method: trainers read from it which data set columns to pass."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -63,74 +63,73 @@ class ModelsSignature:
 class Checkpointable(PlannedModel):
     """A model whose training step stays inside `mem_limit`, at the least extra time.
 
-    It shares the parameters, buffers, children and hooks of `model`, with its state dicts, names and attributes. A
-    forward follows a plan, which the first call makes if needed. Without gradients, the model runs as it is; in eval
-    mode, too, unless `mem_limit` is given and the process is alone.
+    It shares the parameters, buffers, children and hooks of `model`; state dicts, names and attributes are the same.
+    Each forward follows a plan; the first call makes one if there is none. Without gradients, the model runs without
+    a plan; in eval mode, too, unless `mem_limit` is given and a single process trains.
 
     Args:
-        model: any model. A nesting of `nn.Sequential` is a chain of its layers; of any other, TorchDynamo captures the
-            graph, which is cut into stages.
-        custom_input: an input to measure with, now: a tensor, a tuple of positional or a dict of keyword arguments, or
-            a `DataLoader` of such.
+        model: any model. The layers of an `nn.Sequential`, nested ones included, are its stages; of any other model,
+            TorchDynamo captures the graph, which is then cut into stages.
+        custom_input: an input on which to measure the model at once: a tensor, a tuple of positional or a dict of
+            keyword arguments, or a `DataLoader` of one of these.
         mem_limit: the peak of a whole training step on the device: bytes, or a text such as "4GB", "512MiB", "80%".
             None is 90 % of what the device can give this process.
-        mem_slots: how finely the solver divides memory.
-        verbosity: from 1 on, log plans and the progress of measuring to `rotor_py` as warnings, which show where
-            logging is not set up. Else measurements are logged as information.
-        preserve_rng_state: whether recomputation draws the same random numbers.
-        loss_tmp_memory_usage: bytes that the loss needs beyond its gradient, where `loss` is not given.
+        mem_slots: number of slots into which the solver divides memory: more find better plans, and take longer.
+        verbosity: from 1 on, plans and the progress of measuring are logged to `rotor_py` at level WARNING, which
+            Python shows without any setup of logging. With 0, measuring is logged at level INFO.
+        preserve_rng_state: whether recomputed stages draw the same random numbers.
+        loss_tmp_memory_usage: bytes that the loss needs beyond the gradient of the output, if `loss` is not given.
         loss: the loss as a function of the output, to be measured.
         optimizer: optimizer whose state counts toward the limit. Detected at its first step if omitted.
-        fresh_grads: gradients are freed between steps (`zero_grad(set_to_none=True)`, its default), so that activations
-            can use their memory. Leave it False to accumulate gradients.
-        forwards_in_flight: how many forwards precede the backward of the first: 2 for a sum of two losses, siamese
-            networks, or a discriminator on real and fake. The plan leaves room for what the others hold. More are
-            noticed when they come, and planned for from the next step on.
-        backward_order: order of the backwards of forwards in flight: "any", or "reverse", the last forward first, as in
-            `(loss1 + loss2).backward()`, for which there are faster plans. None: any, until three steps were in
-            reverse; a backward in another order then brings back plans for any, with a warning if the step exceeds the
-            limit.
-        progress: called with (stages done, all stages, name of the next) while measuring. None: a bar on a terminal if
-            measuring takes longer than a moment. True: lines of the log, too. False: no bar.
-        cache: whether measurements are kept on disk, in `~/.cache/rotor_plan`, for the next run.
-        plan: a file written by `rotor-plan --save` or `save_plan`, used instead of measuring, with its measurements for
-            `report()` and `memory()`. Compiled stages are compiled again, in the first step; give their options of
-            `compile` again.
-        granularity: the most stages into which a captured graph is cut.
-        process_group: the processes that train this model together by one plan. Known with DistributedDataParallel,
-            around this or inside it.
-        watch: of which steps the memory is observed, from the forward to the end of the backward. What such a step
-            takes beyond the limit, in an undeclared loss for example, is planned for and logged. None: on CUDA every
-            step, by counters; on the CPU, by PyTorch's profiler, the first one by each plan, later ones that differ
-            from it, and those after 10, 100 and 1,000 steps. True: every step. False: none, nor is an order of
-            backwards noticed, nor training that follows no plan.
-        level: checkpoint by hand instead: every module of this level (`assign_levels`) is recomputed from its input.
-        every_n_layers: checkpoint by hand instead: keep the inputs of the stages 0, n, 2n, … (0: store everything).
-        max_checkpoints: with `every_n_layers`, the most inputs that are kept.
-        on_oom: after an out-of-memory error of the device in a stage, "raise" lets it pass; "replan" runs the stage
-            again by a plan that needs less, up to three times in a step, with the numbers of plain training.
+        fresh_grads: whether gradients are freed between steps, as by `zero_grad(set_to_none=True)`, the default of
+            PyTorch, so that activations can use their memory. Leave it False to accumulate gradients.
+        forwards_in_flight: number of forwards that run before the first backward: 2 for a sum of two losses, siamese
+            networks, or a discriminator on real and fake data. The plan leaves room for all of them. If a step has
+            more, plans of later steps leave room for these, too.
+        backward_order: order of the backwards of forwards in flight: "any", or "reverse" if the last forward goes
+            backward first, as in `(loss1 + loss2).backward()`, for which there are faster plans. None: "any" until
+            three steps were in reverse, then "reverse"; after a backward in another order, "any" again, with a warning
+            if that step exceeds the limit.
+        progress: function called with (stages done, all stages, name of the next) while measuring. None: a progress
+            bar on a terminal, if measuring takes a while. True: the bar, and log lines. False: no bar.
+        cache: whether measurements are stored on disk, in `~/.cache/rotor_plan`, for the next run.
+        plan: a file written by `rotor-plan --save` or `save_plan`: steps follow its plan, and nothing is measured. Its
+            measurements serve `report()` and `memory()`. For a plan with compiled stages, pass the same `compile`; the
+            first step compiles them again.
+        granularity: maximum number of stages into which a captured graph is cut.
+        process_group: the processes that train this model together by one plan. Not needed with
+            DistributedDataParallel, around this module or inside it.
+        watch: which steps have their memory measured, from the forward to the end of the backward. If such a step
+            exceeds the limit, for example in an undeclared loss, the planner logs it and plans anew. None: on CUDA
+            every step, by counters; on the CPU, by PyTorch's profiler, each plan's first step, later ones that differ
+            from it, and some after 10, 100 and 1,000 steps. True: every step. False: no step; the planner then detects
+            neither the order of backwards nor training without a plan.
+        level: checkpoint by hand, without a solver: recompute every module of this level (see `assign_levels`).
+        every_n_layers: checkpoint by hand, without a solver: store the inputs of stages 0, n, 2n, … (0: store all).
+        max_checkpoints: with `every_n_layers`, the maximum number of stored inputs.
+        on_oom: "raise" passes on an out-of-memory error of the device in a stage; "replan" repeats the failed work by
+            a plan that needs less memory, up to three times in a step, with the numbers of plain training.
         compile: have Inductor compile the stages: True, a mode of `torch.compile`, or a dict of Inductor's options.
-            Each kind of stage is compiled once and measured beside the plain one; the plan takes the better for its
-            limit. The numbers are those of compiled training that stores everything.
+            Each kind of stage is compiled once, and measured compiled and uncompiled; the plan uses the better variant
+            for the limit. The numbers are those of compiled training that stores everything.
+        step_in_backward: optimizer that steps each parameter in the backward as soon as its gradient is complete, and
+            frees the gradient. The training loop and the numbers are those of plain training; `optimizer.step()`
+            only ends the step. For SGD, Adam, AdamW and others of torch.optim that step each parameter independently.
+            Gradients cannot be accumulated, clipped by norm or unscaled (GradScaler): reading a freed one is an error.
+        offload: tier to which activations may be offloaded until their backward: "host" (pinned memory, for a CUDA
+            device) or "file:/path" (an unnamed file in that folder, for a model on the CPU). The solver decides which
+            activations to offload, and when, from the measured bandwidth.
+        keep: "bf16", "fp8" or "int8": lets plans quantize tensors that stages save for the backward, if that is better
+            for the limit. The forward stays exact, gradients differ. None: everything is exact.
 
-        step_in_backward: optimizer that steps each parameter in the backward as soon as its gradient is whole, and
-            frees the gradient. The training loop stays as it is, with the numbers of a plain step; `optimizer.step()`
-            only ends the step. For SGD, Adam, AdamW and others of torch.optim that step each parameter by itself.
-            Gradients cannot be accumulated, clipped by their norm or unscaled (GradScaler): reading one is an error.
-        offload: where activations may wait for their backward: "host" (pinned memory, for a CUDA device) or
-            "file:/path" (an unnamed file in that folder, for a model on the CPU). The solver decides what moves and
-            when, by the measured bandwidth.
-        keep: "bf16", "fp8" or "int8": the plan may store what a stage saves for its backward in fewer bits, where that
-            is better for the limit. The forward stays exact, gradients differ. None: everything is exact.
-
-    With `level` or `every_n_layers` nothing is solved: the strategy has no limit unless `mem_limit` is given, and is
-    then refused if it needs more.
+    With `level` or `every_n_layers`, no solver runs. Such a strategy has no limit unless `mem_limit` is given;
+    planning raises InfeasibleError if it needs more.
 
     Raises UnsupportedModelError for a model that cannot be trained from a plan; TypeError for an invalid optimizer;
     ValueError for an invalid limit, `backward_order` or `keep`, for `forwards_in_flight` < 1, for a `compile` that
     `torch.compile` does not know or that records CUDA graphs, or for arguments that exclude each other; with `plan`,
-    PlanMismatchError for another model, `compile` or `keep`; with `custom_input` and a limit, InfeasibleError if no
-    plan fits.
+    PlanMismatchError if the file's model, `compile` or `keep` differ; with `custom_input` and a limit, InfeasibleError
+    if no plan fits.
     """
 
     def __init__(
@@ -209,14 +208,14 @@ class Checkpointable(PlannedModel):
     @ModelsSignature
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; the backward follows the plan."""
-        # `torch.compile(Checkpointable(model))` traces only this line, and learns that it is tracing.
+        # Under `torch.compile(Checkpointable(model))`, Dynamo traces this line only, with `is_compiling()` True.
         return self._forward_untraced(torch.compiler.is_compiling(), *args, **kwargs)
 
-    # `torch.compiler.disable` would import TorchDynamo here; this private one of torch imports it at its first call.
+    # `torch.compiler.disable` would import TorchDynamo right here, the private `disable_dynamo` only at the first call.
     @disable_dynamo
     def _forward_untraced(self, traced: bool, /, *args: Any, **kwargs: Any) -> Any:
         planner = self._planner
-        # Evaluation with gradients may be training (of inputs, of adapters), if each process can decide by itself.
+        # A forward in eval mode may train inputs or adapters: planned too, if no other process has to agree.
         if not torch.is_grad_enabled() or not (self.training or (self.mem_limit is not None and planner.model.alone)):
             return self.model.forward(*args, **kwargs)
         if traced:
@@ -231,17 +230,17 @@ class Checkpointable(PlannedModel):
             if self.training:
                 raise
             planner.warn_of_evaluation(error)
-        # Not in the `except`: there, the error's traceback would keep tensors. Plain evaluation would go on.
+        # Evaluate without a plan; outside of the `except`, where the error's traceback would hold tensors.
         return self.model.forward(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the stages from the next step on, with the arguments of `torch.compile`.
 
-        Raises ValueError for a backend other than Inductor, a mode beside options, and for recorded CUDA graphs.
+        Raises ValueError for a backend other than Inductor, a mode together with options, and recorded CUDA graphs.
         """
         inspect.signature(torch.compile).bind(None, *args, **kwargs)  # TypeError for an unknown argument
         if kwargs.get("backend", "inductor") != "inductor" or kwargs.get("disable"):
-            message = "stages are compiled by Inductor alone; leave backend= and disable= out"
+            message = "only Inductor can compile stages; leave backend= and disable= out"
             raise InvalidValueError(message, kind="excluded_together", name="backend")
         mode, options = kwargs.get("mode"), kwargs.get("options")
         if mode is not None and options is not None:
@@ -249,16 +248,16 @@ class Checkpointable(PlannedModel):
                 "mode and options exclude each other; leave one of them out", kind="excluded_together", name="options"
             )
         if kwargs.get("dynamic"):
-            said = "dynamic=True has no part in a planned step: stages are compiled for one shape at a time"
+            said = "dynamic=True has no effect on a planned step: stages are compiled for one shape at a time"
             _log.warning(said, extra=record_fields("compile_ignored", name="dynamic"))
         self._planner.compile_with(mode or options or True)
 
     def refuse_what_cannot_fit(self, custom_input: Any) -> None:
-        """Raise InfeasibleError, within seconds and before anything runs, if no step can be inside the limit.
+        """Raise InfeasibleError, within seconds and before the model runs, if no step can fit the limit.
 
-        Compares parameters, gradients, optimizer state and batch with the limit. The error carries their bytes, and as
-        `min_bytes` a lower bound without activations. The first training step makes this check itself; so does a
-        `Checkpointable` made with an input and a limit.
+        Compares parameters, gradients, optimizer state and batch with the limit. The error holds their bytes; its
+        `min_bytes` is a lower bound, without activations. The first training step makes this check itself; so does
+        the constructor with an input and a limit.
         """
         with planning, in_training(self):
             self._planner.refuse_what_cannot_fit(*arguments_of(custom_input, self.model))
@@ -267,12 +266,12 @@ class Checkpointable(PlannedModel):
         """Measure every stage on `custom_input`: a tensor, a tuple of positional or a dict of keyword arguments.
 
         Restores parameters, gradients, buffers, random state and mode afterwards. Stages are measured in training mode.
-        `closely` times them for a limit that is read off the curve of all plans, as by `least_limit` with an overhead;
-        it takes up to 24 more plain steps.
+        With `closely`, times are precise enough for `least_limit` with an overhead, which reads the limit off the curve
+        of all plans; this takes up to 24 more plain steps.
 
         Raises UnsupportedModelError if the model cannot be cut into stages.
         """
-        # The lock first: a waiting thread must not see the mode that another thread has set only to measure.
+        # Take the lock first: a waiting thread must not see the mode that another one has set only to measure.
         with planning, in_training(self):
             self._planner.measure(*arguments_of(custom_input, self.model), closely=closely)
 
@@ -302,16 +301,16 @@ class Checkpointable(PlannedModel):
         return self._planner.solve(custom_mem_limit_bytes, slots=mem_slots, algorithm=algo)
 
     def divide(self, budget: Budget) -> None:
-        """Divide the limit by this budget, and solve again. Raises ValueError before anything is measured."""
+        """Set the budget, and have the next forward solve with it. Raises ValueError before anything is measured."""
         plan = self._planner.in_use
         plan.budget, plan.sequence = budget, None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce_ex__(protocol)
-        # In the state, so that the planner and the model are copied together, and the copies refer to each other.
+        # The planner is part of the state: so it is copied with the model, and the copies refer to each other.
         return make, arguments, {**state, "_planner": self._planner.copied()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # untyped in torch
-        # Registered through weak references, which are not copied.
+        # A copy loses this registration, which is made of weak references.
         self._planner.wait_for_optimizers()

@@ -1,4 +1,4 @@
-"""Describe devices by their data sheets, and assume which part of it their kernels reach."""
+"""Describe devices by their data sheets, and assume which fractions of those rates kernels reach."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Rates:
                 return self.bf16
             case "float32" | "complex64":
                 return self.tf32 if tf32 else self.fp32
-            case "float64" | "complex128":  # not trained in; a device with units for it has half as many
+            case "float64" | "complex128":  # models rarely train in it; devices with units for it do half as many
                 return self.fp32 / 2
         return self.fp16
 
@@ -46,8 +46,8 @@ class Rates:
 class Efficiencies:
     """Fractions of the data sheet's numbers that kernels reach: of the rates, and of the bandwidth (`streaming`).
 
-    Always assumed. `anchor` names the published or measured times that they were fitted to; without one they are a
-    guess, or those of another device, which `taken_from` names.
+    Always assumed. `anchor` names the published or measured times that the fractions were fitted to. Without an anchor,
+    they are a guess, or copied from the device that `taken_from` names.
     """
 
     matmul: float
@@ -71,11 +71,11 @@ UNANCHORED = Efficiencies(matmul=0.65, convolution=0.5, attention=0.3, attention
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator. Bandwidths are in bytes per second; those of links are one way, for what one device sends.
+    """One accelerator. Bandwidths are in bytes per second; those of links are one way, for data that one device sends.
 
-    `memory_bytes` is all memory as PyTorch reports it, less than on the box. `sources` gives the source of each number,
-    by the name of its field (`rates.bf16`). Where only the memory is known, `rates_of` names the device whose rates,
-    bandwidths and kernels stand in.
+    `memory_bytes` is the total that PyTorch reports, which is less than advertised. `sources` gives the source of each
+    number, by the name of its field (`rates.bf16`). If only the memory is known, `rates_of` names the device whose
+    rates, bandwidths and kernels are used instead.
     """
 
     name: str
@@ -122,9 +122,9 @@ class Devices:
 def workspace_bytes(device: Device) -> int:
     """Return the bytes that PyTorch allocates for cuBLAS at the first matrix products, and keeps; none on a CPU.
 
-    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp, and the pool of handles there: each
-    thread has its own, so there are `WORKSPACES` workspaces. On an H100 with torch 2.11, 64 MiB remain when a trained
-    transformer is gone.
+    Sources: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp, and its pool of handles: each
+    thread has its own, so there are `WORKSPACES` workspaces. On an H100 with torch 2.11, 64 MiB remain allocated after
+    a trained transformer has been deleted.
     """
     if device.vendor == "cpu":
         return 0
@@ -137,17 +137,17 @@ def workspace_bytes(device: Device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Predicted peak of reserved memory on `device`, whose allocator can have `usable_bytes`.
+    """Predicted peak of memory that the caching allocator reserves on `device`, where it can have `usable_bytes`.
 
-    By default, and with expandable segments. The device runs out of memory if this exceeds its memory.
+    `reserved_bytes` is by default, `expandable_bytes` with expandable segments. Above `usable_bytes`, steps fail.
     """
 
     device: str
     usable_bytes: int
-    step_bytes: int  # peak bytes of the tensors of such a step; a plan promises no less
+    step_bytes: int  # peak bytes of the step's tensors alone; a plan's promised peak is at least as large
     reserved_bytes: int
     expandable_bytes: int
-    # Whether it fits only because the allocator returns free segments to the driver when memory runs out.
+    # Whether the step fits only because the allocator returns free segments to the driver when memory runs out.
     gives_back: bool
 
     def at_least(self, size: int) -> Reservation:
@@ -159,7 +159,7 @@ class Reservation:
         return max(0, self.reserved_bytes - self.usable_bytes)
 
     def warning(self, peak_bytes: int) -> str | None:
-        """Return one sentence of advice if a step by a plan of this peak fits the device just so, or not."""
+        """Return one sentence of advice if a step with this planned peak hardly fits the device, or does not."""
         if self.gives_back:
             return (
                 f"Predicted: the allocator reserves all {format_bytes(self.usable_bytes)} that it can have, and gives "

@@ -17,7 +17,7 @@ _LONGEST = 240
 
 
 class DescribedWarning(DescribedError, UserWarning):  # noqa: N818
-    """A warning with the fields of an error."""
+    """A warning with `kind`, `stage`, `name` and `numbers`, as `DescribedError` has them."""
 
 
 def record_fields(
@@ -25,7 +25,7 @@ def record_fields(
 ) -> dict[str, object]:
     """Give a log record the fields of an error: `logger.warning(message, extra=record_fields("late_optimizer"))`.
 
-    They are the record's `kind`, `stage`, `subject` (a record's `name` is its logger's) and `numbers`.
+    The record gets the attributes `kind`, `stage`, `subject` (since `name` is the logger's name) and `numbers`.
     """
     return {"kind": kind, "stage": stage, "subject": name, "numbers": numbers}
 
@@ -41,13 +41,13 @@ def fields_of(error: BaseException) -> dict[str, object]:
 
 
 class UnsupportedModelError(DescribedError, ValueError):
-    """The model or the input cannot be trained from a plan as it is."""
+    """No plan can be made for this model or input unless it is changed."""
 
     kind = "unsupported_model"
 
 
 class PlanMismatchError(DescribedError, ValueError):
-    """The plan was made for something else. `field` names the difference, `planned` and `found` its two values."""
+    """The plan was made for another model, input or setting: `field` was `planned` then and is `found` now."""
 
     kind = "plan_for_other_model"
 
@@ -63,9 +63,9 @@ class PlanMismatchError(DescribedError, ValueError):
 
 
 class OtherDataError(PlanMismatchError):
-    """The plan was made for batches whose data take other branches: with padding or without, for example.
+    """This batch's data take other branches in the model than the planned batch's: without padding, for example.
 
-    `found` is this batch's answers to the model's questions about data, in the order that TorchDynamo knows.
+    `found` holds the results of the model's conditions on data for this batch, in the order of capture.
     """
 
     def __init__(self, planned: tuple[bool, ...], found: tuple[bool, ...]) -> None:
@@ -83,9 +83,9 @@ def shortened(value: object) -> str:
 
 
 class StageChangedError(InvalidStateError):
-    """A stage cannot be recomputed exactly, since what it reads has changed since its forward.
+    """A stage cannot be recomputed exactly, since a value that it reads has changed since its forward.
 
-    `name` is the stage, `what` has changed, from `was` to `now`. Plans of later steps store the stage.
+    `what` names the value, which changed from `was` to `now`. Plans of later steps store the stage `name`.
     """
 
     def __init__(self, name: str, what: str, was: object, now: object) -> None:
@@ -106,7 +106,7 @@ class OffloadError(DescribedError, RuntimeError):
 
 
 class CheckpointLimitError(DescribedError, ValueError):
-    """An `ActivationCheckpointer` with `max_checkpoints` checkpoints was asked for one more, of `layer`."""
+    """A checkpoint of `layer` would exceed the `max_checkpoints` of an `ActivationCheckpointer`."""
 
     kind = "too_many_checkpoints"
 
@@ -122,7 +122,7 @@ class CheckpointLimitError(DescribedError, ValueError):
 
 
 class MissingCheckpointError(DescribedError, ValueError):
-    """No checkpoint exists at or before `layer`, and no input to compute it from."""
+    """`layer` cannot be recomputed: neither a checkpoint at or before it nor the network's input is stored."""
 
     kind = "no_checkpoint"
 
@@ -136,5 +136,5 @@ class MissingCheckpointError(DescribedError, ValueError):
 
 
 def what_it_is(value: object) -> str:
-    """Name the kind of an invalid value, for an error."""
+    """Describe the type of an invalid value, for an error message."""
     return f"the class {value.__name__} itself" if isinstance(value, type) else type(value).__name__

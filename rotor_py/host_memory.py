@@ -9,7 +9,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def host_memory_bytes() -> int:
-    # The system call knows the machine, of which a container may have a part.
+    # `sysconf` counts the machine's memory, of which a container may be allowed only a part.
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([memory, *_numbers("memory.max", "memory/memory.limit_in_bytes")])
 
@@ -17,7 +17,7 @@ def host_memory_bytes() -> int:
 def available_host_bytes() -> int:
     # MemAvailable, not MemFree: the page cache can be reclaimed. Systems other than Linux have neither.
     free = [1024 * each for each in _cells(Path("/proc/meminfo"), "MemAvailable:")]
-    # A container's own use is not the machine's; what it has cached can be reclaimed, too.
+    # A container has a limit and a use of its own; its page cache can be reclaimed, too.
     limits = _numbers("memory.max", "memory/memory.limit_in_bytes")
     used = _numbers("memory.current", "memory/memory.usage_in_bytes")
     cached = [*_cells(_GROUP / "memory.stat", "inactive_file"), *_cells(_GROUP / "memory/memory.stat", "inactive_file")]
@@ -26,7 +26,7 @@ def available_host_bytes() -> int:
 
 
 def _numbers(*files: str) -> list[int]:
-    """Return the numbers of control groups of version 2 or 1. Without a limit, version 2 says "max", no number."""
+    """Read numbers from files of cgroups, version 2 or 1. Skip "max", which version 2 writes without a limit."""
     texts = [path.read_text().strip() for each in files if (path := _GROUP / each).is_file()]
     return [int(text) for text in texts if text.isdecimal()]
 

@@ -17,8 +17,8 @@ from rotor_profiling.torch_compat import is_optimized
 from rotor_py.errors import record_fields
 
 _log = logging.getLogger("rotor_py")
-# Read from an empty module: torch releases add tables.
-# Names of the dictionaries that hold a module's parameters, buffers, children and hooks.
+# Names of the dictionaries that hold a module's parameters, buffers, children and hooks, read from an empty module:
+# releases of torch add some.
 _TABLES = sorted(key for key in vars(nn.Module()) if key != "training")
 
 
@@ -31,7 +31,7 @@ class Transparent(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        # The same dictionaries: later additions show on both sides. As a child, the model would prefix every name.
+        # Share the dictionaries, so that both modules see later additions. A child's name would prefix all others.
         for table in _TABLES:
             self.__dict__[table] = model.__dict__[table]
         self.__dict__["model"] = model
@@ -43,10 +43,10 @@ class Transparent(nn.Module):
 
     @__class__.setter
     def __class__(self, kind: type) -> None:
-        self.model.__class__ = kind  # as torch's parametrizations do
+        self.model.__class__ = kind  # set by torch's parametrizations
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # pickle's default asks for `__class__`, and would make a model without this wrapper.
+        # By default, pickle reads `__class__`, and would make a model without this wrapper.
         return _blank, (type(self),), self.__dict__
 
     def __getattr__(self, name: str) -> Any:
@@ -74,7 +74,7 @@ class Transparent(nn.Module):
         else:
             delattr(model, name)
 
-    # Python looks these up on the class, without `__getattr__`. An nn.Sequential has them.
+    # Python looks up the following methods of an nn.Sequential on the class, without `__getattr__`.
 
     def __getitem__(self, index: Any) -> Any:
         return self.model[index]
@@ -92,19 +92,19 @@ class Transparent(nn.Module):
         return True  # otherwise Python would ask for the length, which most models do not have
 
     def train(self, mode: bool = True) -> Transparent:
-        """Set the mode of the model and of this module, which has its own flag. Returns itself."""
+        """Set the mode of the model and of this wrapper, which has its own flag. Return the wrapper."""
         self.model.train(mode)
         self.training = mode
         return self
 
 
 def _is_own(kind: type, name: str) -> bool:
-    """Whether setting an attribute concerns the wrapper: a descriptor of its class or, as Accelerate, `forward`."""
+    """Whether to set an attribute on the wrapper: a descriptor of its class, or `forward`, which Accelerate sets."""
     return hasattr(inspect.getattr_static(kind, name, None), "__set__") or name == "forward"
 
 
 def _is_torchs(method: MethodType) -> bool:
-    """Whether torch defines a method: FSDP's look their module up by identity, and none calls `self(...)`."""
+    """Whether torch defines a method. FSDP's must get the model itself, and no method of torch calls `self(...)`."""
     return str(getattr(method.__func__, "__module__", "")).partition(".")[0] == "torch"
 
 
@@ -125,11 +125,11 @@ def core_of(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def in_training(module: Transparent) -> Iterator[None]:
-    """Put a module in training mode inside the context, unless it is: parts of it may be in eval mode on purpose."""
+    """Put a module in training mode inside the context. If it is already, leave any parts in eval mode alone."""
     if module.training:
         yield
         return
-    # `train()` reaches all parts, so restore the mode of each, not that of the whole.
+    # `train()` sets the mode of all parts, so restore each part's mode separately.
     modes = [(each, each.training) for each in module.model.modules()]
     module.train()
     try:
@@ -142,7 +142,7 @@ def in_training(module: Transparent) -> Iterator[None]:
 
 @contextmanager
 def instead_of_forward(module: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
-    """Inside the context, a call of `module` runs `run` instead of its forward; inside `run` it has its own again."""
+    """Make the first call of `module` inside the context run `run`, inside which `module` has its own forward again."""
 
     def once(*args: Any, **kwargs: Any) -> Any:
         del module.__dict__["forward"]
