@@ -2,8 +2,8 @@
 
 Rules refer to the Note in `tape`.
 
-A backward pass is identified by private functions of torch, which work only inside a node's backward or a hook.
-`ctx.needs_input_grad` is no substitute: it says what had a gradient in the forward, whatever this pass was asked for.
+Private functions of torch identify a backward pass. They work only inside a node's backward or a hook.
+`ctx.needs_input_grad` is no substitute: it is set in the forward, and ignores which gradients this pass computes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rotor_py.stage.compression import Converted
 from rotor_py.stage.runner import AttachedStage
 
 current_task: Callable[[], int] = torch_compat.current_graph_task_id
-"""Return the number of the pass, unique in the process; -1 outside of passes."""
+"""Return the number of the running backward pass, unique in the process; -1 outside of a backward."""
 retains_graph: Callable[[], bool] = torch_compat.get_current_graph_task_keep_graph
-"""Whether the pass retains the graph, so that another can follow."""
+"""Whether the running backward pass retains the graph, so that another can follow."""
 
 
 def in_backward() -> bool:
@@ -36,7 +36,7 @@ def in_backward() -> bool:
 
 
 def goes_through(node: Node) -> bool:
-    """Whether the pass runs `node`, or was asked for the gradient of the leaf that it stands for."""
+    """Whether the running backward executes `node`, or was asked for the gradient of the leaf behind it."""
     try:
         return torch_compat.will_engine_execute_node(node)
     except RuntimeError:  # raised for a leaf whose gradient `torch.autograd.grad` was asked for
@@ -48,10 +48,10 @@ def goes_through_any(nodes: Iterable[Node | None]) -> bool:
 
 
 class ActivationStore:
-    """Values (tensors, or nested structures of them) by index. They are detached, so that they hold no graph.
+    """Store values (tensors, or nested structures of them) by index, detached, so that they hold no graph.
 
-    With a `storage_dtype`, wider floating tensors are kept in it, and come back in their own dtype, rounded. A tensor
-    of finite numbers that overflows in it (float16 ends at 65504) is kept as it is.
+    With a `storage_dtype`, wider floating tensors are stored in it and read back in their own dtype, rounded. A tensor
+    whose finite numbers would overflow in `storage_dtype` (float16 ends at 65504) is stored in its own dtype.
     """
 
     def __init__(self, storage_dtype: torch.dtype | None = None) -> None:
@@ -79,7 +79,7 @@ class ActivationStore:
         self._held[index] = value if self.storage_dtype is None else tree_map_only(torch.Tensor, self._packed, value)
 
     def adopt(self, index: int, other: ActivationStore, there: int) -> None:
-        """Share the value of `other` at the index `there`: it is in memory once."""
+        """Store the value that `other` has at the index `there`, without a copy."""
         self._held[index] = other._held[there]
 
     def clear(self) -> None:
@@ -108,14 +108,14 @@ class ActivationStore:
         if not tensor.is_floating_point() or tensor.element_size() <= dtype.itemsize:
             return tensor
         small = tensor.to(dtype)
-        # Compared, because an infinity that was there before is no overflow.
+        # Compare with the original: an infinity that it had already is no overflow.
         overflown = bool((small.isinf() != tensor.isinf()).any())
         return tensor if overflown else Converted(small, tensor.dtype)
 
 
 @dataclass(slots=True)
 class Held:
-    """Inputs a_i (detached), and stages run with a graph of their own, by stage."""
+    """The values of a tape: detached stage inputs a_i, and recomputed stages with graphs of their own, by stage."""
 
     inputs: ActivationStore = field(default_factory=ActivationStore)
     attached: dict[int, AttachedStage] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Pass:
 
 class Passes:
     def __init__(self, held: Held, instructions: Instructions) -> None:
-        # what the next pass finds; None once a pass has begun that leaves nothing for another one
+        # values for the next pass; None once a pass has begun that consumes all of them
         self.left: Held | None = held
         # nodes by stage, for as long as the graph lives
         self.nodes: WeakValueDictionary[int, Node] = WeakValueDictionary()
@@ -151,12 +151,12 @@ class Passes:
 
     @contextmanager
     def resume(self, stage: int) -> Iterator[Pass]:
-        """Enter the running backward pass for a stage. Release what the pass holds on an error (Rule 10)."""
+        """Enter the running backward pass for a stage. On an error, release the values of the pass (Rule 10)."""
         current = self._current
         if current is None or current.task != current_task():  # Rule 8
             current = None if self.left is None else self._begin()
         if current is None or stage in current.used:
-            text = "this forward was already used by a backward: pass that retain_graph=True, or run the forward again"
+            text = "this forward was already used by a backward: pass retain_graph=True there, or run the forward again"
             raise InvalidStateError(text, kind="second_backward")
         try:
             yield current
@@ -169,14 +169,14 @@ class Passes:
         held, used, retain = self.left, frozenset(self._used), retains_graph()
         assert held is not None
         if retain:
-            held = held.copy()  # a pass releases inputs as it goes; the next pass must still find them
+            held = held.copy()  # a pass releases inputs while it runs, but the next pass needs them, too
         else:
             self.left = self._left_by_this_pass(held)
         self._current = Pass(current_task(), held, retain, used)
         return self._current
 
     def _left_by_this_pass(self, held: Held) -> Held | None:
-        """What remains after a pass that does not retain the graph: None if it goes through all nodes."""
+        """Return the values that a pass without retain_graph leaves to others; None if it goes through all nodes."""
         self._used |= {stage for stage, node in self.nodes.items() if goes_through(node)}
         if not (others := set(self.nodes) - self._used):
             return None
@@ -187,9 +187,9 @@ class Passes:
 
 # Parameter gradients for the second pass of a split backward.
 #
-# A zero-bubble pipeline first asks for the gradients of a stage's input, with the graph retained. Later it passes the
-# same gradients again, node by node, for the parameters. A stage is recomputed for the first pass only, which computes
-# both: recomputing twice costs time, keeping the graph costs the memory that the plan saves.
+# In a zero-bubble pipeline, a first pass computes the gradients of a stage's input, and retains the graph. A second one
+# takes the same output gradients, node by node, and computes the parameter gradients. Only the first pass recomputes
+# the stage, and computes both: a second recompute would take time, and a retained graph the memory that the plan saves.
 
 
 Gradients = Sequence[torch.Tensor | None]
@@ -201,12 +201,12 @@ _ADDED_UP = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 class Unclaimed:
     """Parameter gradients of one stage, keyed by the output gradients that they were computed from.
 
-    An entry lives as long as the caller holds those output gradients, the same tensors and unchanged, to start the
-    second pass. After an ordinary pass, the entry goes at once.
+    An entry lives as long as the caller holds those output gradients to start the second pass. It serves only if they
+    are unchanged. After an ordinary pass, nothing holds them, so the entry is freed at once.
     """
 
     def __init__(self) -> None:
-        # by one of the gradients that arrived: the others, the versions of all, and the gradients of parameters
+        # by one output gradient: the other output gradients, the versions of all, and the parameter gradients
         self._computed: Any = WeakTensorKeyDictionary()
 
     def keep(self, arrived: Gradients, parameters: Gradients) -> None:

@@ -34,7 +34,7 @@ from rotor_solver.offload import Moves
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation, and the inputs a_i that the tape still needs after it (`live`)."""
+    """One operation, and the stage inputs a_i that the tape still needs after it (`live`)."""
 
     operation: Operation
     live: frozenset[int]
@@ -43,27 +43,27 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """The operations before the loss, those after it (`replay`), and the tape's facts about stages.
+    """The operations before the loss (`forward`), those after it (`replay`), and facts about stages.
 
-    A stage `in_graph` has a graph from its first forward on. It runs in the graph of plain training, and the engine
-    runs its backward: the tape has no part in it, unless the stage is `awaited`, because the sequence has forwards or
-    `moves` right before its backward. A stage in `runs_again` has more than one forward. `backward_at` gives the
-    position of each stage's backward in `replay`. The `pieces` of the forward are single operations, or runs of stages
-    that are all in the graph with nothing in between: these may run as one.
+    A stage `in_graph` has a graph from its first forward on: its operators are in the caller's graph, and the engine
+    runs its backward without the tape. If such a stage is `awaited`, the sequence has forwards or `moves` right before
+    its backward, which the tape runs from a hook. A `recomputed` stage has several forwards. `backward_at` gives the
+    position of each stage's backward in `replay`. The `pieces` of the forward are single operations, or consecutive
+    forwards of stages in the graph, which may run as one function.
     """
 
     replay: tuple[Step, ...]
     backward_at: dict[int, int]
-    runs_again: frozenset[int]
+    recomputed: frozenset[int]
     forward: tuple[Step, ...] = ()
     pieces: tuple[tuple[Step, ...], ...] = ()
     in_graph: frozenset[int] = frozenset()
     awaited: frozenset[int] = frozenset()
     moves: Moves | None = None
     options: Mapping[int, int] = field(default_factory=dict)
-    """Storage option by stage, without stages that are stored whole."""
+    """Storage options by stage, without stages that are stored whole."""
     runs_after_backward: frozenset[int] = frozenset()
-    """Stages recomputed after their backward. Only a sequence by hand has any."""
+    """Stages that a sequence by hand recomputes even after their backward."""
 
     def read_before_backward(self, stages: Collection[int]) -> frozenset[int]:
         """Return the inputs that the replay reads until it has run the backward of all these stages."""
@@ -72,12 +72,12 @@ class Instructions:
         return frozenset(each.stage for each in before if not isinstance(each, Loss | Backward))
 
 
-# Training by hand has no object to keep instructions in, and asks for it in every step. 64 is a guess: a process that
-# alternates between more sequences reads them again.
+# Cached, since training by hand calls this in every step. 64 is a guess: a process that alternates between more
+# sequences compiles them again.
 @lru_cache(maxsize=64)
 def read_sequence(stages: int, sequence: Sequence) -> Instructions:
-    """Read `sequence` for a chain. Raises ValueError if it is not valid or moves what a recomputed stage saves."""
-    # The simulator refuses invalid sequences; costs do not matter to it.
+    """Compile `sequence` for so many stages. ValueError if it is invalid, or offloads from recomputed stages."""
+    # The simulator refuses invalid sequences, whatever the costs.
     options = 1 + max((each.option for each in sequence if isinstance(each, ForwardEnable)), default=0)
     simulate(Chain((Stage(1, (Option(1.0, 1.0, 1),) * options),) * stages, input_bytes=1), sequence)
     operations = tuple(sequence)
@@ -95,21 +95,21 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
     loss = operations.index(Loss())
     replay = operations[loss + 1 :]
     backward_at = _backward_at(replay)
-    # Where the backward of a stage is the first operation after the loss (`at` is 0), there is nothing to await.
+    # If a backward is the first operation after the loss (`at` is 0), no operation has to run before it.
     awaited = {i for i in in_graph if (at := backward_at[i]) and not isinstance(replay[at - 1], Backward)}
     if (moves := sequence.moves) is not None:
         after = [bool(out or back) for out, back in zip(moves.wait_out, moves.fetch, strict=True)][loss + 1 :]
         awaited |= {i for i in in_graph if after[backward_at[i]]}
     forwards = Counter(each.stage for each in operations if not isinstance(each, Loss | Backward))
-    runs_again = frozenset(stage for stage, runs in forwards.items() if runs > 1)
-    if moves is not None and (moves.stages & runs_again or not moves.stages <= in_graph):
-        text = f"the sequence moves what stages {sorted(moves.stages)} save, some of which are recomputed"
+    recomputed = frozenset(stage for stage, runs in forwards.items() if runs > 1)
+    if moves is not None and (moves.stages & recomputed or not moves.stages <= in_graph):
+        text = f"the sequence offloads from stages {sorted(moves.stages)}, and must not recompute any of them"
         raise InvalidValueError(text, kind="moved_stage_runs_again", stage=min(moves.stages))
-    alone = runs_again | awaited if moves is None else in_graph
+    alone = recomputed | awaited if moves is None else in_graph
     return Instructions(
         tuple(steps[loss + 1 :]),
         backward_at,
-        runs_again,
+        recomputed,
         forward=tuple(steps[:loss]),
         pieces=_pieces(steps[:loss], in_graph - alone),
         in_graph=in_graph,
@@ -127,7 +127,7 @@ def read_sequence(stages: int, sequence: Sequence) -> Instructions:
 def from_input(stages: int, sequence: Sequence) -> Instructions:
     """Read `sequence` for the first `stages` stages of a chain, to resume a backward from the chain's input.
 
-    Every run is a recompute. The loss in `sequence` stands for the gradient of these stages' output, which is at hand.
+    Every forward is then a recompute. Instead of the loss, the caller provides the gradient of these stages' output.
     """
     read_sequence(stages, sequence)  # ValueError if it is not valid
     operations = [each for each in sequence if not isinstance(each, Loss)]
@@ -144,7 +144,7 @@ def _backward_at(operations: Operations[Operation]) -> dict[int, int]:
 
 
 def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step, ...], ...]:
-    """Group consecutive forwards of `plain` stages stored whole. A kept input ends a piece: it is read later."""
+    """Group consecutive forwards of `plain` stages stored whole. A stage whose input is kept is a piece of its own."""
     found: list[list[Step]] = []
     joins = False
     for step in steps:
@@ -159,10 +159,10 @@ def _pieces(steps: Operations[Step], plain: Collection[int]) -> tuple[tuple[Step
 
 
 def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[frozenset[int]]:
-    """Return, for every operation, the inputs that a later run of their stage reads and that are not recomputed before.
+    """Return, for every operation, the inputs to hold after it: a later forward reads them before one recomputes them.
 
-    The `first` run of a stage, by position, takes its input from the run of the stage before, not from the tape. Inputs
-    inside some ā are read from there, even if they are recomputed in the meantime.
+    `first` gives the position of each stage's first forward, which takes its input from the stage before, not from the
+    tape. Inputs inside some ā are read from there, even if they are recomputed in the meantime.
     """
     saved: list[frozenset[int]] = [frozenset()]  # for every operation, the indices of the ā that exist when it begins
     for operation in operations:
@@ -188,11 +188,11 @@ def _liveness(operations: Operations[Operation], first: dict[int, int]) -> list[
 
 NamedStage = tuple[str, Callable[..., Any]]
 JoinedRun = Callable[[list[Any], tuple[Any, ...]], tuple[Any, ...]]
-"""Runs several stages as one, on the values in a list, which is emptied, and the context of the forward."""
+"""Run several stages as one function of a list of values, which it empties, and of the forward's context."""
 
 
 def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
-    """Return a function that runs the stages as one; None if they cannot."""
+    """Return a function that runs the stages as one; None if they must run one by one."""
     parts = [(part, name) for name, function in stages for part in offers_of(function).parts]
     run = parts[0][0].run_through([part for part, _ in parts[1:]]) if parts else None
     if run is None:
@@ -204,7 +204,7 @@ def joined_run(stages: Operations[NamedStage]) -> JoinedRun | None:
         handed_on = values[len(values) - carried :]
         values += context
         made = run(values, names.__getitem__)
-        wait_for(made)  # as `StageRunner` does: sent tensors stay in memory until the wait
+        wait_for(made)  # as `StageRunner` does: tensors in a collective stay in memory until the wait
         return made if last or not carried else (*made, *handed_on)
 
     return joined
@@ -214,7 +214,7 @@ _WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Runners:
-    """Runners of `stages`, made on demand by `make`: stages that run as one need none. `options` of the stored ones."""
+    """Runners of `stages`, made on demand by `make`, since joined stages need none; `options` as in `Instructions`."""
 
     def __init__(
         self, stages: Operations[NamedStage], make: Callable[[int], StageRunner], options: Mapping[int, int] = _WHOLE
@@ -230,11 +230,11 @@ class Runners:
         return cls([(each.name, each.function) for each in runners], runners.__getitem__)
 
     def by(self, options: Mapping[int, int]) -> Runners:
-        """The same stages, each with its option in `options`, or 0. Raises ValueError if a stage has no such option."""
+        """Return runners with each stage's option in `options`, or 0. ValueError if a stage has no such option."""
         if options is self.options:
             return self
         found = Runners(self.stages, lambda stage: self[stage].by(options.get(stage, 0)), options)
-        for stage in options:  # before anything has run
+        for stage in options:  # raises before any stage runs
             found[stage]
         return found
 

@@ -2,22 +2,22 @@
 
 # Note [Running again after an out-of-memory error]
 #
-#  1. Every stage is a node of ours, even a stored one: the engine runs the backward of plain operators itself, and
-#     nothing can repeat it. A stored stage has its graph in the tape, like a recomputed one.
+#  1. Every stage is a `StageNode`, even a stored one: the engine runs the backward of plain operators itself, and
+#     the tape cannot repeat it. The tape holds the graph of a stored stage, like that of a recomputed one.
 #  2. The tape keeps the chain's input until the backward of stage 0: everything else can be computed from it. The tape
 #     records the forward state of every stage.
-#  3. A failed forward leaves one side effect: the stage in progress may have moved buffers and the random state. They
-#     are restored. Then the whole forward runs again, in new nodes. Stages that had completed find the state of their
-#     first run and leave no trace; the others run for the first time.
-#  4. A failed backward leaves no side effect. Stages after the one in progress have passed their gradients to the
-#     engine and stay as they are. The stage in progress has passed none: the engine gets all of them at once, when it
-#     is done. So stages 0 … i remain, whose output gradient is at hand. The tape releases everything held for them and
-#     recomputes them from the chain's input.
+#  3. A failed forward leaves one side effect: the stage in progress may have changed buffers and the random state. The
+#     tape restores these, and runs the whole forward again, in new nodes. Stages that had completed are recomputed in
+#     the state of their first run, and change nothing; the others run for the first time.
+#  4. A failed backward leaves no side effect. Later stages have passed their gradients to the engine. The stage in
+#     progress, i, has passed none: the engine gets all of them at once, when the stage is done. So stages 0 … i remain,
+#     and the gradient of their output is in memory. The tape releases everything held for them and recomputes them
+#     from the chain's input.
 #  5. Memory is free before anything is recomputed: an error's traceback keeps the tensors of all its frames. So the
 #     recompute begins after the `except` block, when nothing refers to the error.
-#  6. Where the result might not be exact, nothing is recomputed, and a note on the error says why: the chain's input or
-#     a parameter was written to since the forward, the stage in progress may have called hooks on gradients, or a
-#     buffer without a copy has changed.
+#  6. If a recompute might not be exact, the error passes, with a note that says why: the chain's input or a parameter
+#     was written to since the forward, the stage in progress may have called hooks on gradients, or a buffer without a
+#     copy has changed.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from rotor_solver import ForwardEnable, Sequence
 
 
 class SmallerPlans(Protocol):
-    """Plans that need less memory than the last one did. They return None, with a note on the error, for no plan."""
+    """Plans that need less memory than the last one. Without such a plan, add a note to the error; return None."""
 
     def whole(self, error: BaseException, inexact: str | None) -> Sequence | None:
         """Return a plan for the whole chain, after `error` in its forward."""
 
     def rest(self, error: BaseException, inexact: str | None, stages: int) -> Sequence | None:
-        """Return a plan for the first `stages` stages, whose output gradient is there, after a backward's `error`."""
+        """Return a plan for the first `stages` stages, from their output gradient, after a backward's `error`."""
 
     def rest_as_before(self, stages: int) -> Sequence:
-        """Return a plan for the first `stages` stages, where another pass begins after a failed one."""
+        """Return a plan for another backward through the first `stages` stages, after a failed one."""
 
 
 class Undo:
-    """State that the coming forward of `function` may change. Copies of buffers cost memory, so only where needed."""
+    """State that the coming forward of `function` may change. Copies only buffers known to change, to save memory."""
 
     def __init__(self, function: Callable[..., Any], devices: tuple[torch.device, ...]) -> None:
         self._random = RandomState.now(devices)
         self._attributes = Attributes(function)
         self._copies = [(slot, slot[2].clone()) for slot in slots_that_move(function)]
         copied = {id(tensor) for (_, _, tensor), _ in self._copies}
-        # Not expected to change, so not copied. `restore` reports a change.
+        # The other buffers are not expected to change, so not copied. `restore` reports a change.
         self._others = [(slot, slot[2]._version) for slot in buffer_slots(function) if id(slot[2]) not in copied]
 
     def restore(self) -> str | None:
@@ -77,7 +77,7 @@ class Undo:
             return str(error)
         for (table, name, tensor), before in self._copies:
             table[name] = tensor
-            # Unchanged buffers are not written: one may be an expanded number.
+            # Skip unchanged buffers: one may be an expanded scalar, which cannot be written.
             if not torch.equal(tensor, before):
                 # Through `data`, which leaves the version: the graph of an earlier forward may have saved the buffer.
                 tensor.data.copy_(before)
@@ -92,9 +92,9 @@ def undo_bytes(functions: Iterable[nn.Module]) -> int:
 
 
 class OOMRetryTape(Tape):
-    """A tape whose stages are recomputed after an out-of-memory error, by one of `plans`. All stages are modules."""
+    """A tape that recomputes its stages after an out-of-memory error, by one of `plans`. All stages are modules."""
 
-    hidden_because = 'which on_oom="replan" may have to run again; leave on_oom out'
+    why_a_node = 'which on_oom="replan" may have to recompute; leave on_oom out'
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class OOMRetryTape(Tape):
             instructions,
             pieces=tuple((step,) for step in instructions.forward),
             in_graph=frozenset(),
-            runs_again=frozenset(range(len(instructions.backward_at))),
+            recomputed=frozenset(range(len(instructions.backward_at))),
             awaited=frozenset(),
         )
         self._begin_anew(nodes)
@@ -173,7 +173,7 @@ class OOMRetryTape(Tape):
 
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         if stage not in self.instructions.backward_at and self.passes.left is not None:
-            # An earlier pass failed after it had come further, and left only the chain's input.
+            # An earlier pass failed at a stage before this one, and left only the chain's input.
             self._begin_anew(from_input(stage + 1, self._plans.rest_as_before(stage + 1)), self._input)
         random = RandomState.now(self._devices)
         while True:
@@ -192,7 +192,7 @@ class OOMRetryTape(Tape):
         return found
 
     def _begin_anew(self, instructions: Instructions, value: Any = None) -> None:
-        """Release everything but `value`, the chain's input, and follow other instructions from now on."""
+        """Release all values but `value`, the chain's input, and follow new instructions."""
         held = Held()
         if value is not None:
             held.inputs.keep(0, value)

@@ -1,23 +1,23 @@
 """Run a sequence as nested regions, each of which autograd's own nodes recompute.
 
 A memory-persistent sequence is such a nesting: `CF_i, Fn_{i+1}, …, Fn_{j-1}` opens the region of stages i … j-1, which
-is recomputed just before its backward, when part of it may again be a region. The engine sees no node of ours, so hooks
-keep working: `fully_shard` gathers parameters before a stage runs, and again before its backward.
+is recomputed just before its backward; that recompute may open regions again. The engine sees only torch's own nodes,
+so hooks keep working: `fully_shard` gathers parameters before a stage runs, and again before its backward.
 
 # Note [Recomputing inside autograd's own graph]
 #
 # Non-reentrant `torch.utils.checkpoint` does the same, but cannot store a stage in part: of several saved-tensor hooks,
 # autograd calls only the innermost. So the rules are implemented here.
 #
-# 1. The first run makes the graph that the backward goes through. The graph saves a handle (`_Later`) for every tensor:
-#    it holds the run's input and no tensor of its own.
-# 2. The first handle that is asked for its tensor recomputes the stages, in an unused second graph, whose saved tensors
-#    fill the handles, in order. It stops at the last tensor needed, unless that may be unfinished then: RReLU saves its
-#    noise, and draws it afterwards.
+# 1. The first run makes the graph that the backward goes through. In place of every saved tensor, the graph holds a
+#    handle (`_Later`), which refers to the region's input and has no tensor yet.
+# 2. The first handle that the backward reads recomputes the stages. The saved tensors of this recompute, whose graph
+#    is not used, fill the handles, in order. It stops at the last saved tensor, unless that tensor may be unfinished:
+#    RReLU saves its noise, and draws it afterwards.
 # 3. A handle is emptied when it is read. If the graph is retained, the next backward recomputes the stages once more.
-# 4. A handle may hold another handle, of stages recomputed a third time, or a tensor to be computed from others, where
-#    a stage is stored in part. It is resolved when the handle is read.
-# 5. No cycles: the graph holds handles, and these the input. The run knows handles by weak references.
+# 4. A filled handle may hold the handle of an inner region, or, where a stage is stored in part, a tensor to be
+#    computed from others. Reading the handle resolves either.
+# 5. No reference cycles: the graph holds handles, handles hold the input, the region refers to handles weakly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rotor_py.stage.protocol import offers_of
 from rotor_py.stage.runner import StageRunner
 from rotor_py.stage.saved_tensors import (
     HandingOver,
-    NobodyWaits,
+    NoReceiver,
     Saved,
     SavedAsItIs,
     innermost_run,
@@ -86,17 +86,17 @@ def _items(operations: list[Operation]) -> tuple[tuple[int | Region, ...], list[
         at += 1
     rest = operations[at + 1 :] if operations[at : at + 1] == [Loss()] else operations[at:]
     items: list[int | Region] = []
-    # From the last: its backward comes first, and a region's recompute stands right before the region's backwards.
+    # From last to first, as backwards come. A region's recompute stands right before the region's backwards.
     for first, stop, attached in reversed(found):
         if attached:
             if not rest or rest[0] != Backward(first):
-                raise _not_nested(f"no {Backward(first)} where it has to be", stage=first)
+                raise _not_nested(f"{Backward(first)} is missing after the backwards of later stages", stage=first)
             items.append(first)
             rest = rest[1:]
         else:
             inside, rest = _items(rest)
             if _stages(inside) != list(range(first, stop)):
-                raise _not_nested(f"stages {first} to {stop - 1} do not come back", stage=first)
+                raise _not_nested(f"stages {first} to {stop - 1} are not recomputed together", stage=first)
             items.append(Region(inside))
     return tuple(reversed(items)), rest
 
@@ -118,7 +118,8 @@ def run(
 ) -> Any:
     """Run a chain forward in the caller's graph, and recompute its regions in the backward.
 
-    `items` come from `regions`, `options` are the storage options of stages not stored whole; all share `context`.
+    `items` come from `regions`; `options` are the storage options of stages not stored whole. All stages share
+    `context`.
     """
     again = frozenset(stage for item in items if isinstance(item, Region) for stage in _stages(item.items))
     stored = [runner.by(options.get(stage, 0)) for stage, runner in enumerate(runners)]
@@ -126,8 +127,8 @@ def run(
 
 
 def _wait_before_recompute(value: Any) -> None:
-    """Wait for pending collectives before a region is recomputed: sent tensors stay in memory until then."""
-    # A function of its own: in `_Chain.store`, the last tensor would stay in a local variable until the next region.
+    """Wait for pending collectives before a region is recomputed: their tensors stay in memory until then."""
+    # Not inlined: in `_Chain.store`, a local variable would hold the last tensor until the next region.
     for tensor in tensors_in(value):
         if tensor.requires_grad:
             tensor.register_hook(wait_for)
@@ -135,7 +136,7 @@ def _wait_before_recompute(value: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """The stages in one forward: runners to recompute (`again`), and the forward state of each first run."""
+    """The stages in one forward. `again`: stages in regions; `known`: the forward state of each first run."""
 
     runners: Operations[StageRunner] | Runners
     stored: list[StageRunner]  # with their storage options
@@ -157,8 +158,7 @@ class _Chain:
 
     def _run_first(self, stages: list[int], value: Any) -> Any:
         for stage in stages:
-            # Storing in part would hold the values to be recomputed. But storage modes that are other code give other
-            # digits.
+            # Without a storage mode, whose hooks would hold values, unless the mode's code may round differently.
             runner = (self.stored if offers_of(self.runners[stage].function).ways_are_code else self.runners)[stage]
             if stage in self.known:
                 value = self._recompute(runner, self.known[stage], value)
@@ -170,7 +170,7 @@ class _Chain:
         function = runner.function
         restored = surroundings.restored(function, graph=torch.is_grad_enabled(), alike=True)
         with restored, gathered_again(function):
-            # A module may have begun in an earlier stage, which is not always recomputed right before this one.
+            # An FSDP module may begin in an earlier stage, which is not always recomputed right before this one.
             offers_of(function).gather_begun()
             return surroundings.run(runner.forward, value, self.context)
 
@@ -186,7 +186,7 @@ class _RegionInput:
 
 
 class _Recomputed:
-    """A region that runs on `value`; `again` recomputes it, and saves the same tensors in the same order."""
+    """A region that runs on `value`. `again` recomputes it, saving the same tensors in the same order."""
 
     def __init__(self, again: Callable[[Any], Any], value: Any) -> None:
         self._again = again
@@ -210,7 +210,7 @@ class _Recomputed:
                 outside.end_if_complete()
             return handle
 
-        with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), NobodyWaits():
+        with torch.autograd.graph.saved_tensors_hooks(leave_out, tensor_of), NoReceiver():
             output = first(value)
         node = nodes_behind(tensors_in(output), {last}, most=None).get(last)
         self._to_the_end = node is not None and node.name().startswith("RreluWithNoise")  # Rule 2

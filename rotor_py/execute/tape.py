@@ -11,17 +11,17 @@
 #     buckets as soon as gradients are made.
 #  3. All nodes of one forward share a tape. A node's backward makes the tape run the operations up to and including the
 #     `B` of its stage.
-#  4. The first run of a stage moves buffers and the random state. The tape records this forward state, with autocast; a
-#     recompute finds the same state and leaves no trace. The plan's runners hold no state: they also serve other
-#     forwards in flight.
+#  4. The first run of a stage changes buffers and the random state. The tape records the state before it, and autocast:
+#     the forward state. A recompute starts from this state, and undoes its own changes. The plan's runners hold no
+#     state: they also serve other forwards in flight.
 #  5. Inputs that the tape keeps are detached: the tape holds values, the graph holds history. The tape holds no
 #     reference to the graph, so there are no cycles, and dropping the output drops everything.
 #  6. The tape releases an input as soon as no later operation reads it.
 #  7. The inner graph of a recomputed stage ends at aliases of the parameters, and at an entry without a tensor (see
 #     `StageRunner.attach`): an input that the backward does not need is freed as in plain training.
-#  8. A backward pass is known by its graph task. A pass that retains the graph works on a copy of the tape's values, so
-#     that another can follow. A pass that does not consumes the nodes that it goes through, and leaves what the others
-#     need: usually nothing. A second pass through the same node is refused (see `Passes`).
+#  8. The number of its graph task identifies a backward pass. A pass that retains the graph works on a copy of the
+#     tape's values, so that another can follow. Any other pass consumes the nodes that it goes through, and leaves only
+#     values that other nodes need: usually none. A second pass through a consumed node is refused (see `Passes`).
 #  9. Forwards right before the backward of a stage of rule 1 run from a hook on that stage's output, when its gradient
 #     arrives. Only a sequence by hand has them.
 # 10. An error ends the forward or the backward pass that raises it. The tape releases its values at once: the error's
@@ -30,12 +30,12 @@
 #     first computes both, and keeps the parameter gradients (see `Unclaimed`).
 # 12. A forward right before the backward of its stage skips its output, which is unused (see `stage.skipped_output`).
 # 13. An `OOMRetryTape` recomputes after an out-of-memory error. It has no stages of rule 1, and a Note of its own.
-# 14. Wait for a gradient with a pending collective (tensor parallelism) before stages are recomputed: sent tensors stay
-#     in memory until the wait. `StageRunner` waits for outputs at the end of a stage.
+# 14. Wait for a gradient with a pending collective (tensor parallelism) before stages are recomputed: tensors in a
+#     collective stay in memory until the wait. `StageRunner` waits for outputs at the end of a stage.
 # 15. Saved tensors of stages of rule 1 may be offloaded and fetched. The tape waits for copies out and begins copies
 #     back right before the operations that the plan names, also where the engine runs these (`Moving`).
-# 16. Consecutive stages of rule 1 run as one function, if they can and nothing is offloaded in between. Its input comes
-#     in a list, since the arguments of a function live until it returns.
+# 16. Consecutive stages of rule 1 run as one function, if they can and nothing is offloaded in between. This function
+#     takes its input in a list, which it empties: other arguments would live until it returns.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from rotor_solver.offload import Moves
 class Moving:
     """The offloads of one forward and its backward, to `tier`. `position` is the first operation that is still to come.
 
-    Waits and fetches happen once, in the order of the sequence. A pass that deviates from it is still correct: a tensor
+    Waits and fetches happen once, in the order of the sequence. A backward in another order is still correct: a tensor
     that has not been fetched is fetched when it is read.
     """
 
@@ -87,7 +87,7 @@ class Moving:
     _away: dict[int, OffloadableStorages] = field(default_factory=dict)
 
     def come_to(self, position: int) -> None:
-        """Move what the plan names before the operation at this position. Raises OffloadError if a copy out failed."""
+        """Do the plan's waits and fetches up to the operation at this position. OffloadError if a copy out failed."""
         while self.position <= position:
             for stage in self.moves.wait_out[self.position]:
                 if stage in self._away:
@@ -95,7 +95,7 @@ class Moving:
             for stage in self.moves.fetch[self.position]:
                 if stage in self._away:
                     self._away[stage].fetch()
-            # Last: after an error, the next call must meet the same error.
+            # Advance last, so that the next call after an error raises the same error.
             self.position += 1
 
     def forward(self, runner: StageRunner, stage: int, value: Any, context: tuple[Any, ...]) -> Any:
@@ -107,12 +107,12 @@ class Moving:
         return output
 
 
-_TENSOR = object()  # Marks a tensor's position in a frame. None would not do: a value may contain None.
+_TENSOR = object()  # Marks a tensor's position in a frame. Not None, which a value may contain.
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A value without its tensors: autograd tracks only tensors passed one by one."""
+    """A nested value without its tensors, which are passed one by one: autograd tracks only such tensors."""
 
     spec: TreeSpec | Structure
     leaves: tuple[Any, ...]
@@ -146,12 +146,12 @@ class StageNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         """Return the gradients of a stage's input and parameters; compute those of parameters only once (Rule 11)."""
-        # The engine has gradients on here only for create_graph=True. The graph of a recomputed stage is not part of
+        # In a backward, grad mode is on only with create_graph=True. The graph of a recomputed stage is not part of
         # the caller's, so second derivatives would be silently wrong.
         if torch.is_grad_enabled():
             name = ctx.tape.runners[ctx.stage].name
             ctx.tape.note_passed()
-            remedy = f"{ctx.tape.hidden_because}, or train this loss without Checkpointable"
+            remedy = f"{ctx.tape.why_a_node}, or train this loss without Checkpointable"
             text = f"create_graph=True cannot go through stage {name!r}, {remedy}"
             raise InvalidStateError(text, kind="create_graph", stage=ctx.stage, name=name)
         sources = [node for node, _ in ctx.next_functions]
@@ -170,8 +170,7 @@ class StageNode(torch.autograd.Function):
 
 
 class CheckpointOptim(StageNode):
-    """The autograd function that replays a sequence, with one node per stage that is not in the graph from the
-    start."""
+    """The autograd function that replays a sequence. Each stage whose first forward is not `Fe` is one node."""
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -195,13 +194,13 @@ class CheckpointOptim(StageNode):
 
 
 class Tape:
-    """The state shared by the nodes of one forward. `store` has to be empty; the sequence offloads to `tier`.
+    """The state shared by the nodes of one forward. `store` must be empty; the sequence offloads to `tier`.
 
-    `changed` gets the names of stages that cannot be recomputed, since what they read has changed.
+    The tape adds to `changed` the names of stages that cannot be recomputed, since values that they read have changed.
     """
 
-    hidden_because = "which is recomputed in the backward; plans of later steps store it if the limit has room"
-    """Why a stage is a node, and how to get its operators into the caller's graph: the middle of a sentence."""
+    why_a_node = "which is recomputed in the backward; plans of later steps store it if the limit has room"
+    """Part of an error message: why a stage is a node, and how to get its operators into the caller's graph."""
 
     def __init__(
         self,
@@ -215,13 +214,13 @@ class Tape:
         self.context = context
         self._changed = set() if changed is None else changed
         self._shared = tensors_in(context)
-        # With their options from the start: for some stages, runs without a graph differ by option, too.
+        # Set storage options now: in some stages, they change forwards without a graph, too.
         self.runners = (runners if isinstance(runners, Runners) else Runners.of(runners)).by(instructions.options)
         self.instructions = instructions
         self.surroundings: dict[int, Surroundings] = {}
         self.needs_gradient: dict[int, list[bool]] = {}
         self._kept: dict[int, list[int]] = {}  # versions of each kept input's tensors
-        self.frames: dict[int, Frame] = {}  # frame of a stage's output, from its node: a node can return only tensors
+        self.frames: dict[int, Frame] = {}  # frames of stage outputs: a node can return only tensors
         self.passes = Passes(Held(ActivationStore() if store is None else store), instructions)
         self._moving: Moving | None = None
         if instructions.moves is not None:
@@ -231,7 +230,7 @@ class Tape:
             self._moving = Moving(instructions.moves, tier)
 
     def note_passed(self) -> None:
-        """Have later plans store the stages that the present pass goes through."""
+        """Have later plans store the stages that the running backward pass goes through."""
         self._changed |= {self.runners[stage].name for stage, node in self.passes.nodes.items() if goes_through(node)}
 
     def forward(self, value: Any) -> Any:
@@ -271,15 +270,15 @@ class Tape:
         return value
 
     def _run_next(self, held: Held, step: Step, stage: int, value: Any) -> Any:
-        runs_again = stage in self.instructions.runs_again
-        if runs_again:
+        recomputed = stage in self.instructions.recomputed
+        if recomputed:
             self.needs_gradient[stage] = [tensor.requires_grad for tensor in tensors_in(value)]
         if stage in step.live:  # Rule 5: without its history
             self._keep(held, stage, value)
         if stage not in self.instructions.in_graph:
             value = self._add_node(stage, value)  # Rule 2: one node
-        elif runs_again:
-            # The stage must not write into an input that the tape keeps. An input that is not kept may be overwritten.
+        elif recomputed:
+            # The stage must not overwrite an input that the tape keeps. It may overwrite any other input.
             value = self._first(self._runner(step), stage, value, held.inputs.get(stage))
         elif self._moving is None:
             value = self._runner(step).forward(value, self.context)  # Rule 1: plain autograd
@@ -317,13 +316,13 @@ class Tape:
     def backward(self, stage: int, gradients: Operations[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Run the operations up to and including `B` of `stage` (Rule 3)."""
         wait_for(gradients)  # Rule 14: before stages are recomputed
-        with undoing(), self.passes.resume(stage) as current:  # what an interrupted recomputation has not put back
+        with undoing(), self.passes.resume(stage) as current:  # `undoing`: if a recompute is interrupted
             self._advance(current, stage)
             attached = current.held.attached.pop(stage)
             current.held.inputs.drop_all_but(self.instructions.replay[self.instructions.backward_at[stage]].live)
             found = attached.backward(gradients, retain_graph=current.retain_graph)
             if self.passes.left is None and stage not in self.instructions.runs_after_backward:
-                self.surroundings.pop(stage, None)  # an owner of the output owns the tape
+                self.surroundings.pop(stage, None)  # now: whoever holds the output holds the tape
             return found
 
     def _arrived(self, stage: int, gradient: torch.Tensor) -> None:
@@ -331,7 +330,7 @@ class Tape:
         if not goes_through_any(self.passes.nodes.values()):
             if self._moving is not None:
                 self._moving.come_to(len(self.instructions.forward) + 1 + self.instructions.backward_at[stage])
-            return  # a pass for this stage's parameters only: the forwards' outputs are unused
+            return  # this pass computes gradients of this stage's parameters only, which need no recompute
         wait_for(gradient)  # Rule 14: before stages are recomputed
         with self.passes.resume(stage) as current:
             self._advance(current, stage)
@@ -343,7 +342,7 @@ class Tape:
             if moving is not None:  # Rule 15
                 moving.come_to(loss + 1 + position)
             if isinstance(step.operation, Backward):
-                # Either the engine ran it, or no gradient reached the stage and its graph is unused.
+                # The engine has run this backward, or no gradient reached the stage, so its graph is unused.
                 current.held.attached.pop(step.operation.stage, None)
                 current.held.inputs.drop_all_but(step.live)
             else:
@@ -365,7 +364,7 @@ class Tape:
         self._refuse_written(held, stage)
         before = self._versions(value)
         if isinstance(step.operation, ForwardEnable):
-            # A detached tensor loses `requires_grad`, so it is set as in the first run.
+            # Detaching cleared `requires_grad`: set it as in the first run.
             for tensor, needed in zip(tensors_in(value), self.needs_gradient[stage], strict=True):
                 tensor.requires_grad_(needed)
             held.attached[stage], output = self._runner(step).attach(
@@ -380,7 +379,7 @@ class Tape:
         held.inputs.drop_all_but(step.live)
 
     def _refuse_lost_gradients(self, stage: int, attached: AttachedStage) -> None:
-        """Raise InvalidStateError if an output has a gradient that the stage's node said it has not."""
+        """Raise InvalidStateError if an output requires a gradient that the stage's node declared as missing."""
         runner = self.runners[stage]
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         if lost := [i for i in known if i < len(attached.outputs) and attached.outputs[i] is not None]:
@@ -388,9 +387,9 @@ class Tape:
             raise InvalidStateError(text, kind="rerun_differs", stage=stage, name=runner.name)
 
     def _without_gradient(self, runner: StageRunner, value: Any, output: Any) -> list[torch.Tensor]:
-        """Return the tensors of `output` without gradient: those passed on unchanged, and those found by measuring."""
+        """Return output tensors without gradient: passed-on inputs without one, and those found by measuring."""
         passed_on = {id(tensor) for tensor in tensors_in(value) if not tensor.requires_grad}
-        # A stage that skips a layer at random has an output without gradient only in some steps.
+        # Measuring says nothing about a stage that skips layers at random: outputs lack a gradient in some steps only.
         known = () if draws(runner.function) else recall_effects(runner.function).without_gradient
         return [tensor for i, tensor in enumerate(tensors_in(output)) if i in known or id(tensor) in passed_on]
 
@@ -417,12 +416,12 @@ class Tape:
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None:
         if self._versions(value) != before:
             name = self.runners[stage].name
-            text = f"use layer {name!r} without inplace=True, or join it to the one before: it overwrites its own input"
+            text = f"use layer {name!r} without inplace=True, or join it to the layer before: it overwrites its input"
             raise InvalidStateError(text, kind="in_place_input", stage=stage, name=name)
 
 
-class _LoneTape(Tape):
-    """Allows a stage that overwrites its input: no plan recomputes it, but it has to be measured."""
+class _MeasuringTape(Tape):
+    """A tape that lets a stage overwrite its input: no plan recomputes such a stage, but it has to be measured."""
 
     def _refuse_overwritten(self, stage: int, value: Any, before: list[int]) -> None: ...
 
@@ -430,12 +429,12 @@ class _LoneTape(Tape):
 
 
 def single_stage_node(runner: StageRunner) -> Callable[[Any], Any]:
-    """Return a function that runs the stage as a node, recomputed in the backward, to time it: a node may take as long.
+    """Return a function that runs the stage as a recomputed node, whose overhead may be as long as a small stage takes.
 
-    In a step, another node has run right before it, so its code is in the core's caches. So an empty stage runs here.
+    An empty stage runs first: in a step, other nodes run before, so the node's code is in the CPU's caches.
     """
     instructions = read_sequence(1, Sequence.parse("CF_0, L, Fe_0, B_0"))
     value = torch.ones(1, device="cpu", requires_grad=True)
     with torch.enable_grad():
         Tape([StageRunner(nn.Identity(), "trivial")], instructions).forward(value).backward()
-    return _LoneTape([runner], instructions).forward
+    return _MeasuringTape([runner], instructions).forward

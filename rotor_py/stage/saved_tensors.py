@@ -205,8 +205,8 @@ class HandingOver:
 innermost_run: ContextVar[HandingOver | None] = ContextVar("rotor_py.innermost_run", default=None)
 
 
-class NobodyWaits:
-    """Context in which a run hands nothing over automatically; its opener does so."""
+class NoReceiver:
+    """Context in which runs hand over no saved tensors by themselves: the caller hands them over."""
 
     def __enter__(self) -> None:
         self._outside = innermost_run.set(None)
